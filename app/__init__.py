@@ -1,0 +1,1 @@
+"""The HTTP service around the model: schema, admission, batching, metrics, errors. Reads no checkpoint format itself."""

@@ -1,0 +1,106 @@
+"""Requests as one set of padded tensors, ids hashed: what the plain ranker and training consume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.config import CandidatePositions, ModelConfig
+from model.hashing import hash_rows
+from model.inputs import Candidates, Context
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows index the embedding tables, 0 is padding; `n` is the number of hashes of that entity.
+
+    user_rows int64 `[B, n]`; history_post_rows, history_author_rows int64 `[B, H, n]`; history_actions float32 `[B, H, A]`;
+    history_surfaces int64 `[B, H]`; history_dwell_seconds float32 `[B, H]`; candidate_post_rows, candidate_author_rows
+    int64 `[B, C, n]`; candidate_surfaces, candidate_age_buckets int64 `[B, C]`; positions int64 `[B, 1 + H + C]`.
+    H and C are those of the longest request, or more.
+    """
+
+    user_rows: Tensor
+    history_post_rows: Tensor
+    history_author_rows: Tensor
+    history_actions: Tensor
+    history_surfaces: Tensor
+    history_dwell_seconds: Tensor
+    candidate_post_rows: Tensor
+    candidate_author_rows: Tensor
+    candidate_surfaces: Tensor
+    candidate_age_buckets: Tensor
+    positions: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def collate(
+    requests: Sequence[tuple[Context, Candidates]],
+    config: ModelConfig,
+    candidate_positions: CandidatePositions = "shared",
+    *,
+    history_slots: int | None = None,
+    candidate_slots: int | None = None,
+) -> Batch:
+    """Hash and pad requests. `history_slots` and `candidate_slots` pad further than the longest request needs."""
+    contexts, lists = [context for context, _ in requests], [candidates for _, candidates in requests]
+    history = max([history_slots or 0, *map(len, contexts)])
+    slots = max([candidate_slots or 0, *map(len, lists)])
+    positions = [
+        np.concatenate(
+            (
+                [0],
+                pad(history_positions(len(context), config), history),
+                pad(slot_positions(candidates, config, candidate_positions), slots),
+            )
+        )
+        for context, candidates in requests
+    ]
+
+    def column(items: Sequence[Any], length: int, values: Callable[[Any], NDArray[np.generic]]) -> Tensor:
+        return torch.from_numpy(np.stack([pad(values(item), length) for item in items]))
+
+    return Batch(
+        user_rows=torch.from_numpy(hash_rows(np.array([c.user_id for c in contexts], np.uint64), config.user_hashes)),
+        history_post_rows=column(contexts, history, lambda c: hash_rows(c.post_ids, config.post_hashes)),
+        history_author_rows=column(contexts, history, lambda c: hash_rows(c.author_ids, config.author_hashes)),
+        history_actions=column(contexts, history, lambda c: c.actions),
+        history_surfaces=column(contexts, history, lambda c: c.surfaces),
+        history_dwell_seconds=column(contexts, history, lambda c: c.dwell_seconds),
+        candidate_post_rows=column(lists, slots, lambda c: hash_rows(c.post_ids, config.post_hashes)),
+        candidate_author_rows=column(lists, slots, lambda c: hash_rows(c.author_ids, config.author_hashes)),
+        candidate_surfaces=column(lists, slots, lambda c: c.surfaces),
+        candidate_age_buckets=column(lists, slots, lambda c: c.age_buckets),
+        positions=torch.from_numpy(np.stack(positions).astype(np.int64)),
+    )
+
+
+def pad(values: NDArray[np.generic], length: int) -> NDArray[np.generic]:
+    """Zeros after the values, up to `length` rows."""
+    return np.concatenate((values, np.zeros((length - len(values), *values.shape[1:]), values.dtype)))
+
+
+def history_positions(length: int, config: ModelConfig) -> NDArray[np.int64]:
+    """RoPE positions of history items, oldest first: `1 …`, or ending at `history_length` when right-anchored."""
+    first = config.history_length + 1 - length if config.right_anchored else 1
+    return np.arange(first, first + length, dtype=np.int64)
+
+
+def slot_positions(candidates: Candidates, config: ModelConfig, mode: CandidatePositions) -> NDArray[np.int64]:
+    """RoPE positions of candidates: one for all (`shared`), or the slot in a chunk of `candidate_length` (`sequential`).
+
+    A right-anchored checkpoint was trained with one position for all, so both modes are the same there.
+    """
+    if mode == "shared" or config.right_anchored:
+        return np.full(len(candidates), config.candidate_position, np.int64)
+    slots = np.arange(candidates.first_slot, candidates.first_slot + len(candidates), dtype=np.int64)
+    return config.candidate_position + slots % config.candidate_length

@@ -1,0 +1,87 @@
+"""The contract between the server and the model: items of work in, outcomes out. Not for policy: who is served next is the batcher's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from model.config import CandidatePositions, ModelConfig
+from model.inputs import Candidates, Context, Scores
+
+CacheResult = Literal["hit", "prefix", "miss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Some or all candidates of one request. `state` is what an earlier forward of the same request returned, else None."""
+
+    context: Context
+    candidates: Candidates
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Scores of an item, in its order. `state` spares the next item of the same request its context; the caller only keeps it.
+
+    `cache` says whether the context came whole (`hit`) or in part (`prefix`) from the cache.
+    """
+
+    scores: Scores
+    state: Any
+    cache: CacheResult
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """The context cache since start: bytes and entries now, lookups by result and evictions as running totals."""
+
+    bytes: int = 0
+    entries: int = 0
+    hits: int = 0
+    prefixes: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What runs, for people: e.g. device `cpu`, dtype `float32`, backend `native`; `notes` says how a choice was made or what was proved."""
+
+    device: str
+    dtype: str
+    backend: str
+    candidate_positions: CandidatePositions
+    notes: dict[str, Any]
+
+
+class Engine(Protocol):
+    """A loaded model that scores items. Used by one thread at a time; nothing compiles after `warm_up` returned."""
+
+    config: ModelConfig
+    info: EngineInfo
+
+    def warm_up(self) -> None:
+        """Compile, capture and prove whatever `forward` will use. Raises EngineError when the device or a proof fails."""
+        ...
+
+    def forward(self, items: Sequence[Item]) -> list[Outcome]:
+        """Outcomes in the order of the items. A candidate's scores have the same bits whatever else is among the items."""
+        ...
+
+    def cache_stats(self) -> CacheStats:
+        """Safe to call from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Free the weights' and the cache's memory."""
+        ...
+
+
+class EngineError(RuntimeError):
+    """The engine cannot work. `sticky` means that only a new process can help (a lost device, say)."""
+
+    def __init__(self, message: str, *, sticky: bool = False) -> None:
+        super().__init__(message)
+        self.sticky = sticky

@@ -1,0 +1,110 @@
+"""What one request is to the model: ids and features in numpy, before hashing. Not for JSON and not for tensors on a device."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import ModelConfig
+
+Ids = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """A user and that user's history, oldest first, at most `history_length` items.
+
+    `post_ids, author_ids`: uint64 `[h]`. `actions`: float32 `[h, A]`, the action values, 1 where set.
+    `surfaces`: int64 `[h]`. `dwell_seconds`: float32 `[h]`, 0 where unknown.
+    A user id or post id of 0 is padding: that token influences nothing, yet its place in the sequence stays taken.
+    """
+
+    user_id: int
+    post_ids: Ids
+    author_ids: Ids
+    actions: NDArray[np.float32]
+    surfaces: NDArray[np.int64]
+    dwell_seconds: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.post_ids)
+
+    def events(self, config: ModelConfig) -> list[bytes]:
+        """The exact bytes of each history item that this checkpoint can see, oldest first: equal bytes, equal tokens."""
+        columns = [self.post_ids[:, None], self.author_ids[:, None], self.actions, self.surfaces[:, None]]
+        if config.has_dwell:
+            columns.append(self.dwell_seconds[:, None])
+        raw = [np.ascontiguousarray(column).view(np.uint8).reshape(len(self), -1) for column in columns]
+        return [row.tobytes() for row in np.concatenate(raw, axis=1)]
+
+    def digest(self, config: ModelConfig) -> bytes:
+        """32 bytes that name the exact user and history features: the key of the context cache."""
+        hashed = hashlib.blake2b(self.user_id.to_bytes(8, "little"), digest_size=32)
+        for event in self.events(config):
+            hashed.update(event)
+        return hashed.digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """The posts to score. `post_ids, author_ids`: uint64 `[C]`; `surfaces`, `age_buckets`: int64 `[C]`; see `age_bucket`.
+
+    `first_slot` is the place of the first one in the request's list; it matters in sequential position mode only.
+    """
+
+    post_ids: Ids
+    author_ids: Ids
+    surfaces: NDArray[np.int64]
+    age_buckets: NDArray[np.int64]
+    first_slot: int = 0
+
+    def __len__(self) -> int:
+        return len(self.post_ids)
+
+    def part(self, start: int, stop: int) -> Candidates:
+        """Candidates `start … stop - 1`, as views, remembering their slots."""
+        cut = slice(start, stop)
+        return Candidates(
+            self.post_ids[cut], self.author_ids[cut], self.surfaces[cut], self.age_buckets[cut], self.first_slot + start
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """`logits` float32 `[C, A]`; `probabilities` float32 `[C, A]`, their sigmoid; `continuous` float32 `[C, Z]`, in 0 … 1.
+
+    Z is 0 for a checkpoint without a continuous head.
+    """
+
+    logits: NDArray[np.float32]
+    probabilities: NDArray[np.float32]
+    continuous: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def is_finite(self) -> bool:
+        """Whether every number may be shown to a caller."""
+        return bool(np.isfinite(self.logits).all() and np.isfinite(self.continuous).all())
+
+    @staticmethod
+    def concatenate(parts: list[Scores]) -> Scores:
+        """The parts of one request, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return Scores(
+            np.concatenate([part.logits for part in parts]),
+            np.concatenate([part.probabilities for part in parts]),
+            np.concatenate([part.continuous for part in parts]),
+        )
+
+
+def age_bucket(impression_ts: int, created_at: NDArray[np.int64], config: ModelConfig) -> NDArray[np.int64]:
+    """Row of the post-age table for posts created at the given Unix seconds; 0 where a time is 0 or the age is negative."""
+    minutes = (impression_ts - created_at) // 60
+    buckets = np.clip(minutes // config.post_age_granularity_minutes + 1, 0, config.post_age_buckets - 1)
+    unknown = (created_at == 0) | (impression_ts == 0) | (impression_ts < created_at)
+    return np.where(unknown, 0, buckets).astype(np.int64)

@@ -1,0 +1,84 @@
+"""The parts of a Grok decoder layer, each as its plain definition. Not for speed: faster paths are tested against these.
+
+Letters as in `model.config`. Every function takes activations of any float dtype and returns the same dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MASKED = -1e30
+
+
+def rms_norm(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """`scale · x / sqrt(mean(x²) + ε)` over the last axis, in fp32, cast back. `scale` is a plain factor, `[D]`."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (scale.float() * normed).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight`, weight `[in, out]` cast to the activation dtype; there is no bias."""
+    return x @ weight.to(x.dtype)
+
+
+def rope_tables(positions: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, fp32 `[..., K]`, of integer positions `[...]`; the two halves of K hold the same angles."""
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=positions.device) / head_width
+    angles = positions.float()[..., None] / base**exponents
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on half-split pairs: `x·cos + concat(-x2, x1)·sin`, in fp32, cast back. x `[..., T, heads, K]`, tables `[..., T, K]`."""
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (x.float() * cos[..., None, :] + turned * sin[..., None, :]).to(x.dtype)
+
+
+def ranking_mask(
+    context_length: int, candidates: int, *, bidirectional: bool, device: torch.device | None = None
+) -> Tensor:
+    """Which key each row sees, bool `[T, T]`. Context rows see the past (or all of the context); a candidate sees the
+    whole context and itself, never another candidate:
+
+                 context   candidates
+        context  1 0 0 0 | 0 0 0         1 everywhere on the left block when `bidirectional`
+                 1 1 0 0 | 0 0 0
+                 1 1 1 0 | 0 0 0
+                 1 1 1 1 | 0 0 0
+                 --------+------
+        cand.    1 1 1 1 | 1 0 0
+                 1 1 1 1 | 0 1 0
+                 1 1 1 1 | 0 0 1
+    """
+    length = context_length + candidates
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    if bidirectional:
+        mask[:context_length, :context_length] = True
+    mask[context_length:, context_length:] = torch.eye(candidates, dtype=torch.bool, device=device)
+    return mask
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, multiplier: float, cap: float) -> Tensor:
+    """Grouped-query attention with soft-capped logits, dense.
+
+    query `[B, T, N, K]`; key, value `[B, T, G, K]`, query head n reads head `n // (N/G)`; mask bool, broadcast to
+    `[B, T, T]`. `softmax(mask(cap · tanh(multiplier · QKᵀ / cap)))` in fp32: the cap comes before the mask, and there is
+    no hidden `1/sqrt(K)`. Returns `[B, T, N, K]`.
+    """
+    group = query.shape[2] // key.shape[2]
+    key, value = (x.repeat_interleave(group, 2) for x in (key, value))
+    logits = torch.einsum("btnk,bsnk->bnts", query, key).float() * multiplier
+    logits = cap * torch.tanh(logits / cap)
+    logits = torch.where(mask[..., None, :, :], logits, MASKED)
+    probabilities = torch.softmax(logits, -1).to(value.dtype)
+    return torch.einsum("bnts,bsnk->btnk", probabilities, value)
+
+
+def gated_ffn(x: Tensor, gate: Tensor, value: Tensor, output: Tensor) -> Tensor:
+    """`(gelu(x·gate) ⊙ (x·value))·output` with the tanh approximation of gelu. gate, value `[D, F]`, output `[F, D]`."""
+    return linear(functional.gelu(linear(x, gate), approximate="tanh") * linear(x, value), output)

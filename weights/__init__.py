@@ -1,0 +1,1 @@
+"""Checkpoints on disk: manifest, load, import, verify, demo. Serves nothing."""
