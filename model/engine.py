@@ -1,4 +1,7 @@
-"""The contract between the server and the model: items of work in, outcomes out. Not for policy: who is served next is the batcher's business."""
+"""The contract between the server and the model: items of work in, outcomes out.
+
+Not for policy: who is served next is the batcher's business.
+"""
 
 from __future__ import annotations
 
