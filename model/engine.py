@@ -50,7 +50,10 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What runs, for people: e.g. device `cpu`, dtype `float32`, backend `native`; `notes` says how a choice was made or what was proved."""
+    """What runs, for people: e.g. device `cpu`, dtype `float32`, backend `native`.
+
+    `notes` holds plain JSON values: why a choice was made, what was proved at warm-up.
+    """
 
     device: str
     dtype: str
