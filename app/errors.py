@@ -1,0 +1,180 @@
+"""What can go wrong with a request, as typed exceptions that carry their HTTP status and stable code. Not for rendering them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+MAX_PROBLEMS = 10
+
+
+class FieldProblem(NamedTuple):
+    """One thing that is wrong with a request. `field` is a dotted path such as `candidates[3].post_id`, `` for the whole body."""
+
+    field: str
+    message: str
+
+
+class ServiceError(Exception):
+    """A request that gets no scores. `detail` is a sentence for people and holds nothing that the caller sent.
+
+    `status`, `code` and `title` belong to the class, so that a code always means one status.
+    `retry_after_seconds` is an honest guess of when a retry can succeed, None where a retry is pointless.
+    """
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal"
+    title: ClassVar[str] = "Internal error"
+    default_detail: ClassVar[str] = "The server failed to answer this request."
+    headers: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, detail: str | None = None, *, retry_after_seconds: float | None = None) -> None:
+        self.detail = self.default_detail if detail is None else detail
+        self.retry_after_seconds = retry_after_seconds
+        self.problems: tuple[FieldProblem, ...] = ()
+        super().__init__(self.detail)
+
+
+class InternalError(ServiceError):
+    """A fault of ours: whatever no other class names."""
+
+
+class MalformedJson(ServiceError):
+    """The body is not one strict JSON document in UTF-8."""
+
+    status = 400
+    code = "malformed_json"
+    title = "Malformed JSON"
+    default_detail = "The body is not valid JSON."
+
+
+class BadRequest(ServiceError):
+    """The request cannot be read at all: a header that breaks its own rules, say."""
+
+    status = 400
+    code = "bad_request"
+    title = "Bad request"
+    default_detail = "The request cannot be read."
+
+
+class Unauthorized(ServiceError):
+    """Keys are configured, and none of them was sent."""
+
+    status = 401
+    code = "unauthorized"
+    title = "Unauthorized"
+    default_detail = "A valid API key is required: Authorization: Bearer KEY."
+    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class NotFound(ServiceError):
+    """Nothing lives at this path."""
+
+    status = 404
+    code = "not_found"
+    title = "Not found"
+    default_detail = "There is nothing at this path."
+
+
+class RequestMethod(ServiceError):
+    """The path exists, the method does not."""
+
+    status = 405
+    code = "method_not_allowed"
+    title = "Method not allowed"
+    default_detail = "This path does not take this method."
+
+
+class TooLarge(ServiceError):
+    """More bytes, candidates or requests than the limits allow."""
+
+    status = 413
+    code = "too_large"
+    title = "Too large"
+    default_detail = "The request is larger than the limits allow."
+
+
+class UnsupportedMediaType(ServiceError):
+    """The body is not plain JSON: another media type, another charset, or compressed."""
+
+    status = 415
+    code = "unsupported_media_type"
+    title = "Unsupported media type"
+    default_detail = "The body must be application/json in UTF-8, not compressed."
+
+
+class InvalidRequest(ServiceError):
+    """Valid JSON that is not a valid request. Carries the first ten problems; `found` counts all that were seen."""
+
+    status = 422
+    code = "invalid_request"
+    title = "Invalid request"
+    default_detail = "The request is not valid."
+
+    def __init__(self, problems: Sequence[tuple[str, str]], *, found: int | None = None) -> None:
+        self.found = max(found or 0, len(problems))
+        kept = tuple(FieldProblem(field, message) for field, message in problems[:MAX_PROBLEMS])
+        super().__init__(_summary(kept, self.found))
+        self.problems = kept
+
+
+class Overloaded(ServiceError):
+    """The queue is full, or a key has used up its share of it."""
+
+    status = 429
+    code = "overloaded"
+    title = "Overloaded"
+    default_detail = "The queue is full."
+
+
+class NotReady(ServiceError):
+    """No checkpoint can serve yet."""
+
+    status = 503
+    code = "not_ready"
+    title = "Not ready"
+    default_detail = "The service is starting."
+
+
+class Draining(ServiceError):
+    """The process is about to stop and takes nothing new."""
+
+    status = 503
+    code = "draining"
+    title = "Draining"
+    default_detail = "The service is shutting down."
+
+
+class EngineDown(ServiceError):
+    """The engine failed or stopped making progress."""
+
+    status = 503
+    code = "engine_down"
+    title = "Engine down"
+    default_detail = "The engine cannot compute scores."
+
+
+class DeadlineExceeded(ServiceError):
+    """The caller's time was over before the scores were there."""
+
+    status = 504
+    code = "deadline_exceeded"
+    title = "Deadline exceeded"
+    default_detail = "The deadline passed before the scores were computed."
+
+
+class NonFiniteScores(ServiceError):
+    """The model gave NaN or infinity for this request; such numbers are never sent."""
+
+    status = 500
+    code = "non_finite_scores"
+    title = "Non-finite scores"
+    default_detail = "The model gave scores that are not finite numbers."
+
+
+def _summary(problems: Sequence[FieldProblem], found: int) -> str:
+    if not problems:
+        return InvalidRequest.default_detail
+    field, message = problems[0]
+    first = f"{field}: {message}" if field else message
+    return first if found == 1 else f"{first} (and {found - 1} more)"
