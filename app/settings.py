@@ -1,0 +1,291 @@
+"""Everything an operator may set, and the only reader of the environment. Not for the architecture: that comes with a checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+PREFIX = "RANKER_"
+MIB = 2**20
+
+
+class SettingsProblem(ValueError):
+    """A setting that cannot be used; the message names it and says what is wrong."""
+
+
+class Group(BaseModel):
+    """A group of settings: `RANKER_GROUP__NAME` in the environment, `--group.name` on the command line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Limits(Group):
+    """What one request may be. A request beyond these gets 413."""
+
+    max_body_bytes: int = Field(default=2 * MIB, ge=1024)
+    """Longest body in bytes, counted while it is read."""
+    max_candidates: int = Field(default=4096, ge=1)
+    """Most candidates in one request."""
+    max_history: int = Field(default=8192, ge=1)
+    """Most history items in one request; those beyond the model's window are dropped, oldest first."""
+    max_batch_requests: int = Field(default=64, ge=1)
+    """Most requests in one call of /rank/batch."""
+
+
+class Queue(Group):
+    """How much admitted work may wait for the engine. Beyond it, 429."""
+
+    max_candidates: int = Field(default=32_768, ge=1)
+    """Most candidates waiting."""
+    max_context_tokens: int = Field(default=262_144, ge=1)
+    """Most context tokens (user and history) waiting."""
+    max_share_per_key: float = Field(default=0.5, gt=0, le=1)
+    """Share of the queue that the requests of one API key may fill."""
+    stall_seconds: float = Field(default=4.0, gt=0)
+    """With work queued and no forward finished for this long, readiness is lost."""
+
+
+class Batching(Group):
+    """How waiting requests share a forward."""
+
+    enabled: bool = True
+    """Whether requests share a forward at all; off is for comparison."""
+    max_candidates: int = Field(default=2048, ge=1)
+    """Candidates in one forward."""
+    max_context_tokens: int = Field(default=16_384, ge=1)
+    """Context tokens in one forward."""
+    part_candidates: int = Field(default=512, ge=1)
+    """A longer candidate list is cut into parts of this many, served in turn with other requests."""
+    window_seconds: float = Field(default=0.0, ge=0, le=1)
+    """How long a forward may wait for company while the engine is busy anyway; an idle engine never waits."""
+
+
+class Cache(Group):
+    """The context cache: keys and values of users seen before."""
+
+    bytes: int = Field(default=256 * MIB, ge=0)
+    """Budget in bytes on the engine's device; 0 turns the cache off."""
+
+
+class Deadline(Group):
+    """How long a request may take, from its first byte read to its scores. The headers may ask for less, or for more up to the limit."""
+
+    default_seconds: float = Field(default=10.0, gt=0)
+    """For a request that names no deadline."""
+    max_seconds: float = Field(default=60.0, gt=0)
+    """No request gets longer, whatever its headers say."""
+
+
+class Drain(Group):
+    """What happens between SIGTERM and the end."""
+
+    delay_seconds: float = Field(default=5.0, ge=0)
+    """How long readiness is already 503 while requests are still taken, so that balancers can notice."""
+    timeout_seconds: float = Field(default=30.0, gt=0)
+    """How long admitted requests may take to finish after that."""
+
+
+class Connections(Group):
+    """How patient the server is with a socket."""
+
+    header_seconds: float = Field(default=5.0, gt=0)
+    """From the first byte (or the connect) to the end of the headers."""
+    body_seconds: float = Field(default=8.0, gt=0)
+    """From the end of the headers to the end of the body."""
+    keep_alive_seconds: float = Field(default=75.0, gt=0)
+    """How long an idle connection is kept after a reply; longer than the balancer's own idle time."""
+    max_header_bytes: int = Field(default=32_768, ge=1024)
+    """All headers of a request together."""
+    backlog: int = Field(default=2048, ge=1)
+    """Connections that may wait to be accepted."""
+
+
+class Auth(Group):
+    """API keys. Without any, everybody may ask."""
+
+    keys: dict[str, SecretStr] = Field(default={})
+    """Name of the caller → SHA-256 of its key in hex: `{"feed": "9f86d0…"}`. The name appears in logs, the key nowhere."""
+
+    @field_validator("keys")
+    @classmethod
+    def _hashes(cls, keys: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        for name, digest in keys.items():
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+                raise ValueError("a key's name is 1 to 64 letters, digits, dots, dashes or underscores")
+            _require_sha256(digest, f"the key named {name}")
+        return {name: SecretStr(digest.get_secret_value().lower()) for name, digest in keys.items()}
+
+
+class Admin(Group):
+    """The admin interface. It exists only where a port and a token are set."""
+
+    host: str = "127.0.0.1"
+    """Address to bind: keep it on loopback."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of its own; none means no admin interface."""
+    token_sha256: SecretStr | None = None
+    """SHA-256 of the bearer token, in hex."""
+    root: Path | None = None
+    """Directory below which a reload may name checkpoints; by default the parent of the first checkpoint."""
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Admin:
+        if self.token_sha256 is not None:
+            _require_sha256(self.token_sha256, "admin.token_sha256")
+        elif self.port is not None:
+            raise ValueError("admin.port needs admin.token_sha256: the admin interface is never open")
+        return self
+
+
+class Probes(Group):
+    """Where probes and metrics answer besides the main port."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """With a port, probes, /info and /metrics answer there, and /metrics no longer on the main one."""
+
+
+class Reload(Group):
+    """When a new checkpoint is looked for without being asked."""
+
+    watch_seconds: float = Field(default=0.0, ge=0)
+    """How often the checkpoint's directory is checked for a new manifest; 0 means never."""
+
+
+class Logs(Group):
+    """What is written to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is written."""
+    format: Literal["auto", "json", "console"] = "auto"
+    """One JSON object a line, or lines for people; `auto` is for people on a terminal."""
+    success_sample: float = Field(default=1.0, ge=0, le=1)
+    """Share of successful requests that get a line; failures always do."""
+
+
+class Tracing(Group):
+    """OpenTelemetry spans; needs the `tracing` extra."""
+
+    enabled: bool = False
+    """Whether spans are made."""
+    endpoint: str | None = None
+    """OTLP over HTTP, such as http://collector:4318/v1/traces."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of requests without a sampled parent that are traced."""
+
+
+class Settings(BaseSettings):
+    """All settings. Read once, at start, by `load_settings`; then passed down."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        cli_prog_name="python -m app",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the service; 0 takes a free one and logs it."""
+    checkpoint: Path = Path("weights/demo")
+    """Checkpoint directory to serve."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """What the trunk computes in."""
+    backend: Literal["auto", "dense", "native", "torch"] = "auto"
+    """Which engine runs it; `dense` is the slow reference."""
+    candidate_positions: Literal["shared", "sequential"] = "shared"
+    """`shared`: a score does not depend on the candidate's slot. `sequential`: the published pipeline's numbers."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of the engine; 0 leaves the choice to it."""
+
+    limits: Limits = Limits()
+    queue: Queue = Queue()
+    batching: Batching = Batching()
+    cache: Cache = Cache()
+    deadline: Deadline = Deadline()
+    drain: Drain = Drain()
+    connections: Connections = Connections()
+    auth: Auth = Auth()
+    admin: Admin = Admin()
+    probes: Probes = Probes()
+    reload: Reload = Reload()
+    logs: Logs = Logs()
+    tracing: Tracing = Tracing()
+
+    def effective(self) -> dict[str, Any]:
+        """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""
+        return self.model_dump(mode="json")
+
+
+def load_settings(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from flags, then the environment, then defaults. `environ` is only looked at for unknown names.
+
+    Raises SettingsProblem for an unknown `RANKER_` name or a value that does not fit; argparse exits on an unknown flag.
+    """
+    _refuse_unknown(os.environ if environ is None else environ)
+    flags = [_dashed(flag) for flag in argv]
+    try:
+        return Settings(_cli_parse_args=flags)  # type: ignore[call-arg]  # an initialiser's argument of BaseSettings
+    except ValidationError as error:
+        raise SettingsProblem("; ".join(_sentences(error))) from None
+    except SettingsError as error:
+        raise SettingsProblem(str(error)) from None
+
+
+def names(model: type[BaseModel] = Settings, prefix: str = PREFIX) -> Iterator[str]:
+    """Every name of the environment that means something, such as `RANKER_QUEUE__MAX_CANDIDATES`."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Group):
+            yield from names(kind, f"{prefix}{name.upper()}__")
+        else:
+            yield f"{prefix}{name.upper()}"
+
+
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
+    known = list(names())
+    for name in sorted(environ):
+        if not name.upper().startswith(PREFIX) or name.upper() in known:
+            continue
+        group = [other for other in known if other.startswith(f"{name.upper()}__")]
+        nearest = (group or difflib.get_close_matches(name.upper(), known, n=1, cutoff=0))[0]
+        hint = f"{name} is not a setting; the nearest one is {nearest}"
+        if re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)", name):
+            hint += " (Kubernetes injects such names for a Service called ranker: set enableServiceLinks to false)"
+        raise SettingsProblem(hint)
+
+
+def _dashed(flag: str) -> str:
+    """`--queue.max_candidates` reads as `--queue.max-candidates`; values are left alone."""
+    if not flag.startswith("--"):
+        return flag
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _sentences(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_input=False, include_url=False):
+        path = "__".join(str(part) for part in problem["loc"])
+        yield f"{PREFIX}{path.upper()}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _require_sha256(digest: SecretStr, what: str) -> None:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", digest.get_secret_value()):
+        raise ValueError(f"{what} must be a SHA-256 in hex, 64 digits: printf %s KEY | sha256sum")
