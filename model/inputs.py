@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,20 +31,12 @@ class Context:
     def __len__(self) -> int:
         return len(self.post_ids)
 
-    def events(self, config: ModelConfig) -> list[bytes]:
-        """The exact bytes of each history item that this checkpoint can see, oldest first: equal bytes, equal tokens."""
+    def events(self, config: ModelConfig) -> bytes:
+        """The exact bytes of every history item that this checkpoint can see, oldest first: equal bytes, equal tokens."""
         columns = [self.post_ids[:, None], self.author_ids[:, None], self.actions, self.surfaces[:, None]]
         if config.has_dwell:
             columns.append(self.dwell_seconds[:, None])
-        raw = [np.ascontiguousarray(column).view(np.uint8).reshape(len(self), -1) for column in columns]
-        return [row.tobytes() for row in np.concatenate(raw, axis=1)]
-
-    def digest(self, config: ModelConfig) -> bytes:
-        """32 bytes that name the exact user and history features: the key of the context cache."""
-        hashed = hashlib.blake2b(self.user_id.to_bytes(8, "little"), digest_size=32)
-        for event in self.events(config):
-            hashed.update(event)
-        return hashed.digest()
+        return np.concatenate([np.ascontiguousarray(column).view(np.uint8) for column in columns], axis=1).tobytes()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
