@@ -1,33 +1,48 @@
 # Every target works on a fresh machine: the environment is made in .venv when it is missing.
-PYTHON ?= python3
+# Python: the first of these that is 3.11 or newer and has venv; PYTHON=/path/to/python3 chooses another.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+  "$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := docker/requirements.lock
+# Where pip finds a build of torch other than PyPI's, e.g. https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PIP_INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check \
+  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(LOCK)
 PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: serve test check bench bench-gpu lock clean install
+.PHONY: help install serve test check audit lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-$(VENV)/.runtime: pyproject.toml $(wildcard $(LOCK))
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(wildcard $(LOCK))) -e .
-	touch $@
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Needs Python 3.11 or newer with its venv module." \
+	  "Debian and Ubuntu: apt-get install python3 python3-venv. Another one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml $(LOCK) | $(BIN)/python
+	@echo "Installing the service into $(VENV): once, half a minute where the packages are near."
+	$(PIP_INSTALL) -e .
+	@touch $@
 
 $(VENV)/.installed: $(VENV)/.runtime
-	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(wildcard $(LOCK))) -e '.[dev,train,load,tracing]'
-	touch $@
+	$(PIP_INSTALL) -e '.[dev,train,load,tracing]'
+	@touch $@
 
-install: $(VENV)/.installed ## create the environment
+# Debian's prometheus and promtool, unpacked below .cache; the tests that need them say so where this fails.
+.cache/prometheus/.fetched: .ci/fetch-prometheus
+	@.ci/fetch-prometheus .cache/prometheus
 
-serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path
-	RANKER_CHECKPOINT=$(CHECKPOINT) RANKER_HOST=$(HOST) RANKER_PORT=$(PORT) $(BIN)/python -m app
+install: $(VENV)/.installed ## create the environment in .venv with everything
 
-test: $(VENV)/.installed ## every test that needs no GPU
+serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path HOST=127.0.0.1
+	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
+
+test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed ## lint, format, types, import direction
@@ -36,5 +51,12 @@ check: $(VENV)/.installed ## lint, format, types, import direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
+	$(BIN)/pip-audit --progress-spinner off --disable-pip --no-deps -r $(LOCK)
+
+lock: $(VENV)/.installed ## resolve docker/requirements.lock anew
+	.ci/lock $(BIN) $(LOCK)
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
