@@ -1,0 +1,278 @@
+"""The traffic model: whose page is asked for next, with which history and candidates. Feeds every tool; sends nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+
+from loadtest.distributions import SizeBand, Sizes, Zipf, ids_of, mix
+
+Kind = Literal["first_visit", "return_visit", "page", "refresh"]
+KINDS: tuple[Kind, ...] = ("first_visit", "return_visit", "page", "refresh")
+
+USER_SALT, POST_SALT, AUTHOR_SALT, OWNER_SALT, AGE_SALT = 1, 2, 3, 4, 5
+DAY_SECONDS = 86_400
+
+HISTORY_BANDS_OF_WINDOW = (
+    (0.0, 0.0, 0.05),
+    (0.01, 0.125, 0.25),
+    (0.125, 0.5, 0.30),
+    (0.5, 0.99, 0.20),
+    (1.0, 1.0, 0.20),
+)
+CANDIDATE_SIZES = Sizes(
+    [
+        SizeBand(16, 32, 0.15),
+        SizeBand(64, 64, 0.60),
+        SizeBand(65, 128, 0.17),
+        SizeBand(129, 256, 0.06),
+        SizeBand(257, 512, 0.02),
+    ]
+)
+ACTION_SHARES = (
+    ("click", 0.45),
+    ("dwell", 0.35),
+    ("favorite", 0.25),
+    ("repost", 0.05),
+    ("reply", 0.05),
+    ("not_interested", 0.02),
+)
+
+
+@dataclass(frozen=True)
+class TrafficSettings:
+    """What the traffic looks like. Shares lie in 0 … 1; `history_window` and `max_candidates` come from the server's `/info`.
+
+    `new_user_share` of the sessions belong to a user never seen before; the others are drawn from `users` by a Zipf law.
+    A session asks for `1 + geometric` pages, `mean_pages` on average. Between two visits a history grows by a
+    Poisson number of events. `hot_author_share` of the posts belong to `hot_authors`. `refresh_share` of the requests
+    repeat a live session's last body byte for byte: the only thing that is ever sent twice.
+    """
+
+    seed: int = 1
+    users: int = 20_000
+    user_exponent: float = 1.0
+    new_user_share: float = 0.15
+    posts: int = 200_000
+    post_exponent: float = 0.8
+    authors: int = 20_000
+    hot_authors: int = 50
+    hot_author_share: float = 0.2
+    mean_pages: float = 3.0
+    live_sessions: int = 64
+    events_between_visits: float = 4.0
+    refresh_share: float = 0.0
+    objects_share: float = 0.1
+    history_window: int = 127
+    max_candidates: int = 512
+    candidates: Sizes = field(default=CANDIDATE_SIZES, repr=False)
+    actions: tuple[str, ...] = tuple(name for name, _ in ACTION_SHARES)
+    start_ts: int = 1_780_000_000
+
+    def with_fixed_candidates(self, count: int) -> TrafficSettings:
+        """The same with exactly `count` candidates a page."""
+        return replace(self, candidates=Sizes([SizeBand(count, count, 1.0)]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, for a run's metadata."""
+        values = {name: value for name, value in vars(self).items() if name != "candidates"}
+        return values | {"candidates": [[band.low, band.high, band.share] for band in self.candidates.bands]}
+
+
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """One body for `POST /rank`, and what a report wants to know of it. `user_id` is the user it belongs to."""
+
+    body: bytes
+    kind: Kind
+    user_id: int
+    candidates: int
+    history: int
+
+
+@dataclass(slots=True)
+class _Person:
+    """A user: an id and the columns of a history, oldest first."""
+
+    user_id: int
+    post_id: list[int]
+    author_id: list[int]
+    actions: list[list[str]]
+    product_surface: list[int]
+    dwell_time: list[float]
+    visits: int = 0
+
+    def columns(self) -> dict[str, list[Any]]:
+        names = ("post_id", "author_id", "actions", "product_surface", "dwell_time")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(slots=True)
+class _Session:
+    rank: int
+    person: _Person
+    pages_left: int
+    shown: set[int]
+    pages: int = 0
+    last: RankRequest | None = None
+
+
+class Traffic(Iterator[RankRequest]):
+    """An endless, seeded stream of requests: equal settings give equal bytes. Sessions interleave; their own order is kept."""
+
+    def __init__(self, settings: TrafficSettings) -> None:
+        if settings.mean_pages < 1 or not 0 <= settings.refresh_share < 1:
+            raise ValueError("mean_pages must be at least 1 and refresh_share in 0 … 1")
+        self.settings = settings
+        self.sent = 0
+        self._random = np.random.default_rng(settings.seed)
+        self._users = Zipf(settings.users, settings.user_exponent)
+        self._posts = Zipf(settings.posts, settings.post_exponent)
+        self._history_sizes = history_sizes(settings.history_window)
+        self._candidate_sizes = settings.candidates.clipped(settings.max_candidates)
+        self._people: dict[int, _Person] = {}
+        self._new_users = 0
+        self._live: list[_Session] = []
+        self._live_users: set[int] = set()
+
+    def __next__(self) -> RankRequest:
+        begun = [session.last for session in self._live if session.last is not None]
+        if begun and self._random.random() < self.settings.refresh_share:
+            return replace(begun[int(self._random.integers(len(begun)))], kind="refresh")
+        while len(self._live) < self.settings.live_sessions:
+            self._live.append(self._open(fresh=self._random.random() < self.settings.new_user_share))
+        session = self._live[int(self._random.integers(len(self._live)))]
+        request = self._page(session)
+        if session.pages_left == 0:
+            self._close(session)
+        return request
+
+    def first_visit(self) -> RankRequest:
+        """The first page of a user whom nobody has seen; the session ends with it."""
+        session = self._open(fresh=True)
+        request = self._page(session)
+        self._close(session)
+        return request
+
+    def session(self) -> Iterator[RankRequest]:
+        """All pages of one session, in order; the history grows when it ends."""
+        session = self._open(fresh=self._random.random() < self.settings.new_user_share)
+        try:
+            while session.pages_left:
+                yield self._page(session)
+        finally:
+            self._close(session)
+
+    def burst(self, pages: int) -> list[RankRequest]:
+        """Several pages of one user that are asked for at once: one context, many candidate lists."""
+        session = self._open(fresh=True)
+        requests = [self._page(session) for _ in range(pages)]
+        self._close(session)
+        return requests
+
+    def take(self, count: int) -> list[RankRequest]:
+        """The next `count` requests."""
+        return [next(self) for _ in range(count)]
+
+    def _open(self, fresh: bool) -> _Session:
+        settings = self.settings
+        rank = settings.users + self._new_users
+        if fresh:
+            self._new_users += 1
+        else:
+            rank = int(self._users.draw(self._random, 1)[0])
+            while rank in self._live_users:  # one person holds one session at a time
+                rank = int(self._random.integers(settings.users))
+        self._live_users.add(rank)
+        if rank not in self._people:
+            self._people[rank] = self._person(rank)
+        pages = int(self._random.geometric(1 / settings.mean_pages))
+        return _Session(rank, self._people[rank], pages, set())
+
+    def _close(self, session: _Session) -> None:
+        person = session.person
+        person.visits += 1
+        self._live = [live for live in self._live if live is not session]
+        self._live_users.discard(session.rank)
+        self._grow(person, int(self._random.poisson(self.settings.events_between_visits)))
+
+    def _person(self, rank: int) -> _Person:
+        person = _Person(int(ids_of(np.array([rank]), USER_SALT)[0]), [], [], [], [], [])
+        self._grow(person, self._history_sizes.draw(self._random))
+        return person
+
+    def _grow(self, person: _Person, events: int) -> None:
+        """Add the newest `events` and forget what no longer fits the window, as a feed service's own store would."""
+        if not events:
+            return
+        posts = self._posts.draw(self._random, events)
+        person.post_id += ids_of(posts, POST_SALT).tolist()
+        person.author_id += self._authors(posts)
+        person.product_surface += self._random.integers(0, 4, events).tolist()
+        person.dwell_time += np.round(self._random.exponential(6.0, events), 1).tolist()
+        person.actions += [self._actions() for _ in range(events)]
+        for column in person.columns().values():
+            del column[: max(0, len(column) - self.settings.history_window)]
+
+    def _actions(self) -> list[str]:
+        known = [(name, share) for name, share in ACTION_SHARES if name in self.settings.actions]
+        if not known:
+            return [self.settings.actions[int(self._random.integers(len(self.settings.actions)))]]
+        drawn = self._random.random(len(known))
+        return [name for (name, share), value in zip(known, drawn, strict=True) if value < share]
+
+    def _authors(self, posts: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
+        """A post has one author for ever: the hot ones own `hot_author_share` of the posts."""
+        settings = self.settings
+        owner = mix(posts, OWNER_SALT)
+        hot = (owner % np.uint64(1000)).astype(np.float64) < 1000 * settings.hot_author_share
+        pick = owner >> np.uint64(10)
+        ranks = np.where(hot, pick % np.uint64(settings.hot_authors), pick % np.uint64(settings.authors))
+        authors: list[int] = ids_of(ranks.astype(np.int64), AUTHOR_SALT).tolist()
+        return authors
+
+    def _page(self, session: _Session) -> RankRequest:
+        settings = self.settings
+        count = self._candidate_sizes.draw(self._random)
+        ranks = self._posts.draw_distinct(self._random, count, session.shown)
+        session.shown.update(ranks)
+        posts = np.array(ranks, dtype=np.int64)
+        ages = (mix(posts, AGE_SALT) % np.uint64(2 * DAY_SECONDS)).astype(np.int64)
+        candidates: dict[str, list[Any]] = {
+            "post_id": ids_of(posts, POST_SALT).tolist(),
+            "author_id": self._authors(posts),
+            "product_surface": self._random.integers(0, 4, count).tolist(),
+            "created_at": (settings.start_ts - ages).tolist(),
+        }
+        history = session.person.columns()
+        as_objects = self._random.random() < settings.objects_share
+        body = orjson.dumps(
+            {
+                "user_id": str(session.person.user_id),
+                "history": _objects(history) if as_objects else history,
+                "candidates": _objects(candidates) if as_objects else candidates,
+                "impression_ts": settings.start_ts + self.sent // 64,
+            }
+        )
+        first: Kind = "return_visit" if session.person.visits else "first_visit"
+        kind: Kind = "page" if session.pages else first
+        session.pages += 1
+        session.pages_left = max(0, session.pages_left - 1)
+        self.sent += 1
+        session.last = RankRequest(body, kind, session.person.user_id, count, len(history["post_id"]))
+        return session.last
+
+
+def history_sizes(window: int) -> Sizes:
+    """How long histories are, as shares of the model's window: few are empty, a fifth fills it."""
+    bands = HISTORY_BANDS_OF_WINDOW
+    return Sizes([SizeBand(round(low * window), round(high * window), share) for low, high, share in bands])
+
+
+def _objects(columns: dict[str, list[Any]]) -> Sequence[dict[str, Any]]:
+    rows = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]

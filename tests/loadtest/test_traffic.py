@@ -1,0 +1,118 @@
+"""The traffic model keeps its stated properties."""
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import orjson
+import pytest
+
+from loadtest.distributions import SizeBand, Sizes, Zipf
+from loadtest.traffic import Traffic, TrafficSettings, history_sizes
+
+SMALL = TrafficSettings(users=2_000, posts=50_000)
+
+
+def columns(part):
+    return part if isinstance(part, dict) else {name: [row[name] for row in part] for name in (part[0] if part else {})}
+
+
+def contexts(requests):
+    parsed = defaultdict(list)
+    for request in requests:
+        body = orjson.loads(request.body)
+        parsed[request.user_id].append(
+            (request, columns(body["history"]).get("post_id", []), columns(body["candidates"])["post_id"])
+        )
+    return parsed
+
+
+def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not():
+    first, again = Traffic(SMALL).take(200), Traffic(SMALL).take(200)
+    other = Traffic(TrafficSettings(users=2_000, posts=50_000, seed=2)).take(200)
+    assert [request.body for request in first] == [request.body for request in again]
+    assert not {request.body for request in first} & {request.body for request in other}
+
+
+def test_nothing_is_sent_twice_unless_the_model_says_so():
+    plain = [request.body for request in Traffic(SMALL).take(2_000)]
+    assert len(set(plain)) == 2_000
+    refreshing = Traffic(TrafficSettings(users=2_000, posts=50_000, refresh_share=0.2)).take(2_000)
+    share = sum(request.kind == "refresh" for request in refreshing) / 2_000
+    assert 0.15 < share < 0.25
+    seen = set()
+    for request in refreshing:
+        assert (request.body in seen) == (request.kind == "refresh")
+        seen.add(request.body)
+
+
+def test_pages_of_a_session_share_the_context_and_never_a_candidate():
+    pages = 0
+    for requests in contexts(Traffic(SMALL).take(3_000)).values():
+        for (_, history, shown), (request, next_history, next_shown) in pairwise(requests):
+            if request.kind == "page":
+                pages += 1
+                assert next_history == history
+                assert not set(shown) & set(next_shown)
+    assert pages > 1_000
+
+
+def test_a_history_grows_by_new_events_between_visits():
+    grown = prefixes = 0
+    for requests in contexts(Traffic(SMALL).take(6_000)).values():
+        for (_, history, _), (request, next_history, _) in pairwise(requests):
+            if request.kind == "return_visit" and len(next_history) < SMALL.history_window:
+                grown += next_history != history
+                prefixes += next_history[: len(history)] == history
+    assert grown > 100
+    assert prefixes >= grown
+
+
+def test_shares_and_sizes_are_the_stated_ones():
+    requests = Traffic(SMALL).take(6_000)
+    kinds = Counter(request.kind for request in requests)
+    assert 0.6 < kinds["page"] / 6_000 < 0.73  # a session of three pages on average has two that follow the first
+    assert 0.55 < sum(request.candidates == 64 for request in requests) / 6_000 < 0.65
+    assert max(request.candidates for request in requests) > 256
+    assert {0, 127} <= {request.history for request in requests}
+
+
+def test_popularity_is_skewed():
+    requests = [request for request in Traffic(SMALL).take(6_000) if request.kind != "page"]
+    visits = Counter(request.user_id for request in requests)
+    assert visits.most_common(1)[0][1] > 10
+    authors = Counter()
+    for request in requests[:300]:
+        authors.update(columns(orjson.loads(request.body)["candidates"])["author_id"])
+    hottest = sum(count for _, count in authors.most_common(SMALL.hot_authors))
+    assert 0.15 < hottest / authors.total() < 0.45
+
+
+def test_limits_of_the_server_are_kept():
+    requests = Traffic(TrafficSettings(history_window=32, max_candidates=100)).take(500)
+    assert max(request.candidates for request in requests) == 100
+    assert max(request.history for request in requests) == 32
+
+
+def test_first_visits_and_bursts():
+    traffic = Traffic(SMALL)
+    assert {traffic.first_visit().kind for _ in range(20)} == {"first_visit"}
+    burst = [orjson.loads(request.body) for request in traffic.burst(5)]
+    assert len({body["user_id"] for body in burst}) == 1
+    assert len({orjson.dumps(columns(body["history"])) for body in burst}) == 1
+    assert len({tuple(columns(body["candidates"])["post_id"]) for body in burst}) == 5
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="sum to 1"):
+        Sizes([SizeBand(1, 2, 0.5)])
+    with pytest.raises(ValueError, match="distinct posts"):
+        Zipf(10, 1.0).draw_distinct(Traffic(SMALL)._random, 11, set())
+    with pytest.raises(ValueError, match="mean_pages"):
+        Traffic(TrafficSettings(mean_pages=0.5))
+
+
+@pytest.mark.parametrize("window", [16, 127, 512, 1022])
+def test_history_sizes_fit_every_window(window):
+    bands = history_sizes(window).bands
+    assert bands[0].high == 0
+    assert bands[-1].high == window
