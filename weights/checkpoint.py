@@ -1,0 +1,102 @@
+"""Checkpoint directories: load with every check, save in one step. Not for the published layout: that is `weights.published`.
+
+A directory holds `manifest.json`, `params.safetensors` (fp32, read into memory) and one `tables.*.safetensors` per embedding
+table (fp32 or bf16, mapped, never copied on CPU). A served checkpoint is replaced by renaming another directory into its
+place, as `save_checkpoint` does: writing into a mapped file would change the model that is being served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.ranker import Ranker
+from weights.errors import CheckpointError
+from weights.layout import ranker_for
+from weights.manifest import ContinuousOutput, Manifest
+from weights.reader import Progress, open_directory, read_manifest, read_tensors
+from weights.writer import Labels, TableDtype, write_checkpoint
+
+__all__ = ["Checkpoint", "CheckpointError", "Progress", "load_checkpoint", "load_manifest", "save_checkpoint"]
+
+ROWS_PER_CHUNK = 16384
+"""How many rows of a table are converted at once while saving."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A verified checkpoint: where it was, what it says, and the ranker with its weights on the CPU, without gradients."""
+
+    path: Path
+    manifest: Manifest
+    ranker: Ranker
+
+
+def load_checkpoint(path: str | Path, progress: Progress | None = None) -> Checkpoint:
+    """Verify everything and build the ranker: parameters in memory, tables mapped.
+
+    Raises CheckpointError, whose sentence names file and reason, for anything that is not exactly what was saved: format
+    version, manifest, digests, tensor names, shapes, dtypes, NaN or infinity, links, or a file that changes meanwhile.
+    """
+    path = Path(path)
+    try:
+        with open_directory(path) as directory:
+            manifest = read_manifest(directory)
+            ranker = ranker_for(manifest)
+            tensors = read_tensors(directory, manifest, progress)
+    except (CheckpointError, OSError) as error:
+        raise _refusal(path, error) from error
+    ranker.load_state_dict(tensors, assign=True)
+    return Checkpoint(path, manifest, ranker.requires_grad_(False).eval())
+
+
+def load_manifest(path: str | Path) -> Manifest:
+    """The manifest alone, checked in itself; the files it lists are not opened. Raises CheckpointError."""
+    path = Path(path)
+    try:
+        with open_directory(path) as directory:
+            return read_manifest(directory)
+    except (CheckpointError, OSError) as error:
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: Path, error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return CheckpointError(f"Checkpoint {path} is refused: {error}.")
+    reason = getattr(error, "strerror", None) or str(error)
+    return CheckpointError(f"Checkpoint {path} cannot be read: {reason}.")
+
+
+def save_checkpoint(
+    path: str | Path,
+    ranker: Ranker,
+    *,
+    name: str,
+    action_names: Sequence[str],
+    continuous: Sequence[ContinuousOutput] = (),
+    score_weights: Mapping[str, float] | None = None,
+    version: str = "",
+    table_dtype: TableDtype = "float32",
+    extras: Mapping[str, bytes] | None = None,
+    replace: bool = False,
+) -> Manifest:
+    """Write a ranker of any device and dtype as a checkpoint directory; parameters become fp32, tables `table_dtype`.
+
+    An empty `version` becomes a short digest. `extras` are further files, such as `example.json`. Written beside and renamed:
+    a reader sees all or nothing. Raises CheckpointError for values that are not finite, names that do not fit the outputs,
+    or a path in use (an existing checkpoint is taken only with `replace`).
+    """
+    state = ranker.state_dict()
+
+    def chunks(tensor: str) -> Iterable[Tensor]:
+        parts: tuple[Tensor, ...] = torch.split(state[tensor], ROWS_PER_CHUNK)
+        return parts
+
+    labels = Labels(name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version)
+    return write_checkpoint(
+        path, ranker.config, chunks, labels, table_dtype=table_dtype, extras=extras, replace=replace
+    )

@@ -1,0 +1,256 @@
+"""`manifest.json`: what a checkpoint directory says about itself, parsed strictly and written canonically. Reads no weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from model.config import ConfigError, ModelConfig
+from weights.errors import CheckpointError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_BYTES = 16 * 2**20
+TENSOR_DTYPES = ("float32", "bfloat16")
+
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes into headers, metric labels and logs as it is
+_ACTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # never a number: a decimal string in a request is an index
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\.safetensors")  # no separator, no leading dot
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuousOutput:
+    """One continuous head: the model's 0 … 1 times `scale` is a value in `unit` (`s`, or an empty string for a plain number)."""
+
+    name: str
+    scale: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", float(self.scale))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of the checkpoint: SHA-256 of its content in hex, and its length in bytes."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies and what it is; `dtype` is `float32` or `bfloat16`."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about a checkpoint except its numbers. Raises CheckpointError when a part does not fit the others.
+
+    `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
+    maps some action names to the default weights of the combined score. `digest` is the SHA-256 of the canonical content,
+    hence of every file's digest: it is the checkpoint's identity. An empty `version` becomes a short digest.
+    """
+
+    name: str
+    version: str
+    config: ModelConfig
+    action_names: tuple[str, ...]
+    continuous: tuple[ContinuousOutput, ...]
+    score_weights: dict[str, float]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    format_version: int = FORMAT_VERSION
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "score_weights", {name: float(weight) for name, weight in self.score_weights.items()})
+        if not self.version:
+            object.__setattr__(self, "version", _sha256(self._content())[:12])
+        for what in ("name", "version"):
+            if not _LABEL.fullmatch(getattr(self, what)):
+                raise CheckpointError(
+                    f"{what} {getattr(self, what)[:100]!r} must be 1 to 100 letters, digits, dots, dashes, underscores "
+                    "or plus signs, and start with a letter or digit"
+                )
+        _check_outputs(self)
+        for name, entry in self.tensors.items():
+            if entry.file not in self.files:
+                raise CheckpointError(f"tensor {name} is said to lie in {entry.file}, which is not among the files")
+        object.__setattr__(self, "digest", _sha256(self._content()))
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "format_version": self.format_version,
+            "name": self.name,
+            "version": self.version,
+            "architecture": self.config.to_dict(),
+            "action_names": list(self.action_names),
+            "continuous": [asdict(output) for output in self.continuous],
+            "score_weights": self.score_weights,
+            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
+            "tensors": {name: asdict(entry) for name, entry in sorted(self.tensors.items())},
+        }
+
+    def to_json(self) -> bytes:
+        """The exact content of `manifest.json`: UTF-8, one line per tensor and file."""
+        content = self._content()
+        content["digest"] = self.digest
+        return (_render(content) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Manifest:
+        """Parse what `to_json` wrote. Raises CheckpointError for anything else: unknown keys, wrong types, one changed byte."""
+        values = parse_json_object(raw)
+        if values.get("format_version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"has format version {str(values.get('format_version'))[:40]}, this build reads {FORMAT_VERSION}"
+            )
+        expected = {
+            "format_version": int, "name": str, "version": str, "architecture": dict, "action_names": list,
+            "continuous": list, "score_weights": dict, "files": dict, "tensors": dict, "digest": str,
+        }  # fmt: skip
+        check_keys(values, expected, "")
+        try:
+            config = ModelConfig.from_dict(values["architecture"])
+        except (ConfigError, OverflowError, TypeError, ValueError) as error:
+            raise CheckpointError(f"describes a model that cannot be built: {error}") from error
+        for name, weight in values["score_weights"].items():
+            if type(weight) not in (int, float):
+                raise CheckpointError(f"score weight {name[:64]!r} must be a number")
+        manifest = cls(
+            name=values["name"],
+            version=values["version"] or "-",  # refused as a label: a written manifest always has a version
+            config=config,
+            action_names=tuple(values["action_names"]),
+            continuous=tuple(_continuous(item) for item in values["continuous"]),
+            score_weights=values["score_weights"],
+            files={name: _file(name, item) for name, item in values["files"].items()},
+            tensors={name: _tensor(name, item) for name, item in values["tensors"].items()},
+        )
+        if values["digest"] != manifest.digest:
+            raise CheckpointError(
+                f"says its digest is {values['digest'][:64]!r}, but its content has {manifest.digest}: it was changed after "
+                "it was written"
+            )
+        if raw != manifest.to_json():
+            raise CheckpointError("differs from the form in which it was written: it was changed afterwards")
+        return manifest
+
+    def relabelled(self, **changes: Any) -> Manifest:
+        """The same weights with another name, version, action names, continuous outputs or score weights."""
+        return replace(self, **changes)
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """Strict JSON: one UTF-8 object, no duplicate keys, no NaN or infinity. Raises CheckpointError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("an object has the same key twice")
+        return dict(pairs)
+
+    def refuse(text: str) -> float:
+        raise ValueError(f"{text} is not a JSON number")
+
+    try:
+        values = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not valid JSON ({str(error)[:120]})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError("must hold a JSON object")
+    return values
+
+
+def check_keys(values: Mapping[str, Any], expected: Mapping[str, type], where: str) -> None:
+    """Exactly these keys with exactly these types (a bool is no int). Raises CheckpointError."""
+    unknown, missing = sorted(set(values) - set(expected)), sorted(set(expected) - set(values))
+    if unknown or missing:
+        problems = [f"unknown keys {', '.join(unknown)[:200]}"] if unknown else []
+        problems += [f"no {', '.join(missing)}"] if missing else []
+        raise CheckpointError(f"{where + ' ' if where else ''}has {' and '.join(problems)}")
+    for key, kind in expected.items():
+        if type(values[key]) is not kind:
+            raise CheckpointError(f"{where + '.' if where else ''}{key} must be a JSON {_JSON_NAMES[kind]}")
+
+
+_JSON_NAMES = {int: "integer", float: "number with a fraction", str: "string", dict: "object", list: "array"}
+
+
+def _check_outputs(manifest: Manifest) -> None:
+    names, config = manifest.action_names, manifest.config
+    bad = next((name for name in names if not isinstance(name, str) or not _ACTION.fullmatch(name)), None)
+    if bad is not None:
+        raise CheckpointError(f"action name {str(bad)[:64]!r} must be letters, digits and underscores, a letter first")
+    if len(names) != config.actions or len(set(names)) != len(names):
+        raise CheckpointError(f"needs {config.actions} different action names, got {len(set(names))} in {len(names)}")
+    outputs = [output.name for output in manifest.continuous]
+    if len(outputs) != config.continuous_actions or len(set(outputs)) != len(outputs):
+        raise CheckpointError(f"needs {config.continuous_actions} different continuous outputs, got {len(outputs)}")
+    for output in manifest.continuous:
+        if not _ACTION.fullmatch(output.name) or not 0 < output.scale < math.inf or len(output.unit) > 16:
+            raise CheckpointError(f"continuous output {output.name[:64]!r} has a bad name, scale or unit")
+    for name, weight in manifest.score_weights.items():
+        if name not in names:
+            raise CheckpointError(f"score weight {name[:64]!r} belongs to no action of this checkpoint")
+        if not math.isfinite(weight):
+            raise CheckpointError(f"score weight of {name} must be finite, got {weight!r}")
+
+
+def _continuous(item: Any) -> ContinuousOutput:
+    if not isinstance(item, dict):
+        raise CheckpointError("continuous must hold objects")
+    check_keys(item, {"name": str, "scale": float, "unit": str}, "continuous")
+    return ContinuousOutput(**item)
+
+
+def _file(name: str, item: Any) -> FileEntry:
+    if not _FILE.fullmatch(name):
+        raise CheckpointError(
+            f"names a file {name[:100]!r}, which is not a plain *.safetensors name inside the directory"
+        )
+    if not isinstance(item, dict):
+        raise CheckpointError(f"files.{name} must be an object")
+    check_keys(item, {"sha256": str, "bytes": int}, f"files.{name}")
+    if not _SHA256.fullmatch(item["sha256"]) or item["bytes"] < 0:
+        raise CheckpointError(f"files.{name} holds no SHA-256 in lower-case hex or a negative length")
+    return FileEntry(**item)
+
+
+def _tensor(name: str, item: Any) -> TensorEntry:
+    where = f"tensors.{name[:100]}"
+    if not isinstance(item, dict):
+        raise CheckpointError(f"{where} must be an object")
+    check_keys(item, {"file": str, "dtype": str, "shape": list}, where)
+    if item["dtype"] not in TENSOR_DTYPES:
+        raise CheckpointError(f"{where}.dtype must be one of {', '.join(TENSOR_DTYPES)}, got {item['dtype'][:40]!r}")
+    if any(type(size) is not int or not 0 < size < 2**40 for size in item["shape"]):
+        raise CheckpointError(f"{where}.shape must hold positive integers")
+    return TensorEntry(item["file"], item["dtype"], tuple(item["shape"]))
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _render(content: Mapping[str, Any]) -> str:
+    """JSON with one line per entry of an object of objects, so that a reader and a diff see tensors and files as rows."""
+    lines = []
+    for key, value in content.items():
+        text = json.dumps(value, allow_nan=False)
+        if isinstance(value, dict) and value:
+            rows = (f"  {json.dumps(name)}: {json.dumps(row, allow_nan=False)}" for name, row in value.items())
+            text = "{\n" + ",\n".join(rows) + "\n }"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"

@@ -1,0 +1,157 @@
+"""Reads the files of a checkpoint directory and checks each: what is hashed is what is used. Builds no model."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from weights.errors import CheckpointError
+from weights.layout import is_table
+from weights.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, TensorEntry
+from weights.tensorfile import Buffer, StoredTensor, read_header, scan
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all, from several threads but one at a time."""
+
+
+@contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    """A descriptor, so that every file comes from one directory even while another is renamed into its place."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def read_manifest(directory: int) -> Manifest:
+    """`manifest.json` of an open directory, checked in itself. Raises CheckpointError."""
+    with _open_file(directory, MANIFEST_NAME) as descriptor:
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            raw = file.read(MAX_MANIFEST_BYTES + 1)
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
+        try:
+            return Manifest.from_json(raw)
+        except CheckpointError as error:
+            raise CheckpointError(f"{MANIFEST_NAME} {error}") from error
+
+
+def read_tensors(directory: int, manifest: Manifest, progress: Progress | None) -> dict[str, Tensor]:
+    """Every tensor by name, files side by side in threads. Raises CheckpointError; with several bad files, for the first."""
+    done, total, lock = 0, sum(entry.bytes for entry in manifest.files.values()), threading.Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            if progress:
+                progress(done, total)
+
+    def read(name: str) -> dict[str, Tensor]:
+        try:
+            return _read_file(directory, name, manifest, advance)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name} {error}") from error
+
+    tensors: dict[str, Tensor] = {}
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="verify") as pool:
+        for part in pool.map(read, sorted(manifest.files)):
+            tensors.update(part)
+    return tensors
+
+
+def check_length(length: int, entry: FileEntry) -> None:
+    """Raises CheckpointError for a truncated or grown file, before it is read."""
+    if length != entry.bytes:
+        raise CheckpointError(f"is {length} bytes long instead of {entry.bytes}: it was cut, changed or copied in part")
+
+
+def check_digest(digest: str, entry: FileEntry) -> None:
+    """Raises CheckpointError for content that is not what was saved."""
+    if digest != entry.sha256:
+        raise CheckpointError(f"has SHA-256 {digest[:12]}… instead of {entry.sha256[:12]}…: its content was changed")
+
+
+def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, TensorEntry]) -> None:
+    """What a file holds against what the manifest says it holds. Raises CheckpointError."""
+    missing, unknown = sorted(set(listed) - set(stored)), sorted(set(stored) - set(listed))
+    if missing:
+        raise CheckpointError(f"lacks tensor {missing[0]}, which the manifest lists")
+    if unknown:
+        raise CheckpointError(f"holds tensor {unknown[0][:100]}, which the manifest does not list")
+    for name, tensor in stored.items():
+        entry = listed[name]
+        if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
+            raise CheckpointError(
+                f"holds tensor {name} as {tensor.dtype} {list(tensor.shape)}, the manifest says {entry.dtype} {list(entry.shape)}"
+            )
+
+
+def check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
+    """Raises CheckpointError when an open file was written to between two looks at it."""
+    if any(getattr(before, name) != getattr(after, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
+        raise CheckpointError("changed while it was being read")
+
+
+def check_finite(spoiled: str | None) -> None:
+    """Raises CheckpointError when `scan` found a NaN or an infinity."""
+    if spoiled is not None:
+        raise CheckpointError(f"holds a NaN or an infinity in tensor {spoiled}")
+
+
+def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[[int], None]) -> dict[str, Tensor]:
+    listed = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
+    with _open_file(directory, name) as descriptor:
+        before = os.fstat(descriptor)
+        check_length(before.st_size, manifest.files[name])
+        buffer = _buffer(descriptor, before.st_size, mapped=all(map(is_table, listed)))
+        stored = read_header(buffer)
+        check_stored(stored, listed)
+        digest, spoiled = scan(buffer, stored, advance)
+        check_unchanged(before, os.fstat(descriptor))
+    check_digest(digest, manifest.files[name])
+    check_finite(spoiled)
+    return {key: tensor.view(buffer) for key, tensor in stored.items()}
+
+
+@contextmanager
+def _open_file(directory: int, name: str) -> Iterator[int]:
+    # O_NONBLOCK: opening a pipe that somebody put there must not hang
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, dir_fd=directory)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be opened, or is a symbolic link ({error.strerror})") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{name} is not a regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _buffer(descriptor: int, length: int, *, mapped: bool) -> Buffer:
+    if not length:
+        raise CheckpointError("is empty")
+    if mapped:
+        return mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY)  # private: a stray write never reaches the file
+    buffer = bytearray(length)
+    place = 0
+    with os.fdopen(os.dup(descriptor), "rb", buffering=0) as file:
+        while place < length:
+            count = file.readinto(memoryview(buffer)[place:])
+            if not count:
+                raise CheckpointError("became shorter while it was being read")
+            place += count
+    return buffer
