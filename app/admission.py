@@ -1,0 +1,205 @@
+"""Decides whether a request may join the queue: bounded work, predicted wait, fair shares. Pure policy, not for serving order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Clock = Callable[[], float]  # seconds that never run backwards
+Reason = Literal["queue_full", "deadline"]
+
+NO_RATE_RETRY_SECONDS = 1.0  # what a refusal says before the first forward was seen
+IDLE_KEY_SECONDS = 60.0  # a key that has been silent for longer has a full bucket anyway
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """How much admitted work may be unfinished. `queue_seconds` bounds the predicted wait; 0 leaves it unbounded.
+
+    `key_share` is what one API key alone may fill of the queue; the fuller the queue, the less each key may hold.
+    `key_candidates_per_second` 0 sets no rate for a key; a key may burst to `key_burst_seconds` of its rate.
+    """
+
+    queue_requests: int = 4096
+    queue_candidates: int = 32_768
+    queue_context_tokens: int = 262_144
+    queue_seconds: float = 0.25
+    key_share: float = 0.5
+    key_candidates_per_second: float = 0.0
+    key_burst_seconds: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request costs: candidates, context tokens (user + history), and in how many parts it will be served."""
+
+    candidates: int
+    context_tokens: int
+    parts: int = 1
+
+    @property
+    def cost(self) -> int:
+        """One number to add up: tokens that run through the model."""
+        return self.candidates + self.context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request may not join, and after how many seconds it would fit at the observed rate."""
+
+    reason: Reason
+    detail: str
+    retry_after_seconds: float
+
+
+class WorkRate:
+    """Cost finished per second of forward, over the last few busy seconds."""
+
+    def __init__(self, half_life_seconds: float = 2.0) -> None:
+        self.half_life_seconds = half_life_seconds
+        self._cost = 0.0
+        self._seconds = 0.0
+
+    def observe(self, cost: int, seconds: float) -> None:
+        """A forward of that cost took that long. One that took no measurable time says nothing."""
+        if seconds <= 0 or cost <= 0:
+            return
+        keep = 0.5 ** (seconds / self.half_life_seconds)
+        self._cost = self._cost * keep + cost
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def cost_per_second(self) -> float | None:
+        """None until something was observed."""
+        return self._cost / self._seconds if self._seconds else None
+
+
+@dataclass(slots=True)
+class _Key:
+    """One API key: unfinished cost, and a bucket of candidates that refills with time."""
+
+    cost: int = 0
+    bucket: float = 0.0
+    refilled: float = 0.0
+
+
+class Admission:
+    """Counts admitted, unfinished work. Used by the event loop only."""
+
+    def __init__(self, policy: AdmissionPolicy, clock: Clock) -> None:
+        self.policy = policy
+        self.clock = clock
+        self.rate = WorkRate()
+        self.requests = 0
+        self.candidates = 0
+        self.context_tokens = 0
+        self._keys: dict[str, _Key] = {}
+
+    @property
+    def cost(self) -> int:
+        """Admitted and unfinished, in tokens."""
+        return self.candidates + self.context_tokens
+
+    def predicted_wait_seconds(self, key: str | None = None) -> float:
+        """How long a newcomer waits for its first forward: all that is unfinished, or its key's fair share where that is less."""
+        rate = self.rate.cost_per_second
+        if rate is None:
+            return 0.0
+        ahead = self.cost
+        if key is not None:
+            busy = sum(1 for other in self._keys.values() if other.cost)
+            own = self._keys[key].cost if key in self._keys else 0
+            ahead = min(ahead, own * busy + (ahead - own) // max(busy, 1))
+        return ahead / rate
+
+    def full(self) -> Refusal | None:
+        """Whether even the smallest request would be refused, whoever sends it."""
+        if not self.requests:
+            return None
+        return self._over_limit(Work(1, 1), None)
+
+    def refusal(self, work: Work, *, deadline: float, key: str | None = None) -> Refusal | None:
+        """None when the work may join now. An idle engine takes any request, for nothing smaller could be said of it."""
+        if deadline <= self.clock():
+            return Refusal("deadline", "the deadline had passed on arrival", 0.0)
+        if key is not None and (limited := self._over_key_rate(work, key)):
+            return limited
+        if not self.requests:
+            return None
+        return self._over_limit(work, key) or self._over_deadline(work, deadline, key)
+
+    def add(self, work: Work, key: str | None = None) -> None:
+        """The work joins."""
+        self.requests += 1
+        self.candidates += work.candidates
+        self.context_tokens += work.context_tokens
+        if key is not None:
+            state = self._key(key)
+            state.cost += work.cost
+            state.bucket -= work.candidates
+
+    def remove(self, work: Work, key: str | None = None) -> None:
+        """The work is answered, cancelled or expired."""
+        self.requests -= 1
+        self.candidates -= work.candidates
+        self.context_tokens -= work.context_tokens
+        if key is not None:
+            self._keys[key].cost -= work.cost
+            self._forget_idle_keys()
+
+    def _over_limit(self, work: Work, key: str | None) -> Refusal | None:
+        policy, rate = self.policy, self.rate.cost_per_second
+        excess = max(
+            self.candidates + work.candidates - policy.queue_candidates,
+            self.context_tokens + work.context_tokens - policy.queue_context_tokens,
+            self.cost // self.requests if self.requests >= policy.queue_requests else 0,
+        )
+        if key is not None:
+            excess = max(excess, self._over_share(work, key))
+        if excess > 0:
+            seconds = excess / rate if rate else NO_RATE_RETRY_SECONDS
+            return Refusal("queue_full", "the queue is full", seconds)
+        wait = self.predicted_wait_seconds(key)
+        if policy.queue_seconds and wait > policy.queue_seconds:
+            return Refusal("queue_full", "the predicted wait is over the limit", wait - policy.queue_seconds)
+        return None
+
+    def _over_share(self, work: Work, key: str) -> int:
+        """A key may hold `share / (1 - share)` times what is free: alone its share, among many less, so a newcomer finds room."""
+        policy = self.policy
+        if policy.key_share >= 1:
+            return 0
+        free = policy.queue_candidates + policy.queue_context_tokens - self.cost
+        return self._key(key).cost + work.cost - int(free * policy.key_share / (1 - policy.key_share))
+
+    def _over_deadline(self, work: Work, deadline: float, key: str | None) -> Refusal | None:
+        rate = self.rate.cost_per_second
+        if rate is None:
+            return None
+        wait = self.predicted_wait_seconds(key)
+        late = self.clock() + wait * work.parts + work.cost / rate - deadline
+        return Refusal("deadline", "the predicted wait is longer than the deadline", wait) if late > 0 else None
+
+    def _over_key_rate(self, work: Work, key: str) -> Refusal | None:
+        per_second = self.policy.key_candidates_per_second
+        if not per_second:
+            return None
+        state, burst = self._key(key), per_second * self.policy.key_burst_seconds
+        now = self.clock()
+        state.bucket = min(burst, state.bucket + (now - state.refilled) * per_second)
+        state.refilled = now
+        missing = min(work.candidates, burst) - state.bucket  # a request larger than the burst waits for a full bucket
+        return Refusal("queue_full", "the key is over its rate", missing / per_second) if missing > 0 else None
+
+    def _key(self, key: str) -> _Key:
+        if key not in self._keys:
+            burst = self.policy.key_candidates_per_second * self.policy.key_burst_seconds
+            self._keys[key] = _Key(bucket=burst, refilled=self.clock())
+        return self._keys[key]
+
+    def _forget_idle_keys(self) -> None:
+        if len(self._keys) < 1024:
+            return
+        old = self.clock() - max(IDLE_KEY_SECONDS, self.policy.key_burst_seconds)
+        self._keys = {name: key for name, key in self._keys.items() if key.cost or key.refilled > old}
