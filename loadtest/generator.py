@@ -1,0 +1,145 @@
+"""Sends requests on a schedule (open loop) or back to back (closed loop) and fills in samples. Decides no rates."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadtest.http_client import Client, Reply
+from loadtest.samples import Samples
+
+LAG_LIMIT_SECONDS = 0.005
+CPU_LIMIT = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorLoad:
+    """How hard the generator itself worked: share of one core, and how late it was with what was due, in milliseconds."""
+
+    cpu_share: float
+    lag_p99_ms: float
+    lag_max_ms: float
+    connections: int
+
+    @property
+    def is_bottleneck(self) -> bool:
+        """Whether the figures say more about the generator than about the server."""
+        return self.lag_p99_ms > 1e3 * LAG_LIMIT_SECONDS or self.cpu_share > CPU_LIMIT
+
+
+class OpenLoop:
+    """Fires payload i at `due[i]` seconds, whatever became of the earlier ones. `on_done(row)` hears of every reply."""
+
+    def __init__(
+        self,
+        client: Client,
+        payloads: Sequence[bytes],
+        due: NDArray[np.float64],
+        on_done: Callable[[int], None] | None = None,
+    ) -> None:
+        if len(payloads) != len(due) or not len(due):
+            raise ValueError("as many payloads as due times are needed, and at least one")
+        self.samples = Samples.empty(len(due))
+        self.samples.due[:] = due
+        self._client = client
+        self._payloads = payloads
+        self._due: list[float] = due.tolist()
+        self._on_done = on_done
+        self._loop = asyncio.get_running_loop()
+        self._next = 0
+        self._left = len(due)
+        self._finished = self._loop.create_future()
+
+    async def run(self) -> Samples:
+        """Until every request is answered or timed out. Errors become samples, never exceptions."""
+        self._start = self._loop.time() + 0.01
+        self._loop.call_at(self._start + self._due[0], self._fire)
+        await self._finished
+        return self.samples
+
+    def _fire(self) -> None:
+        """Send everything that is due by now, then sleep until the next."""
+        now = self._loop.time() - self._start
+        while self._next < len(self._due) and self._due[self._next] <= now:
+            row = self._next
+            self._next += 1
+            self.samples.fired[row] = now
+            self._client.send(self._payloads[row], lambda reply, row=row: self._done(row, reply))  # type: ignore[misc]
+            now = self._loop.time() - self._start
+        if self._next < len(self._due):
+            self._loop.call_at(self._start + self._due[self._next], self._fire)
+
+    def _done(self, row: int, reply: Reply) -> None:
+        self.samples.record(row, reply, self._start)
+        if self._on_done is not None:
+            self._on_done(row)
+        self._left -= 1
+        if self._left == 0 and not self._finished.done():
+            self._finished.set_result(None)
+
+
+class ClosedLoop:
+    """`clients` of them, each sending its next request when its last one is answered; due is when it could send.
+
+    Runs until `seconds` passed or the payloads are used up. Hides waiting: a slow server is asked less. For peers and contrast.
+    """
+
+    def __init__(self, client: Client, payloads: Sequence[bytes], clients: int, seconds: float) -> None:
+        if clients < 1 or not payloads:
+            raise ValueError("at least one client and one payload are needed")
+        self.samples = Samples.empty(len(payloads))
+        self._client = client
+        self._payloads = payloads
+        self._clients = min(clients, len(payloads))
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._next = 0
+        self._busy = 0
+        self._finished = self._loop.create_future()
+
+    async def run(self) -> Samples:
+        """The samples of the requests that were sent."""
+        self._start = self._loop.time()
+        for _ in range(self._clients):
+            self._busy += 1
+            self._send()
+        await self._finished
+        return self.samples.where(np.arange(len(self.samples)) < self._next)
+
+    def _send(self) -> None:
+        now = self._loop.time() - self._start
+        if self._next == len(self._payloads) or now >= self._seconds:
+            self._busy -= 1
+            if not self._busy and not self._finished.done():
+                self._finished.set_result(None)
+            return
+        row = self._next
+        self._next += 1
+        self.samples.due[row] = self.samples.fired[row] = now
+        self._client.send(self._payloads[row], lambda reply: self._done(row, reply))
+
+    def _done(self, row: int, reply: Reply) -> None:
+        self.samples.record(row, reply, self._start)
+        self._loop.call_soon(self._send)
+
+
+async def measured(loop: OpenLoop | ClosedLoop, client: Client) -> tuple[Samples, GeneratorLoad]:
+    """Run with garbage collection held back, and say how hard the generator worked."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    cpu, wall = time.process_time(), time.perf_counter()
+    try:
+        samples = await loop.run()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    lag_ms = 1e3 * (samples.fired - samples.due)
+    return samples, GeneratorLoad(cpu / wall, float(np.percentile(lag_ms, 99)), float(lag_ms.max()), client.opened)

@@ -1,0 +1,242 @@
+"""A lean HTTP/1.1 client for load generators: many keep-alive connections, callbacks instead of tasks. Not a general client."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import httptools
+
+Failure = Literal["", "connect", "reset", "timeout", "protocol"]
+FAILURES: tuple[Failure, ...] = ("", "connect", "reset", "timeout", "protocol")
+
+SWEEP_SECONDS = 0.02
+IDLE_SECONDS = 2.0  # shorter than any server's keep-alive, so that no request meets a closing socket
+MAX_CONNECTIONS = 900  # select() ends at 1024 descriptors
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came back. `status` is 0 where nothing did, `failure` then says why. Times are the loop's seconds; `sent_at` 0: never."""
+
+    status: int = 0
+    failure: Failure = ""
+    sent_at: float = 0.0
+    done_at: float = 0.0
+    body_bytes: int = 0
+    body: bytes = b""
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Pending:
+    payload: bytes
+    done: Callable[[Reply], None]
+    deadline: float
+    reply: Reply
+    connection: _Connection | None = None
+    finished: bool = False
+
+
+def precise_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose timers are true to some 0.1 ms. Linux' epoll, and so uvloop, rounds them up to whole milliseconds."""
+    if sys.platform == "linux":
+        return asyncio.SelectorEventLoop(selectors.SelectSelector())
+    return asyncio.new_event_loop()
+
+
+def post(host: str, path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
+    """The bytes of a POST with a JSON body, ready for the wire."""
+    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+class Client:
+    """Sends ready payloads over at most `max_connections`; where none is free, they wait here in order.
+
+    `done` is called exactly once for each `send`, from the loop. A request that is not answered `timeout_seconds`
+    after `send` fails with `timeout`, whether it went out or not. `keep_bodies` keeps each reply's body.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        max_connections: int = 512,
+        timeout_seconds: float = 10.0,
+        keep_bodies: bool = False,
+    ) -> None:
+        if not 1 <= max_connections <= MAX_CONNECTIONS:
+            raise ValueError(f"max_connections must lie in 1 … {MAX_CONNECTIONS}")
+        self.host, self.port = host, port
+        self.max_connections = max_connections
+        self.timeout_seconds = timeout_seconds
+        self.keep_bodies = keep_bodies
+        self.opened = 0
+        self._loop = asyncio.get_running_loop()
+        self._idle: list[_Connection] = []
+        self._all: set[_Connection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._waiting: deque[_Pending] = deque()
+        self._in_flight: deque[_Pending] = deque()
+        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests without an answer yet, waiting for a connection or for the server."""
+        return sum(not pending.finished for pending in self._in_flight)
+
+    def send(self, payload: bytes, done: Callable[[Reply], None]) -> None:
+        """Send now, or as soon as a connection is free."""
+        now = self._loop.time()
+        pending = _Pending(payload, done, now + self.timeout_seconds, Reply())
+        self._in_flight.append(pending)
+        connection = self._take_idle(now)
+        if connection is not None:
+            connection.start(pending)
+        elif len(self._all) + len(self._connecting) < self.max_connections:
+            self._waiting.append(pending)
+            task = self._loop.create_task(self._connect())
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+        else:
+            self._waiting.append(pending)
+
+    async def close(self) -> None:
+        """Drop every connection; what is unanswered fails with `reset`."""
+        self._sweeper.cancel()
+        for task in list(self._connecting):
+            task.cancel()
+        for pending in list(self._in_flight):
+            self._finish(pending, "reset")
+        for connection in list(self._all):
+            connection.transport.abort()
+        await asyncio.sleep(0)
+
+    def _take_idle(self, now: float) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.transport.is_closing() and now - connection.idle_since < IDLE_SECONDS:
+                return connection
+            connection.transport.close()
+        return None
+
+    async def _connect(self) -> None:
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                _, protocol = await self._loop.create_connection(lambda: _Connection(self), self.host, self.port)
+        except (OSError, TimeoutError):
+            if self._waiting:
+                self._finish(self._waiting.popleft(), "connect")
+            return
+        self.opened += 1
+        self._all.add(protocol)
+        self._release(protocol)
+
+    def _release(self, connection: _Connection) -> None:
+        """A connection has nothing to do: give it the oldest waiting request, or keep it."""
+        while self._waiting:
+            pending = self._waiting.popleft()
+            if not pending.finished:
+                connection.start(pending)
+                return
+        connection.idle_since = self._loop.time()
+        self._idle.append(connection)
+
+    def _lost(self, connection: _Connection) -> None:
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+        if self._waiting and not self._connecting:
+            task = self._loop.create_task(self._connect())
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    def _finish(self, pending: _Pending, failure: Failure = "") -> None:
+        if pending.finished:
+            return
+        pending.finished = True
+        pending.reply.failure = failure
+        if failure:
+            pending.reply.status = 0
+        pending.reply.done_at = self._loop.time()
+        pending.payload = b""
+        pending.done(pending.reply)
+
+    def _sweep(self) -> None:
+        """Fail what is overdue. All requests have one timeout, so the oldest come first."""
+        now = self._loop.time()
+        while self._in_flight and (self._in_flight[0].finished or self._in_flight[0].deadline <= now):
+            pending = self._in_flight.popleft()
+            if not pending.finished:
+                self._finish(pending, "timeout")
+                if pending.connection is not None:
+                    pending.connection.transport.abort()
+        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+
+class _Connection(asyncio.Protocol):
+    """One socket, one request at a time."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.idle_since = 0.0
+        self.pending: _Pending | None = None
+        self._chunks: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def start(self, pending: _Pending) -> None:
+        self.pending = pending
+        pending.connection = self
+        pending.reply.sent_at = self.client._loop.time()
+        self._parser = httptools.HttpResponseParser(self)
+        self.transport.write(pending.payload)
+
+    def data_received(self, data: bytes) -> None:
+        if self.pending is None:
+            self.transport.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserCallbackError):
+            self._end("protocol")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.pending is not None:
+            self._end("reset")
+        self.client._lost(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.pending is not None:
+            self.pending.reply.headers[name.lower()] = value
+
+    def on_body(self, data: bytes) -> None:
+        if self.pending is not None:
+            self.pending.reply.body_bytes += len(data)
+            if self.client.keep_bodies:
+                self._chunks.append(data)
+
+    def on_message_complete(self) -> None:
+        if self.pending is not None:
+            self.pending.reply.status = self._parser.get_status_code()
+            self.pending.reply.body = b"".join(self._chunks)
+            self._end("")
+
+    def _end(self, failure: Failure) -> None:
+        pending, self.pending = self.pending, None
+        self._chunks = []
+        if pending is not None:
+            self.client._finish(pending, failure)
+        if failure or not self._parser.should_keep_alive():
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.client._release(self)

@@ -1,0 +1,136 @@
+"""The generator keeps its schedule, loses no reply, and shows the waiting that a closed loop hides."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from toy_server import ToyServer
+
+from loadtest.arrivals import schedule
+from loadtest.generator import ClosedLoop, OpenLoop, measured
+from loadtest.http_client import FAILURES, Client, post, precise_loop
+from loadtest.samples import server_timing
+
+
+def run(coroutine):
+    with asyncio.Runner(loop_factory=precise_loop) as runner:
+        return runner.run(coroutine)
+
+
+def payloads(count):
+    return [post("toy", "/rank", str(row).encode()) for row in range(count)]
+
+
+async def open_run(server, due, **options):
+    async with server.serving():
+        client = Client("127.0.0.1", server.port, **options)
+        samples, load = await measured(OpenLoop(client, payloads(len(due)), due), client)
+        await client.close()
+        return samples, load
+
+
+def failures(samples):
+    return {FAILURES[code] for code in samples.failure.tolist()}
+
+
+def test_poisson_arrivals_have_exponential_gaps_and_constant_ones_equal_gaps():
+    gaps = np.diff(schedule("poisson", 1_000, 100))
+    assert gaps.mean() == pytest.approx(0.001, rel=0.02)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.02)
+    assert np.diff(schedule("constant", 400, 2)) == pytest.approx(np.full(799, 0.0025))
+    assert not np.array_equal(schedule("poisson", 100, 1, seed=1)[:20], schedule("poisson", 100, 1, seed=2)[:20])
+    with pytest.raises(ValueError, match="positive"):
+        schedule("constant", 0, 1)
+
+
+def test_every_request_is_sent_once_and_answered_once():
+    server = ToyServer(headers=["X-Context-Cache: hit", "Server-Timing: parse;dur=0.25, queue;dur=1.5, forward;dur=2"])
+    samples, load = run(open_run(server, schedule("poisson", 500, 1)))
+    assert sorted(server.received, key=int) == [str(row).encode() for row in range(len(samples))]
+    assert set(samples.status.tolist()) == {200}
+    assert set(samples.cache.tolist()) == {1}
+    assert samples.stages_ms[0, :3].tolist() == [0.25, 1.5, 2.0]
+    assert np.isnan(samples.stages_ms[0, 3])
+    assert 0 < load.cpu_share < 1.2
+
+
+def test_arrivals_do_not_slow_down_when_the_server_does():
+    due = schedule("constant", 200, 1)
+    samples, _ = run(open_run(ToyServer(delay_seconds=0.4), due))
+    assert samples.status.tolist() == [200] * len(due)
+    assert np.percentile(samples.fired - due, 90) < 0.05
+    assert samples.sent.max() < 1.1  # the last one left before the 80 before it were answered
+
+
+def test_waiting_for_a_connection_counts_as_latency():
+    samples, _ = run(open_run(ToyServer(delay_seconds=0.05), schedule("constant", 100, 0.5), max_connections=1))
+    assert samples.service_seconds.max() < 0.1
+    assert samples.latency_seconds.max() > 1.0
+
+
+def test_a_stall_is_hidden_by_a_closed_loop_and_shown_by_the_open_one():
+    """Coordinated omission, with the closed loop as the negative control: the same server, the same stall of 0.6 s in 2 s."""
+
+    async def stalled(make_loop):
+        server = ToyServer(delay_seconds=0.002)
+        async with server.serving():
+            client = Client("127.0.0.1", server.port)
+            server.loop.call_later(0.5, server.stall, 0.6)
+            samples = await make_loop(client).run()
+            await client.close()
+            return 1e3 * np.percentile(samples.latency_seconds, [50, 95])
+
+    closed = run(stalled(lambda client: ClosedLoop(client, payloads(20_000), clients=1, seconds=2)))
+    due = schedule("constant", 200, 2)
+    opened = run(stalled(lambda client: OpenLoop(client, payloads(len(due)), due)))
+    assert closed[1] < 50  # one slow request among hundreds: the closed loop's p95 knows nothing of it
+    assert opened[1] > 400  # a third of the users waited, up to 600 ms
+    assert opened[0] < 100
+
+
+def test_timeouts_resets_and_refusals_are_samples():
+    due = schedule("constant", 100, 0.3)
+    samples, _ = run(open_run(ToyServer(delay_seconds=5), due, timeout_seconds=0.2))
+    assert failures(samples) == {"timeout"}
+    assert set(samples.status.tolist()) == {0}
+    assert samples.latency_seconds.max() < 0.6
+    samples, _ = run(open_run(ToyServer(close_after=10), due))
+    assert failures(samples) == {"", "reset"}
+    assert (samples.status == 200).sum() == 10
+
+    async def nobody():
+        server = ToyServer()
+        async with server.serving():
+            pass
+        client = Client("127.0.0.1", server.port)
+        refused = await OpenLoop(client, payloads(len(due)), due).run()
+        await client.close()
+        return refused
+
+    assert failures(run(nobody())) == {"connect"}
+
+
+def test_rejections_carry_their_retry_after():
+    samples, _ = run(open_run(ToyServer(status=429, headers=["Retry-After: 1"]), schedule("constant", 100, 0.2)))
+    assert set(samples.status.tolist()) == {429}
+    assert samples.retry_after.all()
+
+
+def test_a_lagging_generator_says_so():
+    """Negative control: a loop that is blocked for 30 ms at a time cannot keep the schedule."""
+
+    async def blocked():
+        server = ToyServer()
+        async with server.serving():
+            client = Client("127.0.0.1", server.port)
+            due = schedule("constant", 200, 0.5)
+            loop = OpenLoop(client, payloads(len(due)), due, on_done=lambda row: np.linalg.svd(np.ones((220, 220))))
+            load = (await measured(loop, client))[1]
+            await client.close()
+            return load
+
+    assert run(blocked()).is_bottleneck
+
+
+def test_server_timing_reads_what_is_there():
+    assert server_timing('parse;dur=0.1, queue;desc="x";dur=4, odd, bad;dur=x') == {"parse": 0.1, "queue": 4.0}
