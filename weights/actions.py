@@ -1,0 +1,43 @@
+"""Names and default score weights of actions. Names belong to a checkpoint, so these are only what is put into a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weights.manifest import ContinuousOutput
+
+STANDARD_ACTIONS = (
+    "favorite", "reply", "repost", "photo_expand", "click", "profile_click", "vqv", "share", "share_via_dm",
+    "share_via_copy_link", "dwell", "quote", "quoted_click", "follow_author", "not_interested", "block_author",
+    "mute_author", "report", "dwell_time",
+)  # fmt: skip
+"""The nineteen actions in the output order of the source code; checkpoints trained here use it."""
+
+RELEASED_INDICES = {1: "favorite", 4: "reply", 5: "quote", 6: "repost", 11: "dwell", 13: "vqv"}
+"""What the pipeline shipped with the released checkpoint reads; the meaning of the other indices is not published."""
+
+SCORE_WEIGHTS = {
+    "favorite": 1.0, "reply": 5.0, "repost": 2.0, "photo_expand": 0.1, "click": 0.2, "profile_click": 0.5, "vqv": 0.3,
+    "share": 2.0, "share_via_dm": 3.0, "share_via_copy_link": 2.0, "dwell": 0.2, "quote": 3.0, "quoted_click": 0.2,
+    "follow_author": 4.0, "not_interested": -5.0, "block_author": -15.0, "mute_author": -10.0, "report": -20.0,
+}  # fmt: skip
+"""Defaults of the combined score: what an author earns by an action, and pays for a complaint. Tune them to your product."""
+
+
+def released_action_names(actions: int) -> tuple[str, ...]:
+    """Names of a published checkpoint's outputs: the known ones where it has the release's nineteen, `action_i` elsewhere."""
+    known = RELEASED_INDICES if actions == len(STANDARD_ACTIONS) else {}
+    return tuple(known.get(index, f"action_{index}") for index in range(actions))
+
+
+def released_continuous(outputs: int) -> tuple[ContinuousOutput, ...]:
+    """Continuous outputs of a published checkpoint: index 1 is dwell time in units of 30 s, the others are not published."""
+    return tuple(
+        ContinuousOutput("dwell_time", 30.0, "s") if index == 1 else ContinuousOutput(f"continuous_{index}", 1.0, "")
+        for index in range(outputs)
+    )
+
+
+def default_score_weights(action_names: Sequence[str]) -> dict[str, float]:
+    """The default weight of every action whose name is known."""
+    return {name: SCORE_WEIGHTS[name] for name in action_names if name in SCORE_WEIGHTS}

@@ -1,0 +1,105 @@
+"""The command line: `python -m weights import | verify | inspect | demo | synthetic`. Exit codes: 0 done, 1 refused, 2 usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from weights import checkpoint, demonstration
+from weights.checkpoint import CheckpointError
+
+app = typer.Typer(
+    help="Checkpoints of the ranking transformer: make, check and describe them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that lies there already.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+
+
+@app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+) -> None:
+    """Read every byte and check manifest, digests, tensors, finite numbers. Exit code 1 and one sentence when refused."""
+    started = time.perf_counter()
+    with refusals(), byte_progress("Verifying") as progress:
+        manifest = checkpoint.load_checkpoint(directory, progress).manifest
+    size = sum(entry.bytes for entry in manifest.files.values())
+    say(
+        f"{directory} is whole: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
+        f"{size / 2**20:.1f} MiB in {time.perf_counter() - started:.2f} s"
+    )
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,
+) -> None:
+    """Show what a checkpoint says about itself. Reads the manifest only; `verify` reads the weights."""
+    with refusals():
+        manifest = checkpoint.load_manifest(directory)
+    if as_json:
+        print(manifest.to_json().decode(), end="")
+        return
+    table = Table(show_header=False, title=f"{manifest.name} {manifest.version}")
+    table.add_row("digest", manifest.digest)
+    for key, value in manifest.config.to_dict().items():
+        table.add_row(key, json.dumps(value))
+    table.add_row("action names", ", ".join(manifest.action_names))
+    table.add_row("continuous", json.dumps([asdict(output) for output in manifest.continuous]))
+    table.add_row("score weights", json.dumps(manifest.score_weights))
+    for name, entry in manifest.files.items():
+        table.add_row(name, f"{entry.bytes / 2**20:.2f} MiB, sha256 {entry.sha256}")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    seed: Seed = 0,
+    replace: Replace = False,
+) -> None:
+    """Write the small random checkpoint with its example request."""
+    with refusals():
+        manifest = demonstration.write_demo(out, seed, replace=replace)
+    say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
+def say(text: str) -> None:
+    """One plain line on standard output: results are for pipes too."""
+    print(text, flush=True)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A CheckpointError becomes its sentence on standard error and exit code 1."""
+    try:
+        yield
+    except CheckpointError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def byte_progress(label: str) -> Iterator[checkpoint.Progress]:
+    """A bar on standard error while bytes are read or written; nothing where that is no terminal."""
+    columns = TextColumn(label), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
