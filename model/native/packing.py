@@ -1,0 +1,163 @@
+"""Lays a ranker's weights out for the kernel: panels of 64 columns, small features already projected. Runs once, at load."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.config import ModelConfig
+from model.layers import rope_tables
+from model.ranker import Ranker
+
+LANES, PANEL = 16, 64
+Int64, Pointer, Float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+def structure(name: str, *parts: tuple[type, str]) -> type[ctypes.Structure]:
+    """A C struct: each part is a C type and the names of the members that have it."""
+    members = [(member, kind) for kind, names in parts for member in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": members})
+
+
+Layer = structure(
+    "Layer",
+    (Pointer, "attention_norm attention_post_norm ffn_norm ffn_post_norm query_key_value output gate_value ffn_output"),
+)
+Entity = structure("Entity", (Pointer, "table"), (Int64, "hashes"))
+Model = structure(
+    "Model",
+    (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional"),
+    (Float, "attention_multiplier attention_cap norm_epsilon unused"),
+    (Pointer, "layer"),
+    (Entity, "user post author"),
+    (Pointer, "user_projection history_projection candidate_projection"),
+    (Pointer, "action_tokens history_surfaces candidate_surfaces dwell_input dwell_output post_ages"),
+    (Pointer, "final_norm heads cosines sines"),
+)
+ContextJob = structure(
+    "ContextJob",
+    (Int64, "rows start blocks has_user"),
+    (Pointer, "keys user_rows post_rows author_rows surfaces positions actions dwell_seconds"),
+)
+CandidateJob = structure(
+    "CandidateJob",
+    (Int64, "rows keys_count blocks context"),
+    (Pointer, "keys post_rows author_rows surfaces ages positions logits probabilities continuous"),
+)
+
+
+@dataclass(slots=True)
+class Packed:
+    """The C model and the tensors its pointers lead into, which must live as long."""
+
+    model: ctypes.Structure
+    tensors: list[Tensor] = field(default_factory=list)
+    layers: ctypes.Array[ctypes.Structure] | None = None
+
+
+def round_up(number: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step
+
+
+def panels(weight: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
+    """A weight `[in, out]` in panels of 64 columns, zero-padded to `depth` rows.
+
+    bf16 puts two rows of the depth side by side, as the dot-product instructions read them.
+    """
+    step = 2 if dtype is torch.bfloat16 else 1
+    padded = pad(weight, round_up(depth, step), round_up(weight.shape[1], PANEL))
+    parts = padded.view(padded.shape[0] // step, step, padded.shape[1] // PANEL, PANEL)
+    return parts.permute(2, 0, 3, 1).to(dtype).contiguous()
+
+
+def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Zeros below and to the right."""
+    return functional.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
+
+
+def gate_and_value(gate: Tensor, value: Tensor) -> Tensor:
+    """`[D, F]` twice to `[D, 64 · ceil(F/32)]`: each panel holds 32 gate columns and the 32 value columns that belong to them."""
+    halves = [pad(part, len(part), round_up(part.shape[1], 32)).view(len(part), -1, 32) for part in (gate, value)]
+    return torch.cat(halves, -1).flatten(1)
+
+
+@torch.inference_mode()
+def pack(ranker: Ranker, dtype: torch.dtype) -> Packed:
+    """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied."""
+    config, tokens, heads = ranker.config, ranker.tokens, ranker.heads
+    width = round_up(config.width, LANES)
+    packed = Packed(Model())
+
+    def keep(tensor: Tensor) -> int:
+        packed.tensors.append(tensor)
+        return tensor.data_ptr()
+
+    packed.layers = (Layer * config.layers)(*_layers(ranker, dtype, keep))
+    outputs = [heads.actions] + ([heads.continuous] if config.continuous_actions else [])
+    cosines, sines = rope_tables(
+        torch.arange(config.candidate_position + config.candidate_length), config.head_width, config.rope_base
+    )
+    values: dict[str, object] = {
+        "width": config.width, "layers": config.layers, "query_heads": config.query_heads, "kv_heads": config.kv_heads,
+        "head_width": config.head_width, "ffn_width": config.ffn_width, "actions": config.actions,
+        "continuous": config.continuous_actions, "tables_bf16": ranker.tables.user.dtype is torch.bfloat16,
+        "bidirectional": config.context_attention == "bidirectional",
+        "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap,
+        "norm_epsilon": config.norm_epsilon, "layer": ctypes.addressof(packed.layers),
+        "user": Entity(keep(ranker.tables.user.detach().contiguous()), config.user_hashes.count),
+        "post": Entity(keep(ranker.tables.post.detach().contiguous()), config.post_hashes.count),
+        "author": Entity(keep(ranker.tables.author.detach().contiguous()), config.author_hashes.count),
+        "user_projection": keep(panels(tokens.user_projection, len(tokens.user_projection), torch.float32)),
+        "final_norm": keep(pad(heads.norm[None], 1, width)),
+        "heads": keep(panels(torch.cat(outputs, 1), width, torch.float32)),
+        "cosines": keep(cosines.contiguous()), "sines": keep(sines.contiguous()),
+    }  # fmt: skip
+    for name, tensor in _features(ranker):
+        values[name] = keep(tensor)
+    for name, value in values.items():
+        setattr(packed.model, name, value)
+    return packed
+
+
+def _layers(ranker: Ranker, dtype: torch.dtype, keep: object) -> Iterator[ctypes.Structure]:
+    assert callable(keep)
+    config: ModelConfig = ranker.config
+    width, ffn = round_up(config.width, LANES), round_up(config.ffn_width, 32)
+    for layer in ranker.trunk.layers:
+        norms = (layer.attention_norm, layer.attention_post_norm, layer.ffn_norm, layer.ffn_post_norm)
+        weights = (
+            panels(torch.cat((layer.query, layer.key, layer.value), 1), width, dtype),
+            panels(layer.output, len(layer.output), dtype),
+            panels(gate_and_value(layer.ffn_gate, layer.ffn_value), width, dtype),
+            panels(layer.ffn_output, ffn, dtype),
+        )
+        yield Layer(*(keep(pad(norm[None].float(), 1, width)) for norm in norms), *map(keep, weights))
+
+
+def _features(ranker: Ranker) -> Iterator[tuple[str, Tensor]]:
+    """The projections, split: hash embeddings keep a matrix; the small features are projected here, once, into rows to add."""
+    config, tokens = ranker.config, ranker.tokens
+    width, padded = config.width, round_up(config.width, LANES)
+    entity = (config.post_hashes.count + config.author_hashes.count) * width
+
+    def project(rows: Tensor, projection: Tensor, part: int) -> Tensor:
+        slice_ = projection[entity + part * width : entity + (part + 1) * width]
+        return pad((rows.double() @ slice_.double()).float(), len(rows), padded).contiguous()
+
+    history, candidate = tokens.history_projection, tokens.candidate_projection
+    yield "history_projection", panels(history[:entity], entity, torch.float32)
+    yield "candidate_projection", panels(candidate[:entity], entity, torch.float32)
+    yield "action_tokens", project(tokens.action_projection, history, 0)
+    yield "history_surfaces", project(tokens.surface_table, history, 1)
+    yield "candidate_surfaces", project(tokens.surface_table, candidate, 0)
+    if config.has_dwell:
+        yield "dwell_input", tokens.dwell_input.detach().contiguous()
+        yield "dwell_output", project(tokens.dwell_output, history, 2)
+    if config.has_post_age:
+        yield "post_ages", project(tokens.post_age_table, candidate, 1)
