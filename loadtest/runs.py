@@ -1,0 +1,219 @@
+"""One measured run against a server: prepare, warm up, measure, keep. Draws no plots and searches for no rate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadtest.arrivals import Arrivals, schedule
+from loadtest.generator import ClosedLoop, GeneratorLoad, OpenLoop, measured
+from loadtest.http_client import Client, post, precise_loop
+from loadtest.samples import STAGES, Samples
+from loadtest.statistics import Slo, Summary, summarise
+from loadtest.target import MetricsSnapshot, Target, fit_traffic, machine
+from loadtest.traffic import RankRequest, Traffic, TrafficSettings
+
+FORMAT = 1
+MAX_PAYLOAD_BYTES = 2 * 2**30
+SERVER_QUANTILES = (0.5, 0.9, 0.95, 0.99)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How to load a server. `clients` > 0 makes a closed loop of that many and ignores `rate_rps` and `arrivals`.
+
+    Warm-up traffic comes from the same stream just before, and none of it is measured.
+    """
+
+    rate_rps: float = 100.0
+    seconds: float = 30.0
+    warmup_seconds: float = 5.0
+    arrivals: Arrivals = "poisson"
+    clients: int = 0
+    slo: Slo = field(default_factory=Slo)
+    timeout_seconds: float = 10.0
+    max_connections: int = 512
+    deadline_ms: int | None = None
+    traffic: TrafficSettings = field(default_factory=TrafficSettings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {"slo": asdict(self.slo), "traffic": self.traffic.to_dict()}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Samples with everything needed to read them: `meta` holds settings, server, machine, generator, summary."""
+
+    samples: Samples
+    meta: dict[str, Any]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures of `Summary`, as stored."""
+        summary: dict[str, Any] = self.meta["summary"]
+        return summary
+
+    @property
+    def slo(self) -> Slo:
+        """The objective that the run was judged by."""
+        return Slo(**self.meta["settings"]["slo"])
+
+    def save(self, directory: Path) -> None:
+        """Write `run.json` and `samples.npz`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.samples.save(directory / "samples.npz")
+        (directory / "run.json").write_text(json.dumps(self.meta, indent=1, sort_keys=True) + "\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> Run:
+        """Read what `save` wrote. Raises FileNotFoundError, or ValueError for another format."""
+        meta = json.loads((directory / "run.json").read_text())
+        if meta.get("format") != FORMAT:
+            raise ValueError(f"{directory}/run.json has format {meta.get('format')!r}, this version reads {FORMAT}")
+        return cls(Samples.load(directory / "samples.npz"), meta)
+
+
+class LoadRun:
+    """Several runs against one server with one stream of traffic: users of an earlier run come back in a later one."""
+
+    def __init__(self, target: Target, settings: RunSettings, say: Say | None = None) -> None:
+        self.target = target
+        self.info = target.info()
+        self.settings = replace(settings, traffic=fit_traffic(settings.traffic, self.info))
+        self.traffic = Traffic(self.settings.traffic)
+        self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+
+    def run(self, rate_rps: float | None = None, seed: int = 1) -> Run:
+        """Warm up and measure once, at `rate_rps` if given. Raises TargetError where nobody answers."""
+        settings = replace(self.settings, rate_rps=rate_rps or self.settings.rate_rps)
+        with asyncio.Runner(loop_factory=precise_loop) as runner:
+            return runner.run(self._run(settings, seed))
+
+    async def _run(self, settings: RunSettings, seed: int) -> Run:
+        client = Client(
+            self.target.host,
+            self.target.port,
+            max_connections=settings.max_connections,
+            timeout_seconds=settings.timeout_seconds,
+        )
+        try:
+            if settings.warmup_seconds > 0:
+                await self._phase(client, settings, settings.warmup_seconds, seed + 1_000_003, "warm-up")
+            before = self.target.metrics()
+            samples, load = await self._phase(client, settings, settings.seconds, seed, "measure")
+        finally:
+            await client.close()
+        after = self.target.metrics()
+        seconds = settings.seconds if not settings.clients else float(samples.done.max())
+        summary = summarise(samples, seconds, settings.slo)
+        server = _server_figures(before, after)
+        return Run(samples, self._meta(settings, seed, summary, load, server))
+
+    async def _phase(
+        self, client: Client, settings: RunSettings, seconds: float, seed: int, name: str
+    ) -> tuple[Samples, GeneratorLoad]:
+        if settings.clients:
+            guess = int(seconds * max(settings.rate_rps, 100.0) * 4)
+            requests = self._prepare(guess)
+            closed = ClosedLoop(client, self._payloads(settings, requests), settings.clients, seconds)
+            samples, load = await measured(closed, client)
+        else:
+            due = schedule(settings.arrivals, settings.rate_rps, seconds, seed)
+            requests = self._prepare(len(due))
+            opened = OpenLoop(client, self._payloads(settings, requests), due)
+            ticker = asyncio.create_task(self._tick(opened.samples, client, name, seconds, settings.slo))
+            samples, load = await measured(opened, client)
+            ticker.cancel()
+        for row, request in enumerate(requests[: len(samples)]):
+            samples.describe(row, request)
+        return samples, load
+
+    def _prepare(self, count: int) -> list[RankRequest]:
+        """All bodies before the first is sent, so that making them costs no time while it counts."""
+        requests, held = [], 0
+        for _ in range(count):
+            requests.append(next(self.traffic))
+            held += len(requests[-1].body)
+            if held > MAX_PAYLOAD_BYTES:
+                raise ValueError(
+                    f"{count} requests need more than {MAX_PAYLOAD_BYTES >> 30} GiB of bodies: shorten the run"
+                )
+        return requests
+
+    def _payloads(self, settings: RunSettings, requests: list[RankRequest]) -> list[bytes]:
+        headers = {"X-Request-Timeout-Ms": str(settings.deadline_ms)} if settings.deadline_ms else {}
+        host = f"{self.target.host}:{self.target.port}"
+        return [post(host, self.target.path, request.body, headers) for request in requests]
+
+    async def _tick(self, samples: Samples, client: Client, name: str, seconds: float, slo: Slo) -> None:
+        """One line a second on what was due in the last one, while it runs."""
+        second = 0
+        while True:
+            await asyncio.sleep(1.0)
+            rows = (samples.due >= second) & (samples.due < second + 1)
+            second += 1
+            answered = rows & (samples.status == 200)
+            latency = 1e3 * samples.latency_seconds[answered]
+            p50, p99 = np.percentile(latency, [50, 99]) if len(latency) else (float("nan"), float("nan"))
+            self.say(
+                f"{name} {min(second, seconds):3.0f}/{seconds:.0f} s  due {rows.sum():5d}  ok {answered.sum():5d}  "
+                f"good {(rows & slo.good(samples)).sum():5d}  429 {(rows & (samples.status == 429)).sum():4d}  "
+                f"p50 {p50:7.1f} ms  p99 {p99:7.1f} ms  waiting {client.in_flight:4d}"
+            )
+
+    def _meta(
+        self, settings: RunSettings, seed: int, summary: Summary, load: GeneratorLoad, server: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "kind": "closed" if settings.clients else "open",
+            "settings": settings.to_dict() | {"seed": seed},
+            "target": self.target.origin,
+            "machine": machine(),
+            "server": {"info": self.info, **server},
+            "generator": asdict(load) | {"is_bottleneck": load.is_bottleneck},
+            "summary": summary.to_dict(),
+        }
+
+
+def _server_figures(before: MetricsSnapshot | None, after: MetricsSnapshot | None) -> dict[str, Any]:
+    """What the server counted during the measured part: latencies in milliseconds, stages, rejections, cache lookups."""
+    if before is None or after is None:
+        return {}
+    grown = after.since(before)
+
+    def milliseconds(histogram: str, **labels: str) -> dict[str, dict[str, float]]:
+        found = grown.quantiles(histogram, SERVER_QUANTILES, **labels)
+        return {name: {key: 1e3 * value for key, value in figure.items()} for name, figure in found.items()}
+
+    lookups = grown.values.get("ranker_context_cache_lookups_total", {})
+    return {
+        "request_ms": milliseconds("ranker_http_request_duration_seconds", route="/rank"),
+        "stages_ms": {
+            stage: milliseconds("ranker_stage_duration_seconds", stage=stage) for stage in (*STAGES, "collate")
+        },
+        "requests": grown.total("ranker_http_requests_total", route="/rank"),
+        "batch_requests_mean": _mean(grown, "ranker_batch_requests"),
+        "cache_lookups": {dict(labels).get("result", ""): value for labels, value in lookups.items()},
+        "rejected": {
+            dict(labels).get("reason", ""): v
+            for labels, v in grown.values.get("ranker_rejected_total", {}).items()
+            if v
+        },
+    }
+
+
+def _mean(grown: MetricsSnapshot, histogram: str) -> float | None:
+    count = grown.total(f"{histogram}_count")
+    return grown.total(f"{histogram}_sum") / count if count else None

@@ -1,0 +1,139 @@
+"""Finds the highest rate at which the objective holds, by trials at fixed rates. Does not say why it breaks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import httpx
+
+from loadtest.runs import LoadRun, Run, RunSettings
+from loadtest.target import Target, machine
+
+TrialVerdict = Literal["holds", "breaks", "generator"]
+
+CALM_SECONDS = 10.0
+
+
+class Trial(Protocol):
+    """One measurement at a rate: requests a second → did the objective hold."""
+
+    def __call__(self, rate_rps: float) -> TrialVerdict: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """From `start_rps` by factors of `growth` until it breaks, then halving the gap until it is below `precision`.
+
+    The rate that is found has held `confirmations` times in all; one that fails later is lowered by `precision` and tried again.
+    """
+
+    start_rps: float = 20.0
+    growth: float = 1.6
+    precision: float = 0.05
+    confirmations: int = 3
+    max_trials: int = 30
+
+
+@dataclass(slots=True)
+class Found:
+    """`capacity_rps` 0: not even the lowest rate held. `limited_by_generator`: the server may well take more."""
+
+    capacity_rps: float = 0.0
+    limited_by_generator: bool = False
+    trials: list[tuple[float, TrialVerdict]] = field(default_factory=list)
+
+
+def search(trial: Trial, settings: SearchSettings) -> Found:
+    """The highest rate that holds, see SearchSettings. Pure: it knows nothing of servers."""
+    found = Found()
+
+    def holds(rate: float) -> bool:
+        verdict = trial(rate)
+        found.trials.append((rate, verdict))
+        found.limited_by_generator |= verdict == "generator"
+        return verdict == "holds"
+
+    def tries_left() -> bool:
+        return len(found.trials) < settings.max_trials
+
+    low, high = 0.0, settings.start_rps
+    while tries_left() and holds(high):
+        low, high = high, high * settings.growth
+    while low == 0 and tries_left() and high > 1:  # even the start was too much
+        high /= settings.growth
+        if holds(high):
+            low, high = high, high * settings.growth
+    while low and tries_left() and high / low > 1 + settings.precision:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    held = 1
+    while low > 1 and tries_left() and held < settings.confirmations:
+        if holds(low):
+            held += 1
+        else:
+            low, held = low * (1 - settings.precision), 0
+    found.capacity_rps = low if held >= settings.confirmations else 0.0
+    return found
+
+
+def search_server(
+    target: Target, settings: RunSettings, plan: SearchSettings, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Search against a real server: plain JSON values with every trial's figures, the best run's details and the capacity."""
+    load = LoadRun(target, settings, say=lambda line: None)
+    runs: list[Run] = []
+
+    def trial(rate_rps: float) -> TrialVerdict:
+        _calm_down(target)
+        run = load.run(rate_rps, seed=1 + len(runs))
+        runs.append(run)
+        verdict = judge(run)
+        latency = run.summary["latency_ms"]
+        say(
+            f"trial {len(runs):2d}  {rate_rps:8.1f}/s  {verdict:9s}  good {100 * run.summary['good_share']:6.2f} %  "
+            f"p50 {latency.get('p50', float('nan')):7.1f} ms  p99 {latency.get('p99', float('nan')):7.1f} ms  "
+            f"lag p99 {run.meta['generator']['lag_p99_ms']:.2f} ms"
+        )
+        return verdict
+
+    found = search(trial, plan)
+    return {
+        "format": 1,
+        "kind": "search",
+        "settings": replace(load.settings, rate_rps=found.capacity_rps).to_dict(),
+        "plan": asdict(plan),
+        "target": target.origin,
+        "machine": machine(),
+        "server": runs[-1].meta["server"],
+        "capacity_rps": found.capacity_rps,
+        "limited_by_generator": found.limited_by_generator,
+        "trials": [
+            {"rate_rps": rate, "verdict": verdict, "generator": run.meta["generator"], "summary": run.summary}
+            for (rate, verdict), run in zip(found.trials, runs, strict=True)
+        ],
+    }
+
+
+def judge(run: Run) -> TrialVerdict:
+    """Whether the objective held; where the generator was late itself, a failure says nothing about the server."""
+    if run.summary["holds_slo"]:
+        return "holds"
+    return "generator" if run.meta["generator"]["is_bottleneck"] else "breaks"
+
+
+def _calm_down(target: Target) -> None:
+    """Wait until the server has worked off what the last trial left behind."""
+    deadline = time.monotonic() + CALM_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            reply = httpx.get(f"{target.origin}/metrics", timeout=1)
+        except httpx.HTTPError:
+            time.sleep(0.2)
+            continue
+        waiting = [line for line in reply.text.splitlines() if line.startswith("ranker_queue_requests ")]
+        if not waiting or float(waiting[0].split()[1]) == 0:
+            return
+        time.sleep(0.1)

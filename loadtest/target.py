@@ -1,0 +1,188 @@
+"""What is measured: the server's own description and metrics, this machine, this commit. Sends no load."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.traffic import ACTION_SHARES, TrafficSettings
+
+Labels = tuple[tuple[str, str], ...]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class TargetError(RuntimeError):
+    """The server cannot be measured; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server's address. `path` is where requests go."""
+
+    host: str
+    port: int
+    path: str = "/rank"
+
+    @classmethod
+    def parse(cls, url: str) -> Target:
+        """From `http://host:port[/path]`. Raises TargetError for anything else."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise TargetError(f"{url!r} is not an http:// address")
+        return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/") or "/rank")
+
+    @property
+    def origin(self) -> str:
+        """`http://host:port`."""
+        return f"http://{self.host}:{self.port}"
+
+    def info(self) -> dict[str, Any]:
+        """`GET /info`, empty where the server has none. Raises TargetError where nobody answers."""
+        try:
+            reply = httpx.get(f"{self.origin}/info", timeout=5)
+        except httpx.HTTPError as error:
+            raise TargetError(
+                f"{self.origin} does not answer ({type(error).__name__}); start it with: make serve"
+            ) from error
+        if reply.status_code != 200:
+            return {}
+        values: dict[str, Any] = reply.json()
+        return values
+
+    def metrics(self) -> MetricsSnapshot | None:
+        """`GET /metrics`, None where the server has none."""
+        try:
+            reply = httpx.get(f"{self.origin}/metrics", timeout=5)
+        except httpx.HTTPError:
+            return None
+        return MetricsSnapshot.parse(reply.text) if reply.status_code == 200 else None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSnapshot:
+    """Samples of a Prometheus exposition: name → labels → value."""
+
+    values: dict[str, dict[Labels, float]]
+
+    @classmethod
+    def parse(cls, text: str) -> MetricsSnapshot:
+        """Raises ValueError where the text is no exposition."""
+        values: dict[str, dict[Labels, float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                values.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+        return cls(values)
+
+    def since(self, before: MetricsSnapshot) -> MetricsSnapshot:
+        """Counters and buckets as increases since `before`; gauges lose their meaning."""
+        return MetricsSnapshot(
+            {
+                name: {labels: value - before.values.get(name, {}).get(labels, 0.0) for labels, value in series.items()}
+                for name, series in self.values.items()
+            }
+        )
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum over the series that carry all of `labels`."""
+        return sum(
+            value for having, value in self.values.get(name, {}).items() if labels.items() <= dict(having).items()
+        )
+
+    def quantiles(self, histogram: str, wanted: tuple[float, ...], **labels: str) -> dict[str, dict[str, float]]:
+        """Per quantile the interpolated value and the edges of its bucket, in the histogram's unit; empty without observations."""
+        buckets: dict[float, float] = {}
+        for having, value in self.values.get(f"{histogram}_bucket", {}).items():
+            found = dict(having)
+            if labels.items() <= found.items():
+                edge = float(found["le"])
+                buckets[edge] = buckets.get(edge, 0.0) + value
+        edges = sorted(buckets)
+        if not edges or buckets[edges[-1]] <= 0:
+            return {}
+        cumulative = np.array([buckets[edge] for edge in edges])
+        return {f"p{100 * share:g}": _quantile(edges, cumulative, share) for share in wanted}
+
+
+def _quantile(edges: list[float], cumulative: np.ndarray[Any, np.dtype[np.float64]], share: float) -> dict[str, float]:
+    rank = share * cumulative[-1]
+    index = int(np.searchsorted(cumulative, rank))
+    low = edges[index - 1] if index else 0.0
+    below = float(cumulative[index - 1]) if index else 0.0
+    high = edges[index]
+    if np.isinf(high):  # beyond the last edge nothing better is known
+        return {"value": low, "low": low, "high": low}
+    value = low + (high - low) * (rank - below) / max(1e-12, float(cumulative[index]) - below)
+    return {"value": float(value), "low": low, "high": high}
+
+
+def fit_traffic(settings: TrafficSettings, info: Mapping[str, Any]) -> TrafficSettings:
+    """The traffic, cut to what the server's `/info` says that it takes: window, candidates, action names."""
+    window = _find(info, "history_length")
+    most = _find(info, "max_candidates")
+    names = info.get("actions")
+    changes: dict[str, Any] = {}
+    if isinstance(window, int):
+        changes["history_window"] = window
+    if isinstance(most, int):
+        changes["max_candidates"] = min(most, settings.max_candidates)
+    if isinstance(names, list) and names and not {name for name, _ in ACTION_SHARES} <= set(names):
+        changes["actions"] = tuple(str(index) for index in range(len(names)))
+    return replace(settings, **changes)
+
+
+def _find(values: Any, key: str) -> Any:
+    if isinstance(values, Mapping):
+        if key in values:
+            return values[key]
+        for value in values.values():
+            found = _find(value, key)
+            if found is not None:
+                return found
+    return None
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on besides the server: commit, processor, cores, how busy it was."""
+    return {
+        "commit": commit(),
+        "host": platform.node(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "load_average_1m": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def commit(root: Path = ROOT) -> str:
+    """Short hash of the checkout, with `+` where tracked files differ from it; `unknown` outside of git."""
+    try:
+        hash_, dirty = (
+            subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for arguments in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return hash_ + ("+" if dirty else "")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
