@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from weights import checkpoint, demonstration
+from model.config import ContextAttention
+from weights import checkpoint, demonstration, published
 from weights.checkpoint import CheckpointError
+from weights.writer import TableDtype
 
 app = typer.Typer(
     help="Checkpoints of the ranking transformer: make, check and describe them.",
@@ -28,6 +31,52 @@ app = typer.Typer(
 
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that lies there already.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="The ranker directory of a download: config.json and two npz files.")],
+    out: Annotated[Path, typer.Option(help="Checkpoint directory to write.")],
+    name: Annotated[str, typer.Option(help="Name of the checkpoint; that of the directory where not given.")] = "",
+    version: Annotated[str, typer.Option(help="Version; a short digest where not given.")] = "",
+    tables: Annotated[TableDtype, typer.Option(help="How to store embeddings; bfloat16 halves them.")] = "float32",
+    actions: Annotated[
+        Path | None,
+        typer.Option(help="JSON file: list of action names in output order. Default: the release's known ones."),
+    ] = None,
+    score_weights: Annotated[
+        Path | None, typer.Option(help="JSON file: action name → default weight. Default: weights of the known names.")
+    ] = None,
+    context_attention: Annotated[
+        ContextAttention | None, typer.Option(help="Overrides config.json. Default: what it says, else causal.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="A config key or array that may be left out; can be given more than once.")
+    ] = None,
+    replace: Replace = False,
+) -> None:
+    """Turn a published checkpoint into ours. Streams the tables; unpickles nothing; refuses what it does not know."""
+    started = time.perf_counter()
+    with (
+        refusals(),
+        published.PublishedRanker(source, ignore or (), context_attention) as ranker,
+        byte_progress("Importing") as progress,
+    ):
+        config = ranker.config
+        names = read_json(actions, list) if actions else None
+        weights = read_json(score_weights, dict) if score_weights else None
+        labels = published.labels_for(config, name or label_of(out), version, names, weights)
+        manifest = published.import_published(
+            ranker, out, labels, table_dtype=tables, replace_existing=replace, progress=progress
+        )
+    variant = [word for word, has in (("dwell", config.has_dwell), ("post age", config.has_post_age)) if has]
+    say(
+        f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {config.layers} layers of width "
+        f"{config.width}, {config.actions} actions, {config.continuous_actions} continuous, "
+        f"{' and '.join(variant) or 'neither dwell nor post age'}; {time.perf_counter() - started:.1f} s"
+    )
+    if not manifest.score_weights:
+        say("No action has a known name, so every default score is 0: give --actions or --score-weights.")
 
 
 @app.command()
@@ -78,6 +127,22 @@ def demo(
     with refusals():
         manifest = demonstration.write_demo(out, seed, replace=replace)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
+def label_of(directory: Path) -> str:
+    """A checkpoint name from the name of its directory."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", directory.absolute().name).strip("-")[:100] or "checkpoint"
+
+
+def read_json(path: Path, kind: type) -> Any:
+    """A JSON file given on the command line. Raises CheckpointError where it is not a `kind`."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    if type(value) is not kind:
+        raise CheckpointError(f"{path} must hold a JSON {'list' if kind is list else 'object'}.")
+    return value
 
 
 def say(text: str) -> None:

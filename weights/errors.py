@@ -1,7 +1,7 @@
 """The one error of this package. Not for programming mistakes: those raise what Python raises."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Exception):
     """A checkpoint, or what it should be made from, is refused. The text is a sentence that names the file and the reason.
 
     Unprintable characters of hostile names are escaped and the text is bounded, so that it may go into a log as it is.
