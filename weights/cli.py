@@ -1,8 +1,9 @@
-"""The command line: `python -m weights import | verify | inspect | demo | synthetic`. Exit codes: 0 done, 1 refused, 2 usage."""
+"""The command line: `python -m weights import | verify | inspect | …`. Exit codes: 0 done, 1 refused, 2 usage."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -12,13 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from model.config import ContextAttention
-from weights import checkpoint, demonstration, published
+from weights import checkpoint, demonstration, published, writer
+from weights import measure as measuring
+from weights import synthetic as synthetic_weights
 from weights.checkpoint import CheckpointError
 from weights.writer import TableDtype
 
@@ -127,6 +131,43 @@ def demo(
     with refusals():
         manifest = demonstration.write_demo(out, seed, replace=replace)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
+@app.command()
+def synthetic(
+    out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
+    published_layout: Annotated[
+        bool, typer.Option("--published", help="Write the published layout, for `import`, instead of a checkpoint.")
+    ] = False,
+    rows: Annotated[int, typer.Option(min=2, help="Rows of each embedding table.")] = 1_000_000,
+    seed: Seed = 0,
+) -> None:
+    """Write random weights of the released geometry; full size by default (1.4 GiB)."""
+    config = synthetic_weights.mini_config(seed, (rows, rows, rows))
+    with refusals():
+        if out.exists():
+            raise CheckpointError(f"{out} exists already; choose another place.")
+        if published_layout:
+            synthetic_weights.write_published(out, config, seed)
+        else:
+            labels = published.labels_for(config, "synthetic")
+            writer.write_checkpoint(out, config, synthetic_weights.random_chunks(config, seed), labels)
+    say(f"{out} holds a random {'download' if published_layout else 'checkpoint'} with {rows} rows a table")
+
+
+@app.command()
+def measure(
+    rows: Annotated[int, typer.Option(min=2, help="Rows of each embedding table.")] = 1_000_000,
+    seed: Seed = 0,
+    work: Annotated[
+        Path | None, typer.Option(help="Where to write 4 GiB for a while. Default: the temporary directory.")
+    ] = None,
+) -> None:
+    """Measure import and load of a full-size random checkpoint: seconds and memory. Removes its files."""
+    results = measuring.measure(rows, seed, work)
+    for what, figures in results.items():
+        say(f"{what}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
+    say(json.dumps({"rows": rows, "cpus": os.cpu_count(), "torch": torch.__version__, **results}))
 
 
 def label_of(directory: Path) -> str:

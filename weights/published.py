@@ -21,7 +21,8 @@ from weights.layout import expected_shapes, is_table
 from weights.manifest import Manifest, parse_json_object
 from weights.npz import NpzFile
 from weights.reader import Progress
-from weights.writer import Labels, TableDtype, check_target, write_checkpoint
+from weights.tensorfile import is_finite
+from weights.writer import Labels, TableDtype, write_checkpoint
 
 CONFIG_FILE, PARAMS_FILE, TABLES_FILE = "config.json", "model_params.npz", "embedding_tables.npz"
 _MAX_CONFIG_BYTES = 2**20
@@ -86,7 +87,10 @@ class PublishedRanker:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The float32 elements of tensor `name` in order, at most 8 MiB at a time."""
         archive = self._tables if is_table(name) else self._params
-        return archive.read(published_name(name), self.shapes[name])
+        for chunk in archive.read(published_name(name), self.shapes[name]):
+            if not is_finite(chunk):
+                raise CheckpointError(f"{archive.path}: array {published_name(name)} holds a NaN or an infinity.")
+            yield chunk
 
     def _read_config(self, ignore: Collection[str], context_attention: ContextAttention | None) -> ModelConfig:
         path = self.source / CONFIG_FILE
@@ -242,7 +246,6 @@ def import_published(
     progress: Progress | None = None,
 ) -> Manifest:
     """Stream an opened download into a checkpoint directory; holds a few chunks, never a table. Raises CheckpointError."""
-    check_target(out, replace=replace_existing)
     done, total = 0, sum(math.prod(shape) * 4 for shape in ranker.shapes.values())
 
     def chunks(name: str) -> Iterator[Tensor]:
@@ -253,7 +256,4 @@ def import_published(
             if progress:
                 progress(done, total)
 
-    try:
-        return write_checkpoint(out, ranker.config, chunks, labels, table_dtype=table_dtype, replace=replace_existing)
-    except CheckpointError as error:
-        raise CheckpointError(f"{ranker.source}: {error}") from error
+    return write_checkpoint(out, ranker.config, chunks, labels, table_dtype=table_dtype, replace=replace_existing)

@@ -49,22 +49,35 @@ def write_checkpoint(
     Raises CheckpointError for values that are not finite or not as many as the shape says, and for a path in use.
     """
     path = Path(path).absolute()
-    check_target(path, replace=replace)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
+        check_target(path, replace=replace)
+        _manifest(config, labels, {}, {})  # refuses bad names before gigabytes are written
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        try:
-            manifest = _write_files(partial, config, chunks, labels, table_dtype)
-            _write_file(partial / MANIFEST_NAME, manifest.to_json())
-            for name, content in (extras or {}).items():
-                _write_file(partial / name, content)
-            _sync_directory(partial)
-            _put_in_place(partial, path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        return _write_beside(path, config, chunks, labels, table_dtype, extras or {})
     except OSError as error:
-        raise CheckpointError(f"Checkpoint {path} cannot be written: {error.strerror or error}.") from error
+        raise CheckpointError(f"Checkpoint {path} is not written: {error.strerror or error}.") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"Checkpoint {path} is not written: {str(error).rstrip('.')}.") from error
+
+
+def _write_beside(
+    path: Path,
+    config: ModelConfig,
+    chunks: Callable[[str], Iterable[Tensor]],
+    labels: Labels,
+    table_dtype: TableDtype,
+    extras: Mapping[str, bytes],
+) -> Manifest:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    try:
+        manifest = _write_files(partial, config, chunks, labels, table_dtype)
+        for name, content in {**extras, MANIFEST_NAME: manifest.to_json()}.items():
+            _write_file(partial / name, content)
+        _sync_directory(partial)
+        _put_in_place(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return manifest
 
 
@@ -73,15 +86,15 @@ def check_target(path: Path, *, replace: bool) -> None:
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory; choose another place.")
+        raise CheckpointError("it is not a directory; choose another place")
     if not any(path.iterdir()):
         return
     if not (path / MANIFEST_NAME).exists():
-        raise CheckpointError(f"{path} is not empty and holds no checkpoint; choose another place.")
+        raise CheckpointError("the directory is not empty and holds no checkpoint; choose another place")
     if not replace:
-        raise CheckpointError(f"{path} holds a checkpoint already; choose another place or ask to replace it.")
+        raise CheckpointError("it holds a checkpoint already; choose another place or ask to replace it (--replace)")
     if path.is_symlink():
-        raise CheckpointError(f"{path} is a symbolic link; name the directory itself to replace it.")
+        raise CheckpointError("it is a symbolic link; name the directory itself to replace it")
 
 
 def _write_files(
@@ -104,6 +117,12 @@ def _write_files(
                     writer.write(name, chunk)
         assert writer.entry is not None  # set when the block ended without an error
         files[file] = writer.entry
+    return _manifest(config, labels, files, tensors)
+
+
+def _manifest(
+    config: ModelConfig, labels: Labels, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]
+) -> Manifest:
     return Manifest(
         name=labels.name,
         version=labels.version,
