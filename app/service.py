@@ -110,6 +110,8 @@ class RankingService:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_seconds)
         finished = not self.admission.requests
+        if self.lifecycle.failure is not None:
+            until = self.clock() + 1.0  # its thread may hang for good
         self._fail_all(Draining)
         await self.fleet.close(max(0.1, until - self.clock()))
         for task in self._tasks:

@@ -64,6 +64,7 @@ class EngineWorker:
         self.closed: asyncio.Future[None] = loop.create_future()
         self.last_forward: float | None = None  # clock seconds when a forward last finished
         self.running_since: float | None = None
+        self._running: list[RankJob] = []
         self.failure: str | None = None
         self._build = build
         self._events = events
@@ -149,7 +150,7 @@ class EngineWorker:
                 now = self.clock()
                 take = self.batcher.take(now, idle=idle)
                 if take.parts:
-                    self.running_since = now
+                    self.running_since, self._running = now, [part.job for part in take.parts]
                 if take.parts or take.expired:
                     return take.parts, take.expired
                 idle = idle or take.look_again is None
@@ -170,7 +171,7 @@ class EngineWorker:
         for part, answer in zip(parts, answers, strict=True):
             self._account(part, answer, finished - collated, results)
         with self._wake:
-            self.running_since, self.last_forward = None, finished
+            self.running_since, self.last_forward, self._running = None, finished, []
         return BatchReport(
             [part.stop - part.start for part in parts],
             sum(part.cost for part in parts),
@@ -251,9 +252,9 @@ class EngineWorker:
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def abandon(self) -> list[RankJob]:
-        """Take every job out of the queue: the engine will not compute them."""
+        """Every job that waits or is being computed; those that wait leave the queue."""
         with self._wake:
-            return self.batcher.clear()
+            return self._running + self.batcher.clear()
 
 
 def _lost_engine() -> EngineDown:

@@ -1,0 +1,197 @@
+"""The process: listeners, signals, drain, exit code. Not for what a request means, nor for how it is computed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.server import ServerState
+
+from app.connections import ConnectionLimits, StrictProtocol
+from app.metrics import Metrics
+from app.service import RankingService
+from app.settings import Connections, Settings
+
+EXIT_ENGINE_LOST = 70  # EX_SOFTWARE: a supervisor should start the process again
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ACCEPT_ROUNDS = 3  # turns of the loop in which connections that wait in the backlog are taken before it is closed
+
+log = structlog.get_logger("app.server")
+
+
+def serve(app: Starlette, settings: Settings) -> int:
+    """Serve until a signal or the loss of the engine; returns the exit code of the process.
+
+    `app.state.service` is the RankingService and `app.state.metrics` its Metrics; the application's lifespan starts and
+    stops the service. `app.state.side_apps`, where present, maps (host, port) to applications with ports of their own.
+    """
+    _raise_file_limit()
+    server = RankingServer(app, settings)
+    server.run()
+    return server.exit_code
+
+
+class RankingServer(uvicorn.Server):
+    """uvicorn with its own order of shutdown: readiness first, then the delay, then the listeners, then what is admitted."""
+
+    def __init__(self, app: Starlette, settings: Settings) -> None:
+        self.settings = settings
+        self.service: RankingService = app.state.service
+        self.observer = ConnectionObserver(app.state.metrics)
+        self.exit_code = 0
+        self.side_apps: dict[tuple[str, int], Any] = getattr(app.state, "side_apps", {})
+        self._signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+        super().__init__(_config(app, settings, self.observer, settings.host, settings.port, lifespan="on"))
+        self.service.on_fatal = self.fatal
+
+    def fatal(self, reason: str) -> None:
+        """Only a new process can help: answer who waits, then exit with a code that says so."""
+        log.error("engine_lost", reason=reason)
+        self.exit_code = EXIT_ENGINE_LOST if self.service.lifecycle.started else 1
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; loading goes on in the background."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        for (host, port), side in self.side_apps.items():
+            await self._listen_beside(side, host, port)
+        for server in self.servers:
+            for sock in server.sockets:
+                log.info("listening", host=sock.getsockname()[0], port=sock.getsockname()[1])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, answer every request that was begun, end the application."""
+        self.observer.draining = True
+        for _ in range(ACCEPT_ROUNDS):  # what waits in the backlog would be reset by the close
+            await asyncio.sleep(0)
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(0)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.settings.drain.timeout_seconds):
+                await self._connections_end()
+        except TimeoutError:
+            self.exit_code = self.exit_code or 1
+            log.error("drain_timeout", connections=len(self.server_state.connections))
+        await self.lifespan.shutdown()
+        log.info("stopped", exit_code=self.exit_code)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Own the signals while serving; unlike uvicorn, do not raise them again at the end, so that the exit code is ours."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain. Second: end at once."""
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(128 + sig)
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        """Lose readiness now, go on serving for the delay, then stop."""
+        if self._ending is not None:
+            return
+        self.service.begin_drain()
+        self.observer.draining = True  # from here on every reply ends its connection
+        log.info("draining", delay_seconds=self.settings.drain.delay_seconds)
+        self._ending = asyncio.get_running_loop().create_task(self._stop_after_delay())
+
+    async def _stop_after_delay(self) -> None:
+        await asyncio.sleep(self.settings.drain.delay_seconds)
+        self.should_exit = True
+
+    async def _connections_end(self) -> None:
+        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110  # uvicorn tells nobody
+            await asyncio.sleep(0.01)
+
+    async def _listen_beside(self, app: Any, host: str, port: int) -> None:
+        config = _config(app, self.settings, self.observer, host, port, lifespan="off")
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: config.http_protocol_class(config, state, {}, loop),  # type: ignore[call-arg]
+            host,
+            port,
+            backlog=64,
+        )
+        self.servers.append(server)
+
+
+class ConnectionObserver:
+    """Counts connections that the server closed, and tells them when to end."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.draining = False
+        self._closed = metrics.connections_closed
+
+    def closed(self, reason: str) -> None:
+        """The server closed a connection."""
+        self._closed.labels(reason).inc()
+
+
+def connection_limits(settings: Connections) -> ConnectionLimits:
+    """The part of the settings that one connection understands."""
+    return ConnectionLimits(
+        header_seconds=settings.header_seconds,
+        body_seconds=settings.body_seconds,
+        max_header_bytes=settings.max_header_bytes,
+    )
+
+
+def _config(
+    app: Any, settings: Settings, observer: ConnectionObserver, host: str, port: int, *, lifespan: Any
+) -> uvicorn.Config:
+    limits = connection_limits(settings.connections)
+    protocol: Any = functools.partial(StrictProtocol, limits=limits, observer=observer)
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=protocol,
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=settings.connections.backlog,
+        timeout_keep_alive=max(1, round(settings.connections.keep_alive_seconds)),
+    )
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system allows, not as the shell's default does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))
