@@ -103,10 +103,8 @@ class Manifest:
         }
 
     def to_json(self) -> bytes:
-        """The exact content of `manifest.json`: UTF-8, one line per tensor and file."""
-        content = self._content()
-        content["digest"] = self.digest
-        return (_render(content) + "\n").encode()
+        """The exact content of `manifest.json`."""
+        return signed(self._content())
 
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
@@ -150,6 +148,11 @@ class Manifest:
     def relabelled(self, **changes: Any) -> Manifest:
         """The same weights with another name, version, action names, continuous outputs or score weights."""
         return replace(self, **changes)
+
+
+def signed(content: Mapping[str, Any]) -> bytes:
+    """A manifest's content with its digest, as it is written: UTF-8, one line per tensor and file."""
+    return (_render({**content, "digest": _sha256(content)}) + "\n").encode()
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from weights.errors import CheckpointError
 from weights.layout import is_table
 from weights.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, TensorEntry
 from weights.tensorfile import Buffer, StoredTensor, read_header, scan
+
+_CLOCK_STEP_SECONDS = 0.02  # more than a tick of the kernel's clock for file times
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, from several threads but one at a time."""
@@ -111,7 +114,7 @@ def check_finite(spoiled: str | None) -> None:
 def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[[int], None]) -> dict[str, Tensor]:
     listed = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
     with _open_file(directory, name) as descriptor:
-        before = os.fstat(descriptor)
+        before = _settled(descriptor)
         check_length(before.st_size, manifest.files[name])
         buffer = _buffer(descriptor, before.st_size, mapped=all(map(is_table, listed)))
         stored = read_header(buffer)
@@ -121,6 +124,16 @@ def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[
     check_digest(digest, manifest.files[name])
     check_finite(spoiled)
     return {key: tensor.view(buffer) for key, tensor in stored.items()}
+
+
+def _settled(descriptor: int) -> os.stat_result:
+    """The file's status, once its times are old enough that a later write must change them: clocks of files are coarse."""
+    status = os.fstat(descriptor)
+    age_seconds = time.time() - status.st_ctime
+    if 0 <= age_seconds < _CLOCK_STEP_SECONDS:
+        time.sleep(_CLOCK_STEP_SECONDS - age_seconds)
+        status = os.fstat(descriptor)
+    return status
 
 
 @contextmanager

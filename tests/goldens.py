@@ -1,0 +1,55 @@
+"""The recorded requests and outputs of the published implementation, as the model's inputs. Not a test itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.inputs import Candidates, Context, age_bucket
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ("phoenix-jan-gqa", "phoenix-mini", "phoenix-right-anchored")
+
+
+def requests(name: str) -> list[dict[str, Any]]:
+    """The requests of one golden, as recorded; actions are index → value."""
+    loaded: list[dict[str, Any]] = json.loads((GOLDEN / name / "requests.json").read_text())
+    return loaded
+
+
+def expected(name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """`{request}/{output}` → array."""
+    with np.load(GOLDEN / name / "expected.npz", allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def features(request: dict[str, Any], config: ModelConfig) -> tuple[Context, Candidates]:
+    """One recorded request as the model takes it."""
+    history, candidates = request["history"], request["candidates"]
+    actions = np.zeros((len(history), config.actions), np.float32)
+    for row, event in zip(actions, history, strict=True):
+        for index, value in event["actions"].items():
+            row[int(index)] = value
+
+    def column(rows: list[dict[str, Any]], key: str, dtype: Any) -> Any:
+        return np.array([row[key] for row in rows], dtype)
+
+    context = Context(
+        request["user_id"],
+        column(history, "post_id", np.uint64),
+        column(history, "author_id", np.uint64),
+        actions,
+        column(history, "product_surface", np.int64),
+        column(history, "dwell_time", np.float32),
+    )
+    ages = age_bucket(request["impression_ts"], column(candidates, "created_at", np.int64), config)
+    return context, Candidates(
+        column(candidates, "post_id", np.uint64),
+        column(candidates, "author_id", np.uint64),
+        column(candidates, "product_surface", np.int64),
+        ages,
+    )
