@@ -1,0 +1,82 @@
+"""What the split trunk asks of a set of kernels. Two implementations: `portable` (torch, any device) and `fused` (Triton)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from model.split_step import ContextState, StepArrays
+from model.split_weights import TokenWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """Embedding tables `[rows, D]`, fp32 or bf16, all of one dtype and on the engine's device. Row 0 reads as zero."""
+
+    user: Tensor
+    post: Tensor
+    author: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step on the device. `arrays` are tensors there; `host` the same as numpy; `states` in the order of their numbers.
+
+    `host` and `states` are for implementations that loop on the host; inside a CUDA graph only `arrays` may be read.
+    """
+
+    arrays: StepArrays
+    host: StepArrays
+    states: Sequence[ContextState]
+
+
+class Kernels(Protocol):
+    """Operations on flat rows. `rows` is how many to run, at least as many as the step has; rows past the step's own hold
+    garbage before and after. `tail` restricts an operation to candidates, which come first. No row ever influences another
+    but through `attend`, and a row's bits depend neither on `rows`, nor on its place, nor on its neighbours.
+    """
+
+    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
+        """residual fp32 `[rows, D]` = the tokens."""
+
+    def norm(
+        self,
+        step: Step,
+        mixed: Tensor | None,
+        post_scale: Tensor | None,
+        residual: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """`residual += rms_norm(mixed, post_scale)` unless `mixed` is None; `out = rms_norm(residual, scale)`."""
+
+    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+        """`out = x @ weight`."""
+
+    def rotate(
+        self,
+        step: Step,
+        query: Tensor | None,
+        key_value: Tensor | None,
+        layer: int,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """RoPE in place on query `[rows, N·K]` and on the keys of key_value `[rows, 2·G·K]`; context rows' keys and values
+        are copied to their state.
+        """
+
+    def attend(
+        self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """out `[rows, N·K]`: context rows over their state's past (or all of it), candidates over all of it and themselves."""
+
+    def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+        """out `[rows, F]` = `gelu(gate) ⊙ value`."""

@@ -1,0 +1,209 @@
+"""The split engine's operations in plain torch, with the same bits whatever the neighbours. For CPUs; correct on any device.
+
+Matrix products run on a fixed number of rows per call, attention on fixed tiles of rows and keys. Functions like exp run on
+pieces of fixed size, because torch computes the last few elements of a call by another formula than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.config import ModelConfig
+from model.kernels.contract import Step, Tables
+from model.split_step import CANDIDATE, HISTORY, TILE_ROWS, TILES, TOKEN_TILES, USER, ContextState
+from model.split_step import CANDIDATE_TILES as TAIL_TILES
+from model.split_weights import TokenWeights
+
+KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
+PIECE = 32768  # elements: torch runs so many without splitting them over threads
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` over the elements of a contiguous tensor whose size is a multiple of 64, in pieces that start at multiples."""
+    flat = x.reshape(-1)
+    if flat.numel() <= PIECE:
+        return function(flat).view(x.shape)
+    return torch.cat([function(piece) for piece in flat.split(PIECE)]).view(x.shape)
+
+
+class PortableKernels:
+    """Implements `Kernels`. `row_sizes` are the matrix products' row counts, descending, ending with TILE_ROWS; only sizes
+    that were proved to give the same bits may be in it.
+    """
+
+    def __init__(self, config: ModelConfig, rope: Tensor) -> None:
+        self.config = config
+        self.rope = rope
+        self.row_sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
+        """See `Kernels.embed`."""
+        host = step.host
+        for first, count, kind, _ in host.token_tiles[: host.counts[TOKEN_TILES]].tolist():
+            tile = slice(first, first + count)
+            padded = _padded(step.arrays.embedding_rows[tile]).long()
+            residual[tile] = self._tokens(step, tables, tokens, tile, padded, kind)[:count]
+
+    def _tokens(self, step: Step, tables: Tables, tokens: TokenWeights, tile: slice, rows: Tensor, kind: int) -> Tensor:
+        posts, authors, users = (
+            spec.count for spec in (self.config.post_hashes, self.config.author_hashes, self.config.user_hashes)
+        )
+        entity = (posts + authors) * self.config.width
+        arrays = step.arrays
+        if kind == USER:
+            return _look_up(tables.user, rows[:, :users]) @ tokens.projection[2 * entity :]
+        parts = (_look_up(tables.post, rows[:, :posts]), _look_up(tables.author, rows[:, posts : posts + authors]))
+        features = _padded(arrays.features[tile]).long()
+        out = torch.cat(parts, 1) @ tokens.projection[kind * entity : (kind + 1) * entity]
+        out += tokens.surfaces[kind][features[:, 0]]
+        if kind == CANDIDATE:
+            return out + tokens.ages[features[:, 1]] if self.config.has_post_age else out
+        assert kind == HISTORY
+        actions = _padded(arrays.actions[tile])
+        out += torch.where((actions != 0).any(-1, keepdim=True), (2 * actions - 1) @ tokens.actions, 0.0)
+        if self.config.has_dwell:
+            share = _padded(arrays.dwell[tile]).clamp(0, 30)[:, None] / 30
+            hidden = elementwise(_gelu, share * tokens.dwell_input)
+            out += hidden @ tokens.dwell_output
+        return out
+
+    def norm(
+        self,
+        step: Step,
+        mixed: Tensor | None,
+        post_scale: Tensor | None,
+        residual: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """See `Kernels.norm`."""
+        wide = residual[:rows]
+        if mixed is not None and post_scale is not None:
+            wide += self._normed(mixed[:rows].float()) * post_scale
+        out[:rows] = self._normed(wide) * scale
+
+    def _normed(self, x: Tensor) -> Tensor:
+        # the sum runs over whole rows only: a mean over one long row would be split between threads
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) / x.shape[1] + self.config.norm_epsilon)
+
+    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+        """See `Kernels.multiply`."""
+        sizes = self.row_sizes.get(tuple(weight.shape), (TILE_ROWS,))
+        row = 0
+        while row < rows:
+            size = next((size for size in sizes if size <= rows - row), sizes[-1])
+            torch.mm(x[row : row + size], weight, out=out[row : row + size])
+            row += size
+
+    def rotate(
+        self,
+        step: Step,
+        query: Tensor | None,
+        key_value: Tensor | None,
+        layer: int,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """See `Kernels.rotate`."""
+        config = self.config
+        cos, sin = self.rope[:, step.arrays.positions[:rows].long()].unsqueeze(2)
+        if query is not None:
+            _rotate(query[:rows].view(rows, config.query_heads, config.head_width), cos, sin)
+        if key_value is None:
+            return
+        pairs = key_value[:rows].view(rows, 2, config.kv_heads, config.head_width)
+        _rotate(pairs[:, 0], cos, sin)
+        for first, count, request, index in self._tiles(step, tail=False):
+            if index >= 0:
+                state = step.states[request].keys_values
+                state[layer, :, index : index + count] = pairs[first : first + count].transpose(0, 1)
+
+    def attend(
+        self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """See `Kernels.attend`."""
+        wide: dict[int, Tensor] = {}
+        for first, count, request, index in self._tiles(step, tail=tail):
+            state = step.states[request]
+            if request not in wide:
+                # [2, G, capacity, K]: one conversion a request and layer
+                wide[request] = state.keys_values[layer].float().transpose(1, 2).contiguous()
+            tile = slice(first, first + TILE_ROWS)
+            mixed = self._attend_tile(query[tile], key_value[tile], wide[request], state, count, index)
+            out[first : first + count] = mixed[:count].to(out.dtype)
+
+    def _attend_tile(
+        self, query: Tensor, key_value: Tensor, wide: Tensor, state: ContextState, count: int, index: int
+    ) -> Tensor:
+        """`TILE_ROWS` rows against one context; those past `count` are garbage. Returns fp32 `[TILE_ROWS, N·K]`."""
+        config = self.config
+        heads, kv_heads, width = config.query_heads, config.kv_heads, config.head_width
+        group = heads // kv_heads
+        q = query.float().view(TILE_ROWS, kv_heads, group, width).transpose(0, 1)
+        q = q.reshape(kv_heads, TILE_ROWS * group, width)
+        limits = torch.full((TILE_ROWS,), state.length)
+        if index >= 0 and config.context_attention == "causal":
+            limits = torch.arange(index + 1, index + 1 + TILE_ROWS)
+        last = min(int(limits[count - 1]), state.length)
+        limits = limits.to(q.device)[None, :, None].expand(kv_heads, TILE_ROWS, group).reshape(kv_heads, -1, 1)
+        total, mixed = q.new_zeros(kv_heads, TILE_ROWS * group, 1), torch.zeros_like(q)
+        keys = torch.arange(KEY_TILE, device=q.device)
+        for start in range(0, last, KEY_TILE):
+            block = wide[:, :, start : start + KEY_TILE]
+            shares = self._shares(torch.bmm(q, block[0].transpose(1, 2)))
+            shares = torch.where(keys + start < limits, shares, 0.0)
+            total += shares.sum(-1, keepdim=True)
+            mixed += torch.bmm(shares, block[1])
+        if index < 0:
+            own = key_value.float().view(TILE_ROWS, 2, kv_heads, 1, width).expand(-1, -1, -1, group, -1)
+            own_key, own_value = own.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, TILE_ROWS * group, width)
+            share = self._shares((q * own_key).sum(-1, keepdim=True))
+            total += share
+            mixed += share * own_value
+        mixed = (mixed / total).view(kv_heads, TILE_ROWS, group, width).transpose(0, 1)
+        return mixed.reshape(TILE_ROWS, heads * width)
+
+    def _shares(self, products: Tensor) -> Tensor:
+        """`exp(cap · tanh(multiplier · x / cap) − cap)`: logits lie within ± cap, so no running maximum is needed."""
+        cap = self.config.attention_cap
+        scale = self.config.attention_multiplier / cap
+        return elementwise(lambda x: torch.exp((torch.tanh(x * scale) - 1) * cap), products)
+
+    def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+        """See `Kernels.gate`."""
+        gates, values = gate_value[:rows].chunk(2, -1)
+        out[:rows] = elementwise(_gelu, gates.float().contiguous()) * values
+
+    @staticmethod
+    def _tiles(step: Step, *, tail: bool) -> list[tuple[int, int, int, int]]:
+        count = step.host.counts[TAIL_TILES if tail else TILES]
+        tiles: list[tuple[int, int, int, int]] = step.host.tiles[:count].tolist()
+        return tiles
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zero rows after the last one, up to a whole tile."""
+    return torch.cat((x, x.new_zeros(TILE_ROWS - len(x), *x.shape[1:]))) if len(x) < TILE_ROWS else x
+
+
+def _look_up(table: Tensor, rows: Tensor) -> Tensor:
+    """fp32 `[rows, n·D]`; row 0 is zero whatever the table holds."""
+    return torch.where(rows[..., None] == 0, 0.0, functional.embedding(rows, table).float()).flatten(-2)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """RoPE in place: x `[rows, heads, K]`, tables `[rows, 1, K/2]`."""
+    first, second = x.float().chunk(2, -1)
+    x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))

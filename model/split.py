@@ -1,0 +1,195 @@
+"""`SplitEngine`: context once, candidates alone, context cache. Written for CUDA; on a CPU it is the portable engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.cache import ContextCache, ContextKey
+from model.config import CandidatePositions, ModelConfig
+from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
+from model.inputs import Candidates, Context, Scores
+from model.kernels.contract import Kernels
+from model.kernels.portable import KEY_TILE, PortableKernels
+from model.ranker import Ranker
+from model.selftest import prove_isolation
+from model.split_proof import prove_portable_products
+from model.split_run import EagerRunner, StepRunner
+from model.split_step import TILE_ROWS, ContextState, ContextWork, StepPlan, plan_steps
+from model.split_tables import Placement, table_source
+from model.split_trunk import SplitTrunk
+from model.split_weights import SplitWeights, split_weights
+
+KernelChoice = Literal["auto", "portable", "fused"]
+Work = tuple[ContextWork | None, int, Candidates, ContextState]
+
+MAX_CAP = 80.0  # the softmax subtracts a constant; beyond this cap fp32 cannot hold its range
+
+
+class SplitEngine:
+    """The engine contract over flat rows: every request's context and candidates share the matrix products of a step.
+
+    A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; longer work
+    takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU. `placement` says where the embedding
+    tables live, None decides by size. Raises EngineError where the device or the checkpoint cannot be served.
+    """
+
+    def __init__(
+        self,
+        ranker: Ranker,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        candidate_positions: CandidatePositions = "shared",
+        cache_bytes: int = 0,
+        *,
+        kernels: KernelChoice = "auto",
+        capacity: int | None = None,
+        placement: Placement | None = None,
+    ) -> None:
+        config = ranker.config
+        if config.attention_cap > MAX_CAP:
+            raise EngineError(
+                f"attention_cap {config.attention_cap} is above {MAX_CAP}, which the split engine can hold"
+            )
+        self.config = config
+        self._device = torch.device(device)
+        self._dtype = dtype
+        fused = kernels == "fused" or (kernels == "auto" and self._device.type == "cuda")
+        # keys are padded so that every product of the portable attention has one shape; the fused one masks
+        self._key_tile = 1 if fused else KEY_TILE
+        capacity = capacity or default_capacity(config)
+        if capacity % TILE_ROWS or capacity < 1 + config.history_length:
+            raise EngineError(f"capacity must be a multiple of {TILE_ROWS} and hold a whole context, got {capacity}")
+        weights = split_weights(ranker, self._device, dtype)
+        self._kernels = _fused_kernels(config, weights, dtype) if fused else PortableKernels(config, weights.rope)
+        source = table_source(ranker, self._device, capacity, placement)
+        self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
+        self._capacity = capacity
+        if self._device.type == "cuda":
+            from model.graphs import GraphRunner
+
+            self._runner: StepRunner = GraphRunner(config, candidate_positions, self._trunk, source, capacity)
+        else:
+            self._runner = EagerRunner(config, candidate_positions, self._trunk, source, capacity)
+        extendable = config.context_attention == "causal" and not config.right_anchored
+        self._cache: ContextCache[ContextState] = ContextCache(cache_bytes, prefixes=extendable)
+        notes: dict[str, Any] = {
+            "kernels": "triton" if fused else "torch, fixed tiles",
+            "embedding_tables": source.placement,
+            "step_rows": capacity,
+        }
+        name = str(dtype).removeprefix("torch.")
+        self.info = EngineInfo(str(self._device), name, "torch", candidate_positions, notes)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile, capture, and prove that bits do not depend on the composition. Raises EngineError when a proof fails."""
+        if isinstance(self._kernels, PortableKernels):
+            prove_portable_products(self._kernels, self._trunk, self.info.notes)
+        self._runner.warm_up(self.info.notes)
+        self.info.notes["isolation_self_test"] = prove_isolation(self)
+        self._cache.clear()
+
+    @torch.inference_mode()
+    def forward(self, items: Sequence[Item]) -> list[Outcome]:
+        """Outcomes in the order of the items; a context that several items share is computed once."""
+        made: dict[ContextKey, ContextState] = {}
+        works: list[Work] = []
+        results: list[tuple[ContextState, CacheResult]] = []
+        try:
+            for number, item in enumerate(items):
+                context, state, result = self._context_of(item, made)
+                works.append((context, number, item.candidates, state))
+                results.append((state, result))
+            plans = plan_steps(works, self._capacity)
+            outputs = self._runner.run(plans)
+        except torch.cuda.OutOfMemoryError as error:
+            raise EngineError("the device is out of memory") from error
+        except torch.AcceleratorError as error:
+            raise EngineError(f"the device failed: {error}", sticky=True) from error
+        for key, state in made.items():
+            self._cache.insert(key, state, state.nbytes)
+        scores = self._scores(items, plans, outputs)
+        return [Outcome(found, state, result) for found, (state, result) in zip(scores, results, strict=True)]
+
+    def cache_stats(self) -> CacheStats:
+        """Safe to call from any thread."""
+        return self._cache.stats()
+
+    def close(self) -> None:
+        """Drop the cache, the activations and the graphs. The engine must not be used afterwards."""
+        self._cache.clear()
+        del self._runner, self._trunk, self._kernels
+
+    def _context_of(
+        self, item: Item, made: dict[ContextKey, ContextState]
+    ) -> tuple[ContextWork | None, ContextState, CacheResult]:
+        """What must be computed before an item's candidates, if anything, the state they see, and what the cache said."""
+        if item.state is not None:
+            return None, item.state, "hit"
+        key = ContextKey.of(item.context, self.config)
+        found = made.get(key) or self._cache.find(key)
+        if found is not None:
+            return None, found, "hit"
+        older = self._cache.find_prefix(key)
+        state = self._allocate(item.context, older)
+        made[key] = state
+        work = ContextWork(item.context, state, older.history if older else 0, older.length if older else 0)
+        return work, state, "prefix" if older else "miss"
+
+    def _allocate(self, context: Context, older: ContextState | None) -> ContextState:
+        """Room for a context's keys and values, those of its known beginning copied in."""
+        config = self.config
+        length = int(context.user_id != 0) + int(np.count_nonzero(context.post_ids))
+        capacity = -(-length // self._key_tile) * self._key_tile
+        shape = (config.layers, 2, capacity, config.kv_heads, config.head_width)
+        # padded keys are multiplied before they are masked, so they must be numbers
+        make = torch.empty if capacity == length else torch.zeros
+        keys_values = make(shape, dtype=self._dtype, device=self._device)
+        if older is not None:
+            keys_values[:, :, : older.length] = older.keys_values[:, :, : older.length]
+        return ContextState(keys_values, length, len(context))
+
+    def _scores(
+        self, items: Sequence[Item], plans: Sequence[StepPlan], outputs: Sequence[NDArray[np.float32]]
+    ) -> list[Scores]:
+        actions, columns = self.config.actions, self.config.actions + self.config.continuous_actions
+        raw = [np.empty((len(item.candidates), columns), np.float32) for item in items]
+        for plan, output in zip(plans, outputs, strict=True):
+            row = 0
+            for work in plan.candidates:
+                count = len(work.candidates)
+                raw[work.item][work.start : work.start + count] = output[row : row + count, :columns]
+                row += count
+        return [
+            Scores(
+                np.ascontiguousarray(numbers[:, :actions]), sigmoid(numbers[:, :actions]), sigmoid(numbers[:, actions:])
+            )
+            for numbers in raw
+        ]
+
+
+def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """`1 / (1 + exp(-x))` in fp32; an overflow of exp is the right 0."""
+    with np.errstate(over="ignore"):
+        result: NDArray[np.float32] = np.reciprocal(1 + np.exp(-np.ascontiguousarray(x)), dtype=np.float32)
+    return result
+
+
+def default_capacity(config: ModelConfig) -> int:
+    """Rows of a step: as many as keep the widest activation at 64 MiB of bf16, 1024 to 16384, and at least one context."""
+    widest = max(2 * config.ffn_width, (config.query_heads + 2 * config.kv_heads) * config.head_width)
+    rows = 1 << max(10, min(14, (2**25 // widest).bit_length() - 1))
+    return max(rows, -(-(1 + config.history_length) // TILE_ROWS) * TILE_ROWS)
+
+
+def _fused_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
+    try:
+        from model.kernels.fused import FusedKernels
+    except ImportError as error:
+        raise EngineError(f"the CUDA engine needs triton: {error}") from error
+    return FusedKernels(config, weights, dtype)

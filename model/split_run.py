@@ -1,0 +1,74 @@
+"""Runs planned steps one after another, eagerly, on the CPU. For CUDA see `model.graphs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.config import CandidatePositions, ModelConfig
+from model.kernels.contract import Step
+from model.split_step import (
+    TILE_ROWS,
+    StepPlan,
+    StepWriter,
+    step_arrays,
+    step_bytes,
+)
+from model.split_tables import TableSource
+from model.split_trunk import SplitTrunk
+
+
+class StepRunner(Protocol):
+    """What computes steps."""
+
+    def warm_up(self, notes: dict[str, Any]) -> None:
+        """Compile, capture and prove; says in `notes` what was proved. Raises EngineError when a proof fails."""
+
+    def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
+        """Raw head outputs fp32 `[candidates, A + Z]` of each step."""
+
+
+class EagerRunner:
+    """One set of arrays, read where they were written."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mode: CandidatePositions,
+        trunk: SplitTrunk,
+        source: TableSource,
+        capacity: int,
+    ) -> None:
+        self._trunk = trunk
+        self._source = source
+        buffer = torch.zeros(step_bytes(config, capacity, capacity), dtype=torch.uint8)
+        self._arrays = step_arrays(buffer, config, capacity, capacity)
+        self._host = self._arrays.numpy()
+        self._writer = StepWriter(config, mode, trunk.mixed)
+
+    def warm_up(self, notes: dict[str, Any]) -> None:
+        """Nothing is compiled ahead; proofs are the engine's."""
+
+    def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
+        """See `StepRunner.run`."""
+        return [self._run_step(plan) for plan in plans]
+
+    def _run_step(self, plan: StepPlan) -> NDArray[np.float32]:
+        self._writer.write(plan, self._host)
+        self._source.prepare(self._host, 0)
+        step = Step(self._arrays, self._host, plan.states())
+        rows, candidates = int(self._host.counts[0]), int(self._host.counts[1])
+        if rows:
+            self._trunk.body(step, _whole_tiles(rows))
+        if candidates:
+            self._trunk.tail(step, _whole_tiles(candidates))
+        outputs: NDArray[np.float32] = self._trunk.logits[:candidates].numpy().copy()
+        return outputs
+
+
+def _whole_tiles(rows: int) -> int:
+    return -(-rows // TILE_ROWS) * TILE_ROWS
