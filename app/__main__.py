@@ -1,0 +1,25 @@
+"""`python -m app`: settings from flags and environment, then serve. Not for anything that a test would want to call."""
+
+from __future__ import annotations
+
+import sys
+
+from app.factory import create_app
+from app.server import serve
+from app.settings import SettingsProblem, load_settings
+
+EXIT_USAGE = 2
+
+
+def main() -> int:
+    """Exit code of the process: 0 after a drain, 2 for settings that cannot be used."""
+    try:
+        settings = load_settings(sys.argv[1:])
+    except SettingsProblem as error:
+        print(f"python -m app: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return serve(create_app(settings), settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

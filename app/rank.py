@@ -1,0 +1,237 @@
+"""POST /rank and POST /rank/batch: the path of a request from bytes to reply, in the order in which things may fail.
+
+Plain ASGI: FastAPI's own validation costs more than the small models take. Not for the documentation of these endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from app import features, jsonbody, schema, scores
+from app.auth import KeyRing
+from app.errors import InvalidRequest, ServiceError, TooLarge
+from app.exchange import (
+    ClientGone,
+    Exchange,
+    check_media_type,
+    exchange_of,
+    read_body,
+    reply,
+    timeout_seconds_of,
+    watching,
+)
+from app.problems import MEDIA_TYPE, problem, problem_headers
+from app.schema import Request, Vocabulary
+from app.scores import ReplyFormat
+from app.service import LoadedModel, Ranked, RankingService, Ticket
+from app.settings import Settings
+from model.inputs import Candidates, Context
+from weights.manifest import Manifest
+
+JSON_HEADER = (b"content-type", b"application/json")
+CLIENT_GONE = 499
+
+
+@dataclass(slots=True)
+class Job:
+    """A valid request that has its place in the queue of one model, whatever serves later ones."""
+
+    model: LoadedModel
+    request: Request
+    ticket: Ticket
+    context: Context
+    candidates: Candidates
+    form: ReplyFormat
+    check_seconds: float
+
+
+class Ranker:
+    """What both endpoints share: bytes → value → job → scores → bytes."""
+
+    def __init__(self, service: RankingService, settings: Settings) -> None:
+        self.service = service
+        self.limits = settings.limits
+        self.keys = KeyRing(settings.auth)
+        self.metrics = service.metrics
+        self._words: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
+
+    async def read(self, scope: Scope, receive: Receive, exchange: Exchange) -> tuple[Any, float | None]:
+        """The body as JSON and the deadline in seconds of the service's clock. Cheap refusals come first."""
+        headers = dict(scope["headers"])
+        exchange.key = self.keys.caller(headers)
+        self.service.check_open()
+        check_media_type(headers)
+        timeout_seconds = timeout_seconds_of(headers)
+        deadline = None if timeout_seconds is None else self.service.clock() + timeout_seconds
+        try:
+            body = await read_body(headers, receive, self.limits.max_body_bytes)
+        except ClientGone:
+            self.metrics.cancelled.labels("body").inc()
+            raise
+        started = time.perf_counter()
+        value = jsonbody.parse(body)
+        exchange.stages["parse"] = time.perf_counter() - started
+        return value, deadline
+
+    def prepare(self, body: Any, deadline: float | None, exchange: Exchange) -> Job:
+        """Count, admit, check, make features: a request that is refused for want of room costs no checks."""
+        started = time.perf_counter()
+        model = self.service.model
+        shape = schema.measure(body, self.limits)
+        exchange.candidates += shape.candidates
+        exchange.history += shape.history
+        ticket = self.service.admit(
+            model, candidates=shape.candidates, history=shape.history, deadline=deadline, key=exchange.key
+        )
+        try:
+            vocabulary, form = self._words_of(model.checkpoint.manifest)
+            request = schema.check(body, vocabulary)
+            config = model.engine.config
+            context, candidates = features.context_of(request, config), features.candidates_of(request, config)
+        except BaseException:
+            ticket.release()
+            raise
+        if len(context) < len(request.history):
+            self.metrics.history_truncated.inc()
+        seconds = time.perf_counter() - started
+        exchange.stages["parse"] += seconds
+        return Job(model, request, ticket, context, candidates, form, seconds)
+
+    async def rank(self, job: Job) -> Ranked:
+        """The scores. Raises what the service raises."""
+        return await self.service.rank(job.ticket, job.context, job.candidates)
+
+    def render(self, job: Job, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> bytes:
+        """The reply of one request."""
+        started = time.perf_counter()
+        stages = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
+        body = scores.render(
+            job.request,
+            ranked.scores,
+            job.form,
+            history_used=len(job.context),
+            timings_ms={stage: round(seconds * 1000, 3) for stage, seconds in stages.items()},
+        )
+        spent = exchange.stages
+        for stage in ("queue", "forward"):  # requests of a batch run side by side
+            spent[stage] = max(spent.get(stage, 0.0), stages[stage])
+        spent["serialize"] = spent.get("serialize", 0.0) + time.perf_counter() - started
+        return body
+
+    def headers(self, model: LoadedModel, results: Sequence[Ranked], exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        """Headers of a reply with scores; a context counts as a hit when all of it came from the cache."""
+        exchange.version = model.checkpoint.manifest.version
+        exchange.cache = "hit" if results and all(ranked.cache == "hit" for ranked in results) else "miss"
+        for stage in ("parse", "serialize"):
+            self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
+        timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items())
+        return [
+            JSON_HEADER,
+            (b"x-model-version", exchange.version.encode()),
+            (b"x-context-cache", exchange.cache.encode()),
+            (b"server-timing", timing.encode()),
+        ]
+
+    def _words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
+        """What a model's requests may say and how its replies look; kept for the manifest used last."""
+        if self._words is None or self._words[0] is not manifest:
+            self._words = (manifest, Vocabulary.of(manifest), ReplyFormat.of(manifest))
+        return self._words[1], self._words[2]
+
+
+class Endpoint:
+    """An ASGI application that turns what may go wrong into problem replies. Whatever else is raised is a fault of ours."""
+
+    def __init__(self, ranker: Ranker) -> None:
+        self.ranker = ranker
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        try:
+            body, headers = await self.answer(scope, receive, exchange)
+        except ServiceError as error:
+            if isinstance(error, TooLarge):
+                self.ranker.metrics.rejected.labels("too_large").inc()
+            exchange.code = error.code
+            content = orjson.dumps(problem(error, exchange.request_id))
+            kind = (b"content-type", MEDIA_TYPE.encode())
+            await reply(send, error.status, content, [kind, *problem_headers(error)])
+        except ClientGone:
+            exchange.status = CLIENT_GONE
+        else:
+            await reply(send, 200, body, headers)
+
+    async def answer(
+        self, scope: Scope, receive: Receive, exchange: Exchange
+    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        """The body of the reply and its headers."""
+        raise NotImplementedError
+
+
+class RankEndpoint(Endpoint):
+    """One request."""
+
+    async def answer(
+        self, scope: Scope, receive: Receive, exchange: Exchange
+    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        ranker = self.ranker
+        value, deadline = await ranker.read(scope, receive, exchange)
+        job = ranker.prepare(value, deadline, exchange)
+        with watching(receive):
+            ranked = await ranker.rank(job)
+        body = ranker.render(job, ranked, exchange.stages["parse"], exchange)
+        return body, ranker.headers(job.model, [ranked], exchange)
+
+
+class BatchEndpoint(Endpoint):
+    """Several requests, each on its own terms: one that fails carries its own problem, and each names its model."""
+
+    async def answer(
+        self, scope: Scope, receive: Receive, exchange: Exchange
+    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        ranker = self.ranker
+        value, deadline = await ranker.read(scope, receive, exchange)
+        items = self._items(value)
+        exchange.requests = len(items)
+        tasks: list[asyncio.Task[tuple[bytes, Job | None, Ranked | None]]] = []
+        with watching(receive):
+            try:
+                for item in items:
+                    tasks.append(asyncio.ensure_future(self._one(item, deadline, exchange)))
+                    await asyncio.sleep(0)  # other requests go between
+                outcomes = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        body = b"[%b]" % b",".join(body for body, _, _ in outcomes)
+        results = [ranked for _, _, ranked in outcomes if ranked is not None]
+        models = [job.model for _, job, _ in outcomes if job is not None]
+        headers = ranker.headers(models[-1] if models else ranker.service.model, results, exchange)
+        return (body if type(value) is list else b'{"results":%b}' % body), headers
+
+    def _items(self, value: Any) -> list[Any]:
+        items = value.get("requests") if type(value) is dict and len(value) == 1 else value
+        if type(items) is not list or not items:
+            raise InvalidRequest([("requests", "must be a list of requests that is not empty, and nothing else")])
+        limit = self.ranker.limits.max_batch_requests
+        if len(items) > limit:
+            raise TooLarge(f"requests: {len(items)}, and at most {limit} are taken.")
+        return items
+
+    async def _one(
+        self, item: Any, deadline: float | None, exchange: Exchange
+    ) -> tuple[bytes, Job | None, Ranked | None]:
+        ranker = self.ranker
+        try:
+            job = ranker.prepare(item, deadline, exchange)
+            ranked = await ranker.rank(job)
+            return ranker.render(job, ranked, job.check_seconds, exchange), job, ranked
+        except ServiceError as error:
+            return orjson.dumps({"error": problem(error)}), None, None
