@@ -133,3 +133,10 @@ def right(scores: Scores, user: int, version: int = 1) -> bool:
 def run(main: Any) -> Any:
     """Run a coroutine on a fresh loop."""
     return asyncio.run(asyncio.wait_for(main, 30))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Return as soon as the condition holds; fail when it does not within the time."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  # what is awaited has no event
+            await asyncio.sleep(0.002)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -14,7 +15,7 @@ from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, 
 from app.metrics import Metrics
 from app.service import LoadedModel, Policies, RankingService
 from model.engine import EngineError
-from tests.app.fakes import FakeEngine, loaded, loader, rank, request, right, run, running
+from tests.app.fakes import FakeEngine, loaded, loader, rank, request, right, run, running, until
 
 
 class Gate:
@@ -137,7 +138,7 @@ def test_a_deadline_in_the_queue_answers_at_once_and_the_request_is_never_comput
             gate.opened.set()
             await first
             await rank(service, 3)
-            assert 2 not in sum(engine.forwards, [])
+            assert 2 not in chain.from_iterable(engine.forwards)
 
     run(main())
 
@@ -151,14 +152,14 @@ def test_a_client_that_goes_away_in_the_queue_is_never_computed_and_leaves_no_tr
             await gate.reached()
             gone = [asyncio.ensure_future(rank(service, user)) for user in range(2, 50)]
             await asyncio.sleep(0.01)
-            for task in gone[::2]:
+            for task in (first, *gone[::2]):
                 task.cancel()
-            first.cancel()
+            await asyncio.wait([first, *gone[::2]])
             gate.opened.set()
             results = await asyncio.gather(first, *gone, return_exceptions=True)
             assert isinstance(results[0], asyncio.CancelledError)
             assert all(right(found, user) for user, found in zip(range(3, 50, 2), results[2::2], strict=True))
-            assert not set(range(2, 50, 2)) & set(sum(engine.forwards, []))
+            assert not set(range(2, 50, 2)) & set(chain.from_iterable(engine.forwards))
             assert service.admission.requests == service.admission.cost == 0
             assert len(next(iter(service.fleet)).worker.batcher) == 0
 
@@ -307,8 +308,7 @@ def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
             with pytest.raises(EngineDown):
                 service.check_open()
             gate.opened.set()
-            while not service.health().ready:
-                await asyncio.sleep(0.005)
+            await until(lambda: service.health().ready)
             assert right(await rank(service, 2), 2)
 
     run(main())
