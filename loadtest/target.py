@@ -61,12 +61,12 @@ class Target:
         return values
 
     def metrics(self) -> MetricsSnapshot | None:
-        """`GET /metrics`, None where the server has none."""
+        """`GET /metrics`, None where the server has none that can be read."""
         try:
             reply = httpx.get(f"{self.origin}/metrics", timeout=5)
-        except httpx.HTTPError:
+            return MetricsSnapshot.parse(reply.text) if reply.status_code == 200 else None
+        except (httpx.HTTPError, ValueError):
             return None
-        return MetricsSnapshot.parse(reply.text) if reply.status_code == 200 else None
 
 
 @dataclass(frozen=True, slots=True)

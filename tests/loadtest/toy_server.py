@@ -7,7 +7,7 @@ import httptools
 
 
 class ToyServer:
-    """Answers every POST after `delay_seconds` with `status`; holds all replies back during a stall."""
+    """Knows no GET; answers every POST after `delay_seconds` with `status`; holds all replies back during a stall."""
 
     def __init__(self, delay_seconds=0.001, status=200, headers=(), close_after=None):
         self.delay_seconds = delay_seconds
@@ -51,6 +51,9 @@ class Socket(asyncio.Protocol):
 
     def on_message_complete(self):
         server = self.server
+        if self.parser.get_method() != b"POST":
+            self.transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            return
         server.received.append(self.body)
         if server.close_after is not None and len(server.received) > server.close_after:
             self.transport.abort()

@@ -1,0 +1,155 @@
+"""Random compositions of work against the same candidates scored alone: how many bits differ. The answer must be none.
+
+`python -m loadtest.bits --compositions 100000` prints one JSON line. Calls the engine directly, no HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from model.config import HashSpec, ModelConfig
+from model.engine import Engine, Item
+from model.inputs import Candidates, Context, Scores
+from model.native.engine import NativeEngine
+from model.selftest import same_bits
+from model.synthetic import random_candidates, random_context, random_ranker
+
+USERS = 6
+GROWTH = (0, 1, 2, 30, 31, 62, 63)  # history lengths of each user, so that a longer one extends a shorter one
+POOL = 100  # candidates that every request draws from
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a run found."""
+
+    compositions: int
+    candidates: int
+    different: int
+    hits: int
+    prefixes: int
+
+
+def small_config(**overrides: Any) -> ModelConfig:
+    """Both features, grouped queries, odd counts: small, so that a hundred thousand compositions take minutes."""
+    spec = HashSpec((6364136223846793005, 40503), (1442695040888963407, 17), 2**61 - 1, 509)
+    values: dict[str, Any] = {
+        "width": 48, "layers": 3, "query_heads": 4, "kv_heads": 2, "head_width": 16, "history_length": max(GROWTH),
+        "candidate_length": 24, "actions": 7, "continuous_actions": 3, "has_dwell": True, "has_post_age": True,
+        "user_hashes": spec, "post_hashes": spec, "author_hashes": spec,
+    }  # fmt: skip
+    return ModelConfig(**{**values, **overrides})
+
+
+class Compositions:
+    """Draws forwards from a pool of users, histories that grow, and candidates; knows each candidate's scores alone.
+
+    `alone` computes the oracle: it must be an engine without a cache.
+    """
+
+    def __init__(self, alone: Engine, seed: int) -> None:
+        config = alone.config
+        self._generator = np.random.default_rng(seed)
+        longest = [random_context(config, max(GROWTH), user) for user in range(USERS - 1)]
+        longest.append(replace(random_context(config, max(GROWTH), USERS), user_id=0))
+        self._contexts = [_first(context, length) for context in longest for length in GROWTH]
+        self._pool = random_candidates(config, POOL, seed)
+        self._oracle = [
+            [alone.forward([Item(context, self._pool.part(place, place + 1))])[0].scores for place in range(POOL)]
+            for context in self._contexts
+        ]
+
+    def check(self, engine: Engine) -> tuple[int, int]:
+        """One random composition: candidates compared, and how many of them had other bits than alone."""
+        items, expected = [], []
+        for _ in range(self._generator.integers(1, 6)):
+            which = int(self._generator.integers(len(self._contexts)))
+            places = self._generator.choice(POOL, int(self._generator.choice((1, 2, 7, 24, 63, 100))), replace=True)
+            items.append(Item(self._contexts[which], _picked(self._pool, places)))
+            expected.append([self._oracle[which][place] for place in places])
+        outcomes = engine.forward(items)
+        items = [replace(item, state=outcome.state) for item, outcome in zip(items, outcomes, strict=True)]
+        again = engine.forward(items[:1])  # what a later part of the same request does
+        compared = different = 0
+        for outcome, rows in zip([*outcomes, *again], [*expected, expected[0]], strict=True):
+            compared += len(rows)
+            different += sum(not same_bits(row(outcome.scores, i), alone) for i, alone in enumerate(rows))
+        return compared, different
+
+
+def row(scores: Scores, place: int) -> Scores:
+    """One candidate's scores."""
+    cut = slice(place, place + 1)
+    return Scores(scores.logits[cut], scores.probabilities[cut], scores.continuous[cut])
+
+
+def run(
+    make_engine: Callable[[int], Engine],
+    compositions: int,
+    seed: int = 0,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> Tally:
+    """Check that many compositions on `make_engine(cache_bytes)`, its cache small enough to evict all the time."""
+    draws = Compositions(make_engine(0), seed)
+    engine = make_engine(400_000)
+    compared = different = 0
+    for done in range(compositions):
+        more, wrong = draws.check(engine)
+        compared, different = compared + more, different + wrong
+        if progress is not None and done % 1000 == 0:
+            progress(done)
+    stats = engine.cache_stats()
+    return Tally(compositions, compared, different, stats.hits, stats.prefixes)
+
+
+def _first(context: Context, length: int) -> Context:
+    columns = ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds")
+    return replace(context, **{name: getattr(context, name)[:length] for name in columns})
+
+
+def _picked(pool: Candidates, places: np.ndarray[Any, np.dtype[np.int64]]) -> Candidates:
+    return Candidates(pool.post_ids[places], pool.author_ids[places], pool.surfaces[places], pool.age_buckets[places])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 when a bit differed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compositions", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    ranker = random_ranker(small_config())
+    failed = False
+    for dtype in (torch.float32, torch.bfloat16):
+        start = time.perf_counter()
+
+        def make(cache_bytes: int, dtype: torch.dtype = dtype) -> Engine:
+            return NativeEngine(ranker, dtype, cache_bytes=cache_bytes)
+
+        tally = run(
+            make,
+            options.compositions // 2,
+            options.seed,
+            progress=lambda done: print(f"\r{done} compositions", end="", file=sys.stderr, flush=True),
+        )
+        failed |= tally.different > 0
+        figures = {
+            "dtype": str(dtype).removeprefix("torch."),
+            **{name: getattr(tally, name) for name in tally.__slots__},
+        }
+        print("\r", end="", file=sys.stderr)
+        print(json.dumps({**figures, "seconds": round(time.perf_counter() - start, 1)}))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

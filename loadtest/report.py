@@ -1,0 +1,302 @@
+"""Turns a stored run, search, comparison or peer table into one self-contained HTML page and PNG files. Measures nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from loadtest import plots
+from loadtest.runs import Run
+from loadtest.samples import CACHE_RESULTS
+from loadtest.statistics import percentiles_ms
+from loadtest.traffic import KINDS
+
+TEMPLATES = Path(__file__).parent / "templates"
+SHOWN = ("p50", "p90", "p95", "p99", "p99.9", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A picture with what it shows; `name` becomes `name.png` beside the page."""
+
+    name: str
+    title: str
+    caption: str
+    png: bytes
+
+    @property
+    def base64(self) -> str:
+        """For a data URL."""
+        return base64.b64encode(self.png).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells as text; the first column is left-aligned."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Everything on a report."""
+
+    title: str
+    subtitle: str
+    verdict: str
+    is_good: bool
+    tiles: Sequence[tuple[str, str]]
+    plots: Sequence[Plot]
+    tables: Sequence[Table]
+    details: Sequence[tuple[str, str]]
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+    def write(self, directory: Path) -> Path:
+        """Write `report.html` and the PNG files; the path of the page."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for plot in self.plots:
+            (directory / f"{plot.name}.png").write_bytes(plot.png)
+        environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
+        path = directory / "report.html"
+        path.write_text(environment.get_template("report.html.j2").render(page=self))
+        return path
+
+
+def write_report(directory: Path) -> Path:
+    """The report of whatever lies in `directory`. Raises FileNotFoundError without a `run.json`, ValueError for an unknown kind."""
+    meta = json.loads((directory / "run.json").read_text())
+    kind = meta.get("kind")
+    if kind in ("open", "closed"):
+        return run_page(Run.load(directory)).write(directory)
+    pages = {"search": search_page, "comparison": comparison_page, "peers": peers_page}
+    if kind not in pages:
+        raise ValueError(f"{directory}/run.json is of kind {kind!r}, which no report knows")
+    return pages[kind](meta).write(directory)
+
+
+def run_page(run: Run) -> Page:
+    """One run at one rate."""
+    summary, slo, generator = run.summary, run.slo, run.meta["generator"]
+    latency = summary["latency_ms"]
+    holds = summary["holds_slo"]
+    verdict = f"{100 * summary['good_share']:.2f} % answered within {slo.latency_ms:g} ms: the objective of {100 * slo.share:g} % "
+    tiles = [
+        ("offered / s", _n(summary["offered_rps"])),
+        ("answered / s", _n(summary["answered_rps"])),
+        ("goodput / s", _n(summary["goodput_rps"])),
+        ("candidates / s", _n(summary["candidates_rps"])),
+        *((f"{name}, ms", _n(latency.get(name))) for name in ("p50", "p95", "p99", "p99.9")),
+        ("rejected (429)", str(summary["statuses"].get("429", 0))),
+        ("failures", str(sum(summary["failures"].values()))),
+        ("context cache hits", _percent(summary["cache_hit_share"])),
+        ("generator lag p99, ms", _n(generator["lag_p99_ms"])),
+    ]
+    pictures = (
+        [
+            Plot(
+                "over_time",
+                "Over time",
+                "Percentiles and rates of each second; log scale.",
+                plots.latency_over_time(run),
+            ),
+            Plot(
+                "distribution",
+                "Distribution",
+                "The two lines part where requests waited before they were sent.",
+                plots.latency_distribution(run),
+            ),
+            Plot(
+                "stages",
+                "Where the time goes",
+                "Stages as the server's Server-Timing header names them.",
+                plots.stage_breakdown(run),
+            ),
+        ]
+        if latency
+        else []
+    )
+    if latency and run.meta["server"].get("request_ms"):
+        caption = "The server counts from its first byte to its last, in buckets; whiskers are the bucket's edges."
+        pictures.append(Plot("client_server", "Client beside server", caption, plots.client_beside_server(run)))
+    return Page(
+        title=f"Load test, {_how(run)}",
+        subtitle=_subtitle(run.meta),
+        verdict=verdict + ("holds." if holds else "is missed."),
+        is_good=holds,
+        tiles=tiles,
+        plots=pictures,
+        tables=[_by_kind(run), _by_outcome(run)],
+        details=_details(run.meta),
+        warnings=_generator_warning(generator),
+    )
+
+
+def search_page(meta: Mapping[str, Any]) -> Page:
+    """A search for capacity."""
+    slo = meta["settings"]["slo"]
+    capacity = meta["capacity_rps"]
+    objective = f"{100 * slo['share']:g} % within {slo['latency_ms']:g} ms"
+    picture = plots.latency_against_rate(meta["trials"], slo["latency_ms"], capacity)
+    rows = []
+    for number, trial in enumerate(meta["trials"], 1):
+        summary = trial["summary"]
+        cells = [summary["offered_rps"], summary["goodput_rps"], *(summary["latency_ms"].get(name) for name in SHOWN)]
+        share = _percent(summary["good_share"])
+        rows.append([str(number), trial["verdict"], *map(_n, cells), share, _n(trial["generator"]["lag_p99_ms"])])
+    warnings = (
+        ["the generator was late in at least one trial: the server may take more"]
+        if meta["limited_by_generator"]
+        else []
+    )
+    return Page(
+        title="Capacity",
+        subtitle=_subtitle(meta),
+        verdict=f"{_n(capacity)} requests / s, {meta['settings']['arrivals']} arrivals, with {objective} of their due time.",
+        is_good=capacity > 0,
+        tiles=[
+            ("capacity, requests / s", _n(capacity)),
+            ("objective", objective),
+            ("trials", str(len(meta["trials"]))),
+        ],
+        plots=[Plot("rate", "Latency against rate", "Every trial, ordered by rate.", picture)],
+        tables=[
+            Table("Trials", ["trial", "verdict", "offered / s", "goodput / s", *SHOWN, "good", "lag p99, ms"], rows)
+        ],
+        details=_details(meta),
+        warnings=warnings,
+    )
+
+
+def comparison_page(meta: Mapping[str, Any]) -> Page:
+    """Two sides, block by block."""
+    comparison = meta["comparison"]
+    rows = []
+    for one in comparison["differences"]:
+        interval = f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}"
+        figures = [_n(one["a"]), _n(one["b"]), f"{one['ratio']:.3f}", interval, f"{one['p']:.4f}"]
+        rows.append([one["figure"], *figures, one["verdict"]])
+    verdict = comparison["verdict"]
+    effect = f"differences below {100 * comparison['smallest_effect']:g} % are not judged"
+    caption = "Geometric mean over blocks with its 95 % interval."
+    return Page(
+        title=f"{meta['a']} (A) against {meta['b']} (B)",
+        subtitle=_subtitle(meta),
+        verdict=f"B is {verdict}." if verdict != "no difference shown" else "No difference shown.",
+        is_good=verdict != "worse",
+        tiles=[
+            ("blocks a side", str(comparison["blocks"])),
+            ("design", comparison["design"]),
+            ("smallest effect", effect),
+        ],
+        plots=[Plot("ratios", "B against A", caption, plots.ratios(comparison["differences"]))],
+        tables=[Table("Figures", ["figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"], rows)],
+        details=_details(meta),
+        warnings=comparison["warnings"],
+    )
+
+
+def peers_page(meta: Mapping[str, Any]) -> Page:
+    """The servers of a peer run."""
+    head = [
+        "server",
+        "engine",
+        "requests / s, 32 clients",
+        "spread",
+        "p50, ms",
+        "p99, ms",
+        "p50 alone, ms",
+        "against the first",
+    ]
+    keys = ("throughput_rps", "throughput_spread_rps", "p50_ms", "p99_ms", "single_p50_ms")
+    rows = [
+        [row["name"], row["engine"], *(_n(row[key]) for key in keys), f"{row['ratio']:.2f}×"] for row in meta["rows"]
+    ]
+    return Page(
+        title="Peers",
+        subtitle=_subtitle(meta),
+        verdict=meta["verdict"],
+        is_good=True,
+        tiles=[],
+        plots=[
+            Plot(
+                "peers",
+                "Throughput and latency",
+                "Same traffic, checkpoint, dtype and thread count.",
+                plots.peers(meta["rows"]),
+            )
+        ],
+        tables=[Table("Servers", head, rows)],
+        details=_details(meta),
+    )
+
+
+def _by_kind(run: Run) -> Table:
+    """Latency of first visits, later pages, … and of hits and misses of the context cache."""
+    ok = run.samples.where(run.samples.status == 200)
+    groups = [(kind.replace("_", " "), ok.kind == index) for index, kind in enumerate(KINDS)]
+    groups += [(f"context cache {name}", ok.cache == index) for index, name in enumerate(CACHE_RESULTS) if name]
+    rows = []
+    for name, mask in groups:
+        figures = percentiles_ms(ok.latency_seconds[mask])
+        if figures:
+            rows.append([name, str(int(mask.sum())), *(_n(figures[key]) for key in SHOWN)])
+    return Table("Latency by kind of request, ms from the due time", ["kind", "answered", *SHOWN], rows)
+
+
+def _by_outcome(run: Run) -> Table:
+    samples = run.samples
+    rows = []
+    for status in np.unique(samples.status).tolist():
+        part = samples.where(samples.status == status)
+        figures = percentiles_ms(part.latency_seconds)
+        rows.append([str(status) if status else "no reply", str(len(part)), *(_n(figures[key]) for key in SHOWN)])
+    return Table("Outcomes, ms from the due time", ["status", "requests", *SHOWN], rows)
+
+
+def _details(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    keys = ("settings", "machine", "server", "generator", "plan")
+    return [(key, json.dumps(meta[key], indent=1, ensure_ascii=False)) for key in keys if key in meta]
+
+
+def _subtitle(meta: Mapping[str, Any]) -> str:
+    machine, info = meta["machine"], meta.get("server", {}).get("info", {})
+    model = info.get("model", {}) if isinstance(info.get("model"), dict) else {}
+    device = " ".join(str(info[key]) for key in ("device", "dtype") if key in info)
+    parts = [f"commit {machine['commit']}", machine["cpu"], f"{machine['cores']} cores", device]
+    parts += [f"checkpoint {model.get('name', '?')} {model.get('version', '')}".strip() if model else "", machine["at"]]
+    return " · ".join(part for part in parts if part)
+
+
+def _how(run: Run) -> str:
+    settings = run.meta["settings"]
+    if settings["clients"]:
+        return f"closed loop of {settings['clients']} clients"
+    return f"open loop, {settings['rate_rps']:g} requests / s, {settings['arrivals']} arrivals"
+
+
+def _generator_warning(generator: Mapping[str, Any]) -> list[str]:
+    return (
+        ["the generator itself was late: these figures are not the server's alone"]
+        if generator["is_bottleneck"]
+        else []
+    )
+
+
+def _n(value: float | None) -> str:
+    """Three significant digits, no exponent."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f} %"

@@ -1,0 +1,123 @@
+"""From a run against a server that stalls to files, a self-contained page, and a comparison of stored runs."""
+
+import asyncio
+import json
+import re
+import threading
+
+import pytest
+from typer.testing import CliRunner
+
+from loadtest.__main__ import cli
+from loadtest.report import write_report
+from loadtest.runs import Run
+from loadtest.search import judge
+from tests.loadtest.toy_server import ToyServer
+
+HEADERS = ["X-Context-Cache: miss", "Server-Timing: parse;dur=0.1, queue;dur=0.2, forward;dur=1, serialize;dur=0.1"]
+
+
+@pytest.fixture(scope="module")
+def url():
+    """A toy server in a thread of its own. It has neither /info nor /metrics."""
+    started, ended = threading.Event(), []
+
+    async def serve():
+        server = ToyServer(delay_seconds=0.003, headers=HEADERS)
+        async with server.serving():
+            ended.append((asyncio.get_running_loop(), stop := asyncio.Event(), server.port))
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(10)
+    loop, stop, port = ended[0]
+    yield f"http://127.0.0.1:{port}"
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(10)
+
+
+def command(*arguments):
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def stored(url, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "first"
+    done = command("open", "--url", url, "--rate", 150, "--seconds", 2, "--warmup", 0.3, "--out", directory)
+    assert done.exit_code == 0, done.output
+    return directory
+
+
+def test_a_run_is_stored_with_everything_needed_to_read_it(stored):
+    run = Run.load(stored)
+    assert run.meta["settings"]["rate_rps"] == 150
+    assert run.meta["settings"]["traffic"]["seed"] == 1
+    assert {"commit", "cpu", "cores", "load_average_1m"} <= run.meta["machine"].keys()
+    assert run.summary["requests"] == len(run.samples) > 200
+    assert run.summary["statuses"] == {"200": len(run.samples)}
+    assert run.summary["stages_ms"]["forward"]["p50"] == 1
+    assert run.samples.due.max() < 2  # the warm-up is not among them
+    assert judge(run) in ("holds", "generator")
+
+
+def test_the_report_is_one_page_that_loads_nothing(stored):
+    page = (stored / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    for words in ("the objective of 99 %", "Where the time goes", "p99.9", "commit"):
+        assert words in page
+    for name in ("over_time", "distribution", "stages"):
+        assert (stored / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_stored_runs_are_compared_and_the_page_is_written(stored, tmp_path):
+    done = command("compare", stored, stored, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["comparison"]["verdict"] == "no difference shown"
+    assert "not alternated" in " ".join(result["comparison"]["warnings"])
+    assert "No difference shown" in (tmp_path / "report.html").read_text()
+
+
+def test_a_planted_slowdown_turns_the_comparison_red(stored, tmp_path):
+    """Negative control of the exit code: the same run with every reply a fifth later."""
+    run = Run.load(stored)
+    run.samples.done[:] += 0.2 * run.samples.latency_seconds
+    run.save(tmp_path / "slower")
+    done = command("compare", stored, tmp_path / "slower", "--out", tmp_path)
+    assert done.exit_code == 1, done.output
+    assert "verdict: B is worse" in done.output
+
+
+def test_servers_are_compared_in_turns(url, tmp_path):
+    done = command(
+        "compare",
+        url,
+        url,
+        "--warmup",
+        0.1,
+        "--rate",
+        100,
+        "--seconds",
+        0.3,
+        "--blocks",
+        6,
+        "--smallest-effect",
+        0.5,
+        "--out",
+        tmp_path,
+    )
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["comparison"]["design"] == "alternated"
+    assert len(result["blocks"]["a"]) == len(result["blocks"]["b"]) == 6
+
+
+def test_what_cannot_be_measured_is_refused_politely(tmp_path):
+    assert command("open", "--url", "http://127.0.0.1:1", "--out", tmp_path).exit_code == 2
+    assert command("report", tmp_path).exit_code == 2
+    (tmp_path / "run.json").write_text('{"kind": "poem"}')
+    with pytest.raises(ValueError, match="poem"):
+        write_report(tmp_path)
