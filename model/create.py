@@ -3,29 +3,90 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from model.config import CandidatePositions
 from model.dense import DenseEngine
-from model.engine import Engine
+from model.engine import Engine, EngineError
+from model.native.build import KernelUnavailable
+from model.native.engine import NativeEngine
 from model.ranker import Ranker
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float32"]
+Backend = Literal["auto", "dense", "native", "split"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an operator may choose. `cache_bytes` bounds the context cache; 0 turns it off. `threads` 0 leaves torch's choice."""
+    """What an operator may choose.
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    backend: Literal["auto", "dense", "native", "torch"] = "auto"
+    `backend`: `native` is the C++ kernel (CPU only), `split` the torch engine (CUDA, and CPUs without a compiler), `dense`
+    the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off.
+    `threads` 0 leaves torch's choice. Compiled code is kept in `kernel_directory`, by default the user's cache.
+    """
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    backend: Backend = "auto"
     candidate_positions: CandidatePositions = "shared"
     cache_bytes: int = 256 * 2**20
     threads: int = 0
+    kernel_directory: Path | None = None
 
 
 def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
     """Build an engine; call its `warm_up` before the first forward. Raises EngineError where the choice cannot run here."""
-    dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-    return DenseEngine(ranker, dtype, options.candidate_positions)
+    device = _device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.backend == "native" or (options.backend == "auto" and device.type == "cpu"):
+        try:
+            return _native(ranker, options, device)
+        except KernelUnavailable as error:
+            if options.backend == "native":
+                raise
+            engine = _split(ranker, options, device)
+            engine.info.notes["fallback"] = str(error)
+            return engine
+    if options.backend == "dense":
+        dtype = _dtype(options.dtype, device)
+        return DenseEngine(ranker.to(device), dtype, options.candidate_positions)
+    return _split(ranker, options, device)
+
+
+def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
+    if device.type != "cpu":
+        raise EngineError("backend 'native' runs on the CPU only: choose device 'cpu', or backend 'split'")
+    return NativeEngine(
+        ranker,
+        None if options.dtype == "auto" else getattr(torch, options.dtype),
+        options.candidate_positions,
+        cache_bytes=options.cache_bytes,
+        threads=options.threads,
+        kernel_directory=options.kernel_directory,
+    )
+
+
+def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
+    from model.split import SplitEngine  # late: its kernels are of no use where the native engine runs
+
+    dtype = _dtype(options.dtype, device)
+    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes=options.cache_bytes)
+
+
+def _device(wanted: Device) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device 'cuda' was asked for, but torch sees no CUDA device here: choose 'auto' or 'cpu'")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
+    """bf16 on CUDA by default; fp32 on a CPU, where torch's bf16 is fast on few processors."""
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype

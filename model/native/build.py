@@ -45,8 +45,13 @@ def load_kernel(directory: Path | None = None) -> ctypes.CDLL:
     except OSError as error:
         raise KernelUnavailable(f"the compiled kernel {library} does not load: {error}") from error
     kernel.ranker_create.restype = ctypes.c_void_p
-    kernel.ranker_has_bf16.restype = ctypes.c_int64
+    kernel.ranker_probe.restype = ctypes.c_double
     return kernel
+
+
+def probe(kernel: ctypes.CDLL) -> dict[str, float]:
+    """Milliseconds of one matrix product on one core, by dtype: which of the two this processor is faster at."""
+    return {name: 1e3 * kernel.ranker_probe(ctypes.c_int64(bf16)) for name, bf16 in (("float32", 0), ("bfloat16", 1))}
 
 
 def _fingerprint(compiler: str) -> str:

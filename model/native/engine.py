@@ -18,9 +18,10 @@ from model.config import CandidatePositions
 from model.engine import CacheResult, CacheStats, EngineInfo, Item, Outcome
 from model.hashing import hash_rows
 from model.inputs import Candidates, Context, Scores
-from model.native.build import load_kernel
+from model.native.build import load_kernel, probe
 from model.native.packing import LANES, PANEL, CandidateJob, ContextJob, pack, round_up
 from model.ranker import Ranker
+from model.selftest import prove_isolation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,13 +36,14 @@ class Keys:
 class NativeEngine:
     """The engine contract on a CPU. The bits of a candidate's scores depend on nothing but its request's own features.
 
-    Raises KernelUnavailable where the kernel cannot be built. `ranker` must live on the CPU; its tables are read in place.
+    `dtype` None takes what a short measured probe finds faster; `threads` 0 takes torch's number. Raises KernelUnavailable
+    where the kernel cannot be built. `ranker` must live on the CPU; its tables are read in place.
     """
 
     def __init__(
         self,
         ranker: Ranker,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None = None,
         candidate_positions: CandidatePositions = "shared",
         *,
         cache_bytes: int = 0,
@@ -51,6 +53,9 @@ class NativeEngine:
         self.config = ranker.config
         self._positions = candidate_positions
         self._kernel = load_kernel(kernel_directory)
+        measured = probe(self._kernel)
+        if dtype is None:
+            dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
         self._packed = pack(ranker, dtype)
         threads = threads or torch.get_num_threads()
         self._handle: int | None = self._kernel.ranker_create(
@@ -63,10 +68,13 @@ class NativeEngine:
         self._key_elements = PANEL * config.head_width
         self._value_elements = PANEL * round_up(config.head_width, LANES)
         name = str(dtype).removeprefix("torch.")
-        self.info = EngineInfo("cpu", name, "native", candidate_positions, {"threads": threads})
+        notes = {"threads": threads, "probe_milliseconds": {key: round(value, 4) for key, value in measured.items()}}
+        self.info = EngineInfo("cpu", name, "native", candidate_positions, notes)
 
     def warm_up(self) -> None:
-        """Nothing is left to compile."""
+        """Nothing is left to compile: touch what a forward touches, and prove that bits do not depend on company."""
+        self.info.notes["proved"] = prove_isolation(self)
+        self._cache.clear()
 
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes in the order of the items; contexts that several items share are computed once."""

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -65,7 +66,7 @@ struct CandidateJob {
 };
 
 constexpr float LOG2_E = 1.44269504f;
-constexpr Index MAX_TILE_ROWS = 48;
+constexpr Index MAX_TILE_ROWS = 72;
 constexpr Index DWELL_HIDDEN = 64;
 
 // The tanh approximation, as x · sigmoid(2 √(2/π) (x + 0.044715 x³)).
@@ -268,10 +269,17 @@ template <class T>
 void Engine<T>::rotate(const float* in, Index position, T* out) const {
     const Index half = m_.head_width / 2;
     const float *cosines = m_.cosines + position * m_.head_width, *sines = m_.sines + position * m_.head_width;
-    for (Index i = 0; i < half; ++i) {
-        out[i] = narrow<T>(in[i] * cosines[i] - in[half + i] * sines[i]);
-        out[half + i] = narrow<T>(in[half + i] * cosines[half + i] + in[i] * sines[half + i]);
-    }
+    each(
+        half,
+        [&](Index i) {
+            const Vec first = load(in + i), second = load(in + half + i), cosine = load(cosines + i), sine = load(sines + i);
+            narrow_store(out + i, first * cosine - second * sine);
+            narrow_store(out + half + i, second * cosine + first * sine);
+        },
+        [&](Index i) {
+            out[i] = narrow<T>(in[i] * cosines[i] - in[half + i] * sines[i]);
+            out[half + i] = narrow<T>(in[half + i] * cosines[i] + in[i] * sines[i]);
+        });
 }
 
 // Norm, project, rotate: queries to `queries`, keys and values to the scratch, all row by row.
@@ -289,7 +297,9 @@ void Engine<T>::query_key_value(const Layer& layer, const float* hidden, Index r
             rotate(wide + n * width, positions[r], queries + r * queries_ + n * width);
         for (Index g = 0; g < m_.kv_heads; ++g)
             rotate(wide + queries_ + g * width, positions[r], s.keys.get() + r * kv + g * width);
-        for (Index i = 0; i < kv; ++i) s.values.get()[r * kv + i] = narrow<T>(wide[queries_ + kv + i]);
+        const float* values = wide + queries_ + kv;
+        T* out = s.values.get() + r * kv;
+        each(kv, [&](Index i) { narrow_store(out + i, load(values + i)); }, [&](Index i) { out[i] = narrow<T>(values[i]); });
     }
 }
 
@@ -373,8 +383,11 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
             attend(queries + n * width, tile.rows, head_keys, job.blocks, limit, m_.bidirectional ? 0 : 1, s, denominators);
             for (Index r = 0; r < tile.rows; ++r) {
                 const float factor = 1.0f / total(load(denominators + r * LANES));
-                for (Index i = 0; i < width; ++i)
-                    s.mixed.get()[r * queries_ + n * width + i] = narrow<T>(s.sums.get()[r * value_width_ + i] * factor);
+                const float* sums = s.sums.get() + r * value_width_;
+                T* mixed = s.mixed.get() + r * queries_ + n * width;
+                each(
+                    width, [&](Index i) { narrow_store(mixed + i, load(sums + i) * factor); },
+                    [&](Index i) { mixed[i] = narrow<T>(sums[i] * factor); });
             }
         }
         finish_layer(m_.layer[layer - 1], hidden, tile.rows, s);
@@ -415,14 +428,15 @@ void Engine<T>::candidate_tile(const CandidateJob& job, const Tile& tile, Scratc
             attend(s.queries.get() + n * width, tile.rows, head_keys, job.blocks, job.keys_count, 0, s, denominators);
             for (Index r = 0; r < tile.rows; ++r) {  // the candidate's own key, the diagonal of the mask
                 const T *query = s.queries.get() + r * queries_ + n * width, *key = s.keys.get() + r * kv + g * width;
-                float products[LANES] = {};
-                for (Index i = 0; i < width; ++i) products[i % LANES] += widen(query[i]) * widen(key[i]);
-                const float own = capped(broadcast(total(load(products))))[0], weight = widen(narrow<T>(own));
+                const float own = capped(broadcast(dot(query, key, width)))[0], weight = widen(narrow<T>(own));
                 const float factor = 1.0f / (total(load(denominators + r * LANES)) + own);
                 const T* value = s.values.get() + r * kv + g * width;
-                for (Index i = 0; i < width; ++i)
-                    s.mixed.get()[r * queries_ + n * width + i] =
-                        narrow<T>((s.sums.get()[r * value_width_ + i] + weight * widen(value[i])) * factor);
+                const float* sums = s.sums.get() + r * value_width_;
+                T* mixed = s.mixed.get() + r * queries_ + n * width;
+                each(
+                    width,
+                    [&](Index i) { narrow_store(mixed + i, fused(widen_load(value + i), broadcast(weight), load(sums + i)) * factor); },
+                    [&](Index i) { mixed[i] = narrow<T>((sums[i] + weight * widen(value[i])) * factor); });
             }
         }
         finish_layer(m_.layer[layer], hidden, tile.rows, s);
@@ -489,6 +503,22 @@ void Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
     });
 }
 
+template <class T>
+double probe() {
+    constexpr Index rows = 48, depth = 512, columns = 512;
+    auto a = allocate<T>(rows * depth), b = allocate<T>(depth * columns);
+    auto c = allocate<float>(rows * columns);
+    std::fill_n(a.get(), rows * depth, narrow<T>(0.5f));
+    std::fill_n(b.get(), depth * columns, narrow<T>(0.25f));
+    double best = 1e9;
+    for (int i = 0; i < 12; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        multiply(a.get(), depth, rows, b.get(), depth, columns, c.get(), columns);
+        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return best;
+}
+
 struct Handle {
     std::unique_ptr<Engine<float>> single;
     std::unique_ptr<Engine<bf16>> half;
@@ -498,13 +528,9 @@ struct Handle {
 
 extern "C" {
 
-// Whether bf16 products run on the processor's own instructions rather than being emulated.
-std::int64_t ranker_has_bf16() {
-#if defined(__AVX512BF16__)
-    return 1;
-#else
-    return 0;
-#endif
+// Seconds that one product of typical shape takes on one core: the best of a few.
+double ranker_probe(std::int64_t use_bf16) {
+    return use_bf16 ? ranker::probe<ranker::bf16>() : ranker::probe<float>();
 }
 
 void* ranker_create(const ranker::Model* model, std::int64_t threads, std::int64_t use_bf16) {

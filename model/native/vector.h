@@ -57,6 +57,18 @@ inline void narrow_store(bf16* p, Vec v) {
 #endif
 }
 
+inline Vec widen_load(const float* p) { return load(p); }
+inline Vec widen_load(const bf16* p) {
+#if defined(__AVX512F__)
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#else
+    Vec wide;
+    for (long i = 0; i < LANES; ++i) wide[i] = widen(p[i]);
+    return wide;
+#endif
+}
+
 inline Vec fused(Vec a, Vec b, Vec c) {  // a * b + c
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -99,6 +111,24 @@ inline float total(Vec v) {
     for (long width = LANES / 2; width; width /= 2)
         for (long i = 0; i < width; ++i) a[i] += a[i + width];
     return a[0];
+}
+
+// out[i] = f(i) for i < n: sixteen at a time by `many`, what is left one by one by `one`. Which of the two computes an
+// element depends on its column alone.
+template <class Many, class One>
+inline void each(long n, Many many, One one) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) many(i);
+    for (; i < n; ++i) one(i);
+}
+
+template <class T>
+inline float dot(const T* a, const T* b, long n) {
+    Vec products = {};
+    each(
+        n, [&](long i) { products = fused(widen_load(a + i), widen_load(b + i), products); },
+        [&](long i) { products[i % LANES] += widen(a[i]) * widen(b[i]); });
+    return total(products);
 }
 
 // One step of the matrix kernel takes one fp32 or a pair of bf16 along the depth.

@@ -1,0 +1,73 @@
+"""Random non-zero weights and requests of any architecture, for self-tests, benchmarks and tests. Never served to anyone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from model.config import ModelConfig
+from model.inputs import Candidates, Context
+from model.ranker import Ranker
+
+
+def random_ranker(config: ModelConfig, seed: int = 0) -> Ranker:
+    """Weights that keep every activation near 1: linear weights scaled by their fan-in, norm scales in 0.7 … 1.3.
+
+    Row 0 of the tables is not zero, as upstream's split tables allow; it must read as zero all the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ranker = Ranker(config).eval()
+    with torch.no_grad():
+        for name, parameter in ranker.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf == "norm" or leaf.endswith("_norm"):
+                parameter.uniform_(0.7, 1.3, generator=generator)
+            elif leaf in ("user", "post", "author", "surface_table", "post_age_table", "dwell_input"):
+                parameter.normal_(0.0, 1.0, generator=generator)
+            else:
+                parameter.normal_(0.0, parameter.shape[0] ** -0.5, generator=generator)
+        for parameter in (ranker.heads.actions, *_continuous(ranker)):
+            parameter.mul_(1.5)
+    return ranker.requires_grad_(False)
+
+
+def _continuous(ranker: Ranker) -> list[torch.nn.Parameter]:
+    return [ranker.heads.continuous] if ranker.config.continuous_actions else []
+
+
+def random_ids(generator: np.random.Generator, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Non-zero 64-bit ids, half of them above 2^63."""
+    return generator.integers(1, 2**64, count, dtype=np.uint64)
+
+
+def random_context(config: ModelConfig, history: int, seed: int = 0, *, user_id: int | None = None) -> Context:
+    """A user with `history` items; some items have no action at all."""
+    generator = np.random.default_rng((seed, 1))
+    actions = (generator.random((history, config.actions)) < 0.3).astype(np.float32)
+    actions[generator.random(history) < 0.25] = 0.0
+    return Context(
+        user_id=int(random_ids(generator, 1)[0]) if user_id is None else user_id,
+        post_ids=random_ids(generator, history),
+        author_ids=random_ids(generator, history),
+        actions=actions,
+        surfaces=generator.integers(0, config.product_surfaces, history, dtype=np.int64),
+        dwell_seconds=generator.uniform(0, 45, history).astype(np.float32),
+    )
+
+
+def random_candidates(config: ModelConfig, candidates: int, seed: int = 0) -> Candidates:
+    """`candidates` posts to score."""
+    generator = np.random.default_rng((seed, 2))
+    return Candidates(
+        post_ids=random_ids(generator, candidates),
+        author_ids=random_ids(generator, candidates),
+        surfaces=generator.integers(0, config.product_surfaces, candidates, dtype=np.int64),
+        age_buckets=generator.integers(0, config.post_age_buckets, candidates, dtype=np.int64),
+    )
+
+
+def random_request(config: ModelConfig, history: int, candidates: int, seed: int = 0) -> tuple[Context, Candidates]:
+    """One request: its context and its candidates."""
+    return random_context(config, history, seed), random_candidates(config, candidates, seed)
