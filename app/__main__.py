@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 
+import structlog
+
+from app import logs
 from app.factory import create_app
 from app.server import serve
 from app.settings import SettingsProblem, load_settings
@@ -15,10 +18,13 @@ def main() -> int:
     """Exit code of the process: 0 after a drain, 2 for settings that cannot be used."""
     try:
         settings = load_settings(sys.argv[1:])
+        logs.configure(settings.logs)
+        app = create_app(settings)
     except SettingsProblem as error:
         print(f"python -m app: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return serve(create_app(settings), settings)
+    structlog.get_logger("app").info("settings", **settings.effective())
+    return serve(app, settings)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from app import routes
 from app.errors import NotReady, ServiceError
 from app.lifecycle import State
 from app.loading import build_service
+from app.logs import RequestLog
 from app.metrics import Metrics
 from app.observe import Observe
 from app.openapi import PREFERRED, describe_app
@@ -22,6 +23,7 @@ from app.problems import on_http_exception, on_service_error
 from app.rank import BatchEndpoint, RankEndpoint, Ranker
 from app.service import RankingService
 from app.settings import Settings
+from app.tracing import RequestTracer, create_tracer
 
 DESCRIPTION = (
     "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
@@ -33,17 +35,19 @@ def create_app(settings: Settings, service: RankingService | None = None) -> Fas
     """The service as one ASGI application; its lifespan starts and stops the service.
 
     `app.state` holds `settings`, `service`, `metrics` and `side_apps`: applications with a (host, port) of their own.
+    Raises SettingsProblem where tracing is asked for and not installed.
     """
     service = build_service(settings, Metrics()) if service is None else service
     apart = settings.probes.port is not None
     operations = [routes.probes(service), routes.info(service, settings)]
     operations += [] if apart else [routes.metrics(service)]
-    app = _application(settings, service, operations)
+    tracer = create_tracer(settings.tracing)
+    app = _application(settings, service, operations, tracer)
     ranker = Ranker(service, settings)
     # First in the list: what is asked most is found first.
     app.router.routes.insert(0, Route("/rank", RankEndpoint(ranker), methods=["POST"]))
     app.router.routes.insert(1, Route("/rank/batch", BatchEndpoint(ranker), methods=["POST"]))
-    _observe(app, service, operations)
+    _observe(app, settings, operations, tracer)
     app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
     if settings.probes.port is not None:
         app.state.side_apps[settings.probes.host, settings.probes.port] = create_probe_app(settings, service)
@@ -54,17 +58,21 @@ def create_probe_app(settings: Settings, service: RankingService) -> FastAPI:
     """Probes, metrics and /info alone, for a port that the outside does not see."""
     operations = [routes.probes(service), routes.metrics(service), routes.info(service, settings)]
     app = _application(settings, service, operations)
-    _observe(app, service, operations)
+    _observe(app, settings, operations, None)
     return app
 
 
-def _application(settings: Settings, service: RankingService, operations: list[APIRouter]) -> FastAPI:
+def _application(
+    settings: Settings, service: RankingService, operations: list[APIRouter], tracer: RequestTracer | None = None
+) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if service.lifecycle.state is State.STARTING:
             service.start()
         yield
         await service.stop(settings.drain.timeout_seconds)
+        if tracer is not None:
+            tracer.close()
 
     app = FastAPI(
         title="Phoenix ranking server",
@@ -81,10 +89,11 @@ def _application(settings: Settings, service: RankingService, operations: list[A
     return app
 
 
-def _observe(app: FastAPI, service: RankingService, operations: list[APIRouter]) -> None:
+def _observe(app: FastAPI, settings: Settings, operations: list[APIRouter], tracer: RequestTracer | None) -> None:
     known = [*app.routes, *(route for router in operations for route in router.routes)]
     paths = {path for route in known if (path := getattr(route, "path", None))}
-    app.add_middleware(Observe, metrics=service.metrics, routes=paths)
+    request_log = RequestLog(settings.logs.success_sample)
+    app.add_middleware(Observe, metrics=app.state.metrics, routes=paths, request_log=request_log, tracer=tracer)
 
 
 def _action_names(service: RankingService) -> Any:

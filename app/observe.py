@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 import orjson
 import structlog
@@ -13,15 +12,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InternalError
 from app.exchange import EXCHANGE, Exchange, reply, request_id_of
+from app.logs import RequestLog
 from app.metrics import Metrics
 from app.problems import MEDIA_TYPE, problem
+from app.tracing import RequestTracer
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 UNMATCHED = "unmatched"
 OTHER = "other"
 CLIENT_GONE = 499
 
-log = structlog.get_logger("app.access")
+log = structlog.get_logger("app.observe")
 
 
 class Observe:
@@ -32,12 +33,14 @@ class Observe:
         app: ASGIApp,
         metrics: Metrics,
         routes: Collection[str],
-        record: Callable[[Exchange, float], None] | None = None,
+        request_log: RequestLog,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.app = app
         self.metrics = metrics
         self.routes = frozenset(routes)
-        self.record = record or log_exchange
+        self.request_log = request_log
+        self.tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +66,7 @@ class Observe:
             content = orjson.dumps(problem(InternalError(), exchange.request_id))
             await reply(send_named, InternalError.status, content, [(b"content-type", MEDIA_TYPE.encode())])
         finally:
-            self._end(exchange)
+            self._end(exchange, scope)
 
     def _begin(self, scope: Scope) -> Exchange:
         method, path = scope["method"], scope["path"]
@@ -76,36 +79,15 @@ class Observe:
         scope.setdefault("state", {})[EXCHANGE] = exchange
         return exchange
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: Exchange, scope: Scope) -> None:
         seconds = time.perf_counter() - exchange.started
         exchange.status = exchange.status or CLIENT_GONE
         self.metrics.http_requests.labels(exchange.method, exchange.route, str(exchange.status)).inc()
         self.metrics.http_seconds.labels(exchange.method, exchange.route).observe(seconds)
-        self.record(exchange, seconds)
-
-
-def log_exchange(exchange: Exchange, seconds: float) -> None:
-    """One line a request: what it was and how it ended, nothing of what it asked."""
-    level = log.error if exchange.status >= 500 and exchange.code in ("internal", "non_finite_scores") else log.info
-    fields: dict[str, Any] = {
-        "request_id": exchange.request_id,
-        "method": exchange.method,
-        "route": exchange.route,
-        "status": exchange.status,
-        "ms": round(seconds * 1000, 3),
-    }
-    optional = {
-        "code": exchange.code,
-        "key": exchange.key,
-        "version": exchange.version,
-        "requests": exchange.requests,
-        "candidates": exchange.candidates,
-        "history": exchange.history,
-        "cache": exchange.cache,
-    }
-    fields.update({name: value for name, value in optional.items() if value})
-    fields.update({f"{stage}_ms": round(spent * 1000, 3) for stage, spent in exchange.stages.items()})
-    level("request", **fields)
+        trace_id = None
+        if self.tracer is not None:
+            trace_id = self.tracer.record(exchange, seconds, dict(scope["headers"]))
+        self.request_log.write(exchange, seconds, trace_id)
 
 
 def _log_fault(error: Exception, exchange: Exchange) -> None:
