@@ -19,8 +19,12 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
+from app import logs
+from app.admin import create_admin_app
 from app.connections import ConnectionLimits, StrictProtocol
+from app.loading import checkpoint_loader
 from app.metrics import Metrics
+from app.reload import Reloader
 from app.service import RankingService
 from app.settings import Connections, Settings
 
@@ -37,6 +41,7 @@ def serve(app: Starlette, settings: Settings) -> int:
     `app.state.service` is the RankingService and `app.state.metrics` its Metrics; the application's lifespan starts and
     stops the service. `app.state.side_apps`, where present, maps (host, port) to applications with ports of their own.
     """
+    logs.configure(settings.logs)
     _raise_file_limit()
     server = RankingServer(app, settings)
     server.run()
@@ -51,7 +56,10 @@ class RankingServer(uvicorn.Server):
         self.service: RankingService = app.state.service
         self.observer = ConnectionObserver(app.state.metrics)
         self.exit_code = 0
-        self.side_apps: dict[tuple[str, int], Any] = getattr(app.state, "side_apps", {})
+        self.side_apps: dict[tuple[str, int], Any] = dict(getattr(app.state, "side_apps", {}))
+        self.reloader = create_reloader(self.service, settings)
+        if settings.admin.port is not None:
+            self.side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, self.reloader)
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -73,10 +81,13 @@ class RankingServer(uvicorn.Server):
         for server in self.servers:
             for sock in server.sockets:
                 log.info("listening", host=sock.getsockname()[0], port=sock.getsockname()[1])
+        if self.settings.reload.watch_seconds:
+            self.reloader.watch(self.settings.reload.watch_seconds)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, answer every request that was begun, end the application."""
         self.observer.draining = True
+        self.reloader.stop()
         for _ in range(ACCEPT_ROUNDS):  # what waits in the backlog would be reset by the close
             await asyncio.sleep(0)
         for server in self.servers:
@@ -100,6 +111,7 @@ class RankingServer(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self.handle_reload)
         try:
             yield
         finally:
@@ -115,6 +127,11 @@ class RankingServer(uvicorn.Server):
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self.drain)
+
+    def handle_reload(self, sig: int, frame: FrameType | None) -> None:
+        """SIGHUP: read the present checkpoint again."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.reloader.reload_soon)
 
     def drain(self) -> None:
         """Lose readiness now, go on serving for the delay, then stop."""
@@ -157,6 +174,12 @@ class ConnectionObserver:
     def closed(self, reason: str) -> None:
         """The server closed a connection."""
         self._closed.labels(reason).inc()
+
+
+def create_reloader(service: RankingService, settings: Settings) -> Reloader:
+    """Reloads below the configured root, which is by default where the first checkpoint lies."""
+    root = settings.admin.root or settings.checkpoint.absolute().parent
+    return Reloader(service, root, settings.checkpoint, lambda path: checkpoint_loader(path, settings))
 
 
 def connection_limits(settings: Connections) -> ConnectionLimits:

@@ -44,7 +44,7 @@ def test_successes_are_sampled_and_failures_are_not(lines: io.StringIO) -> None:
     log = RequestLog(0.1, lambda: next(draws))
     for _ in range(4):
         log.write(exchange(), 0.001)
-    for status, level in ((429, "warning"), (499, "warning"), (500, "error"), (504, "error")):
+    for status in (429, 499, 500, 504):
         log.write(exchange(status=status), 0.001)
     said = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert [line["status"] for line in said] == [200, 200, 429, 499, 500, 504]
