@@ -35,10 +35,6 @@ class Problems:
         if len(self.found) >= MAX_PROBLEMS:
             raise InvalidRequest(self.found)
 
-    def fields(self) -> set[str]:
-        """The fields noted so far."""
-        return {field for field, _ in self.found}
-
     def check(self) -> None:
         """Raise InvalidRequest when anything was noted."""
         if self.found:

@@ -120,8 +120,9 @@ def check(body: dict[str, Any], vocabulary: Vocabulary) -> Request:
     user_id = _required(body, "user_id", columns.is_id, columns.ID_RULE, problems)
     impression_ts = _optional(body, "impression_ts", _is_time, TIME_RULE, problems)
     history = read_table(body.get("history", []), "history", HistoryItem, problems)
+    noted = len(problems.found)
     candidates = read_table(body.get("candidates", []), "candidates", Candidate, problems)
-    if not candidates.length and "candidates" not in problems.fields():
+    if not candidates.length and len(problems.found) == noted:
         problems.add("candidates", "must not be empty" if "candidates" in body else "is required")
     history_posts, actions, dwell = _history(history, vocabulary, problems)
     request = Request(
