@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from loadtest.figures import Slo
 from loadtest.launch import ranking_server
 from loadtest.runs import LoadRun, Run, RunSettings
-from loadtest.statistics import Slo
 from loadtest.target import ROOT, Target, TargetError
 from loadtest.traffic import TrafficSettings
 

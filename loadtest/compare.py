@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from loadtest.figures import Slo, bootstrap_interval, holm, permutation_p, sign_flip_p
 from loadtest.runs import Run
 from loadtest.samples import Samples
-from loadtest.statistics import Slo, bootstrap_interval, holm, permutation_p, sign_flip_p
 
 Verdict = Literal["better", "worse", "no difference shown"]
 Design = Literal["alternated", "separate"]

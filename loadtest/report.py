@@ -13,9 +13,9 @@ import jinja2
 import numpy as np
 
 from loadtest import plots
+from loadtest.figures import percentiles_ms
 from loadtest.runs import Run
 from loadtest.samples import CACHE_RESULTS
-from loadtest.statistics import percentiles_ms
 from loadtest.traffic import KINDS
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from loadtest.arrivals import Arrivals, schedule
+from loadtest.figures import Slo, Summary, summarise
 from loadtest.generator import ClosedLoop, GeneratorLoad, OpenLoop, measured
 from loadtest.http_client import Client, post, precise_loop
 from loadtest.samples import STAGES, Samples
-from loadtest.statistics import Slo, Summary, summarise
 from loadtest.target import MetricsSnapshot, Target, fit_traffic, machine
 from loadtest.traffic import RankRequest, Traffic, TrafficSettings
 

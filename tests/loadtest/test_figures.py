@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from loadtest.compare import Comparison, compare_blocks, cut, figures_of
+from loadtest.figures import Slo, bootstrap_interval, holm, over_time, permutation_p, sign_flip_p, summarise
 from loadtest.samples import CACHE_RESULTS, Samples
 from loadtest.search import SearchSettings, search
-from loadtest.statistics import Slo, bootstrap_interval, holm, over_time, permutation_p, sign_flip_p, summarise
 from loadtest.target import MetricsSnapshot, Target, TargetError, fit_traffic
 from loadtest.traffic import TrafficSettings
 

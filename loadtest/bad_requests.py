@@ -1,0 +1,57 @@
+"""Requests that a careless or hostile client sends, with the answers that the contract promises. Made from good ones; sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class BadRequest:
+    """A body and its media type; the reply must have this status and this `code`."""
+
+    name: str
+    body: bytes
+    media_type: str
+    status: int
+    code: str
+
+
+def bad_requests(good: bytes) -> list[BadRequest]:
+    """One of each sort, spoiled from a good body."""
+    invalid = [
+        BadRequest(name, orjson.dumps(spoil(orjson.loads(good))), JSON, 422, "invalid_request")
+        for name, spoil in SPOILERS
+    ]
+    return [
+        *invalid,
+        BadRequest("cut short", good[: len(good) // 2], JSON, 400, "malformed_json"),
+        BadRequest(
+            "not a number",
+            good.replace(b'"impression_ts":1', b'"impression_ts":NaN,"x":1'),
+            JSON,
+            400,
+            "malformed_json",
+        ),
+        BadRequest("empty body", b"", JSON, 400, "malformed_json"),
+        BadRequest("media type", good, "text/plain", 415, "unsupported_media_type"),
+    ]
+
+
+def _with(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda body: body | {key: value}
+
+
+SPOILERS: tuple[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]], ...] = (
+    ("no candidates", _with("candidates", [])),
+    ("unknown field", _with("colour", "green")),
+    ("unknown action", _with("weights", {"applaud": 1.0})),
+    ("unequal arrays", _with("candidates", {"post_id": [1, 2], "author_id": [1]})),
+    ("id out of range", _with("candidates", [{"post_id": -1, "author_id": 1}])),
+    ("user id missing", lambda body: {key: value for key, value in body.items() if key != "user_id"}),
+)
