@@ -77,11 +77,17 @@ class WorkRate:
 
 @dataclass(slots=True)
 class _Key:
-    """One API key: unfinished cost, and a bucket of candidates that refills with time."""
+    """One API key: its unfinished work, and a bucket of candidates that refills with time."""
 
-    cost: int = 0
+    candidates: int = 0
+    context_tokens: int = 0
     bucket: float = 0.0
     refilled: float = 0.0
+
+    @property
+    def cost(self) -> int:
+        """Unfinished, in tokens."""
+        return self.candidates + self.context_tokens
 
 
 class Admission:
@@ -136,7 +142,8 @@ class Admission:
         self.context_tokens += work.context_tokens
         if key is not None:
             state = self._key(key)
-            state.cost += work.cost
+            state.candidates += work.candidates
+            state.context_tokens += work.context_tokens
             state.bucket -= work.candidates
 
     def remove(self, work: Work, key: str | None = None) -> None:
@@ -145,7 +152,9 @@ class Admission:
         self.candidates -= work.candidates
         self.context_tokens -= work.context_tokens
         if key is not None:
-            self._keys[key].cost -= work.cost
+            state = self._keys[key]
+            state.candidates -= work.candidates
+            state.context_tokens -= work.context_tokens
             self._forget_idle_keys()
 
     def _over_limit(self, work: Work, key: str | None) -> Refusal | None:
@@ -167,11 +176,15 @@ class Admission:
 
     def _over_share(self, work: Work, key: str) -> int:
         """A key may hold `share / (1 - share)` times what is free: alone its share, among many less, so a newcomer finds room."""
-        policy = self.policy
+        policy, held = self.policy, self._key(key)
         if policy.key_share >= 1:
             return 0
-        free = policy.queue_candidates + policy.queue_context_tokens - self.cost
-        return self._key(key).cost + work.cost - int(free * policy.key_share / (1 - policy.key_share))
+        times = policy.key_share / (1 - policy.key_share)
+        free = policy.queue_candidates - self.candidates, policy.queue_context_tokens - self.context_tokens
+        return max(
+            held.candidates + work.candidates - int(free[0] * times),
+            held.context_tokens + work.context_tokens - int(free[1] * times),
+        )
 
     def _over_deadline(self, work: Work, deadline: float, key: str | None) -> Refusal | None:
         rate = self.rate.cost_per_second
@@ -190,7 +203,7 @@ class Admission:
         state.bucket = min(burst, state.bucket + (now - state.refilled) * per_second)
         state.refilled = now
         missing = min(work.candidates, burst) - state.bucket  # a request larger than the burst waits for a full bucket
-        return Refusal("queue_full", "the key is over its rate", missing / per_second) if missing > 0 else None
+        return Refusal("queue_full", "the key is over its rate", missing / per_second) if missing > 1e-6 else None
 
     def _key(self, key: str) -> _Key:
         if key not in self._keys:

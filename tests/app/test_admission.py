@@ -1,0 +1,154 @@
+"""Admission as pure policy, with a clock that moves when told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.admission import Admission, AdmissionPolicy, Work, WorkRate
+from tests.app.fakes import FakeClock
+
+FAR = 1e9
+
+
+def admission(**policy: float) -> Admission:
+    return Admission(AdmissionPolicy(**{"queue_seconds": 0.0, **policy}), FakeClock())  # type: ignore[arg-type]
+
+
+def test_the_rate_follows_what_was_observed_lately() -> None:
+    rate = WorkRate(half_life_seconds=1.0)
+    assert rate.cost_per_second is None
+    rate.observe(100, 0.0)
+    assert rate.cost_per_second is None  # nothing can be said of no time
+    for _ in range(100):
+        rate.observe(1000, 0.1)
+    assert rate.cost_per_second == pytest.approx(10_000)
+    for _ in range(100):
+        rate.observe(100, 0.1)
+    assert rate.cost_per_second == pytest.approx(1000, rel=0.05)
+
+
+def test_work_is_counted_and_not_requests() -> None:
+    queue = admission(queue_candidates=1000, queue_context_tokens=500)
+    for _ in range(10):
+        queue.add(Work(90, 10))
+    assert queue.refusal(Work(100, 1), deadline=FAR) is None
+    assert queue.refusal(Work(101, 1), deadline=FAR) is not None
+    assert queue.refusal(Work(1, 401), deadline=FAR) is not None
+    queue.remove(Work(90, 10))
+    assert queue.refusal(Work(101, 1), deadline=FAR) is None
+
+
+def test_an_idle_engine_takes_whatever_one_request_may_be() -> None:
+    queue = admission(queue_candidates=10, queue_context_tokens=10)
+    assert queue.refusal(Work(2000, 1000), deadline=FAR) is None
+    queue.add(Work(2000, 1000))
+    assert queue.refusal(Work(1, 1), deadline=FAR) is not None
+    assert queue.full() is not None
+
+
+def test_retry_after_is_when_it_would_fit_at_the_observed_rate() -> None:
+    queue = admission(queue_candidates=1000)
+    queue.rate.observe(500, 1.0)
+    queue.add(Work(1000, 0))
+    refused = queue.refusal(Work(250, 0), deadline=FAR)
+    assert refused is not None
+    assert refused.reason == "queue_full"
+    assert refused.retry_after_seconds == pytest.approx(250 / 500)
+
+
+def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
+    queue = admission(queue_seconds=0.5)
+    queue.add(Work(400, 0))
+    assert queue.full() is None  # no rate yet, nothing to predict
+    queue.rate.observe(1000, 1.0)
+    assert queue.full() is None
+    queue.add(Work(200, 0))
+    refused = queue.full()
+    assert refused is not None
+    assert refused.retry_after_seconds == pytest.approx(0.1)
+
+
+def test_a_deadline_is_held_against_the_predicted_wait_and_all_parts() -> None:
+    queue = admission()
+    clock = queue.clock
+    queue.rate.observe(1000, 1.0)
+    queue.add(Work(500, 0))
+    assert queue.refusal(Work(100, 0), deadline=clock() + 0.61) is None
+    late = queue.refusal(Work(100, 0), deadline=clock() + 0.59)
+    assert late is not None
+    assert late.reason == "deadline"
+    assert queue.refusal(Work(100, 0, parts=2), deadline=clock() + 1.09) is not None
+    past = queue.refusal(Work(1, 0), deadline=clock())
+    assert past is not None
+    assert past.reason == "deadline"
+
+
+def test_no_key_keeps_a_newcomer_out() -> None:
+    queue = admission(queue_candidates=500, queue_context_tokens=500, key_share=0.5)
+    taken = {"greedy": 0, "second": 0, "third": 0}
+    for key in taken:
+        while queue.refusal(Work(10, 0), deadline=FAR, key=key) is None:
+            queue.add(Work(10, 0), key)
+            taken[key] += 10
+        assert taken[key] > 0
+    assert taken["greedy"] == 250  # before its last ten, ten less were held and ten more were free
+    assert taken["greedy"] > taken["second"] > taken["third"]
+
+
+def test_with_a_share_of_one_a_key_may_fill_the_queue() -> None:
+    queue = admission(queue_candidates=500, queue_context_tokens=500, key_share=1.0)
+    queue.add(Work(490, 0), "greedy")
+    assert queue.refusal(Work(10, 0), deadline=FAR, key="greedy") is None
+
+
+def test_a_light_key_is_not_told_to_wait_for_a_heavy_one() -> None:
+    queue = admission(queue_seconds=0.6)
+    queue.rate.observe(1000, 1.0)
+    queue.add(Work(1000, 0), "heavy")
+    assert queue.refusal(Work(10, 0), deadline=FAR, key="heavy") is not None
+    queue.add(Work(10, 0), "other")
+    assert queue.predicted_wait_seconds("other") < queue.predicted_wait_seconds("heavy")
+    assert queue.refusal(Work(10, 0), deadline=FAR, key="other") is None
+
+
+def test_a_key_over_its_rate_is_told_when_its_bucket_has_refilled() -> None:
+    queue = admission(key_candidates_per_second=100.0, key_burst_seconds=1.0)
+    clock = queue.clock
+    assert isinstance(clock, FakeClock)
+    work = Work(80, 0)
+    assert queue.refusal(work, deadline=FAR, key="k") is None
+    queue.add(work, "k")
+    queue.remove(work, "k")
+    refused = queue.refusal(work, deadline=FAR, key="k")
+    assert refused is not None
+    assert refused.retry_after_seconds == pytest.approx(0.6)
+    assert queue.refusal(work, deadline=FAR, key="other") is None
+    clock.advance(0.6)
+    assert queue.refusal(work, deadline=FAR, key="k") is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 500), st.integers(0, 200), st.sampled_from([None, "a", "b"]), st.booleans()),
+        max_size=60,
+    )
+)
+def test_what_comes_goes_and_the_limits_hold(steps: list[tuple[int, int, str | None, bool]]) -> None:
+    queue = admission(queue_candidates=1000, queue_context_tokens=1000, queue_requests=20)
+    inside: list[tuple[Work, str | None]] = []
+    for candidates, tokens, key, leave in steps:
+        work = Work(candidates, tokens)
+        if queue.refusal(work, deadline=FAR, key=key) is None:
+            queue.add(work, key)
+            inside.append((work, key))
+        if leave and inside:
+            queue.remove(*inside.pop(0))
+        assert queue.requests == len(inside) <= 20
+        if len(inside) > 1:
+            assert queue.candidates <= 1000
+            assert queue.context_tokens <= 1000
+    for work, key in inside:
+        queue.remove(work, key)
+    assert queue.requests == queue.candidates == queue.context_tokens == queue.cost == 0
