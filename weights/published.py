@@ -73,8 +73,7 @@ class PublishedRanker:
             self._params = stack.enter_context(NpzFile(source / PARAMS_FILE))
             self._tables = stack.enter_context(NpzFile(source / TABLES_FILE))
             _refuse_retrieval(source, self._params)
-            self.config = self._read_config(ignore, context_attention)
-            self.shapes = expected_shapes(self.config)
+            self.config, self.shapes = self._read_config(ignore, context_attention)
             self._check_arrays(ignore)
             self._stack = stack.pop_all()
 
@@ -92,18 +91,23 @@ class PublishedRanker:
                 raise CheckpointError(f"{archive.path}: array {published_name(name)} holds a NaN or an infinity.")
             yield chunk
 
-    def _read_config(self, ignore: Collection[str], context_attention: ContextAttention | None) -> ModelConfig:
+    def _read_config(
+        self, ignore: Collection[str], context_attention: ContextAttention | None
+    ) -> tuple[ModelConfig, dict[str, tuple[int, ...]]]:
+        """The architecture and the shapes of our tensors."""
         path = self.source / CONFIG_FILE
-        with path.open("rb") as file:
-            raw = file.read(_MAX_CONFIG_BYTES + 1)
         try:
+            with path.open("rb") as file:
+                raw = file.read(_MAX_CONFIG_BYTES + 1)
             if len(raw) > _MAX_CONFIG_BYTES:
                 raise CheckpointError("is longer than 1 MiB")
             values = {key: value for key, value in parse_json_object(raw).items() if key not in ignore}
             config = self._variant(published_config(values))
-            return replace(config, context_attention=context_attention) if context_attention else config
-        except (CheckpointError, ConfigError) as error:
-            raise CheckpointError(f"{path}: {error}.") from error
+            if context_attention:
+                config = replace(config, context_attention=context_attention)
+            return config, expected_shapes(config)
+        except (CheckpointError, ConfigError, OSError) as error:
+            raise CheckpointError(f"{path}: {str(error).rstrip('.')}.") from error
 
     def _variant(self, config: ModelConfig) -> ModelConfig:
         """January or May: the projections' shapes tell which inputs there are, the continuous head how many outputs."""

@@ -1,0 +1,38 @@
+"""Tables are mapped by a load, and never held by an import: shown by the kernel's count of anonymous memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from weights.measure import _child, footprint
+from weights.synthetic import mini_config, write_published
+
+TABLE_MIB = 45
+ROWS = TABLE_MIB * 2**20 // (128 * 4)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("measure") / "ranker"
+    write_published(path, mini_config(0, (ROWS, ROWS, ROWS)), 0)
+    return path
+
+
+def growth_mib(figures: dict[str, float]) -> float:
+    return figures["peak_anonymous_mib"] - figures["anonymous_before_mib"]
+
+
+def test_import_never_holds_a_table_and_load_maps_all(published: Path) -> None:
+    imported = _child("import", str(published), str(published.parent / "ours"), "float32")
+    assert growth_mib(imported) < TABLE_MIB - 5
+    loaded = _child("load", str(published.parent / "ours"))
+    assert growth_mib(loaded) < 15  # the parameters are 3 MiB
+    assert loaded["peak_resident_mib"] > 3 * TABLE_MIB, "verification did not read the tables"
+
+
+def test_a_copy_would_be_seen() -> None:
+    """Negative control."""
+    assert growth_mib(footprint(lambda: torch.ones(TABLE_MIB * 2**18))) > TABLE_MIB - 5
