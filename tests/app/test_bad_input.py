@@ -55,7 +55,7 @@ INVALID: dict[str, tuple[Any, str]] = {
     "candidates null": (good(candidates=None), "candidates"),
     "candidates text": (good(candidates=MARK), "candidates"),
     "candidates empty arrays": (good(candidates={"post_id": [], "author_id": []}), "candidates"),
-    "candidates empty object": (good(candidates={}), "candidates.post_id"),
+    "candidates empty arrays, one missing": (good(candidates={"author_id": []}), "candidates.post_id"),
     "candidate no object": (good(candidates=[POST, MARK]), "candidates[1]"),
     "candidate unknown field": (candidate(**{MARK: 1}), "candidates[1]"),
     "candidate post missing": (good(candidates=[{"author_id": 1}]), "candidates[0].post_id"),

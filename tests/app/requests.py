@@ -1,0 +1,90 @@
+"""Random requests, right and nearly right, for property tests. Not a test itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import strategies as st
+
+from app.contract import MAX_TIME
+from tests.app.serving import in_arrays
+
+ids = st.one_of(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1).map(str),
+    st.sampled_from([0, "0", 2**63, str(2**63 - 1), 2**64 - 1, str(2**64 - 1)]),
+)
+names = st.sampled_from(["favorite", "reply", "report", "0", "1", "2"])
+distinct = st.sampled_from([["favorite"], ["0", "reply"], ["2", "favorite", "1"], []])
+actions = st.one_of(
+    st.lists(names, max_size=3),
+    distinct.flatmap(lambda keys: st.fixed_dictionaries({key: st.floats(0, 1e6) | st.integers(0, 5) for key in keys})),
+)
+surfaces, times = st.integers(0, 15), st.integers(0, MAX_TIME)
+post: dict[str, st.SearchStrategy[Any]] = {"post_id": ids, "author_id": ids}
+event = st.fixed_dictionaries(
+    post,
+    optional={"actions": actions, "product_surface": surfaces, "dwell_time": st.floats(0, 1e300) | st.integers(0, 99)},
+)
+candidate = st.fixed_dictionaries(post, optional={"product_surface": surfaces, "created_at": times})
+options: dict[str, st.SearchStrategy[Any]] = {
+    "impression_ts": times,
+    "weights": distinct.flatmap(lambda keys: st.fixed_dictionaries({key: st.floats(-1e9, 1e9) for key in keys})),
+    "top_k": st.integers(1, 9),
+    "actions_wanted": distinct,
+    "request_id": st.from_regex(r"[A-Za-z0-9_.:@/+=-]{1,128}", fullmatch=True),
+}
+
+valid = st.fixed_dictionaries(
+    {"user_id": ids, "candidates": st.lists(candidate, min_size=1, max_size=5)},
+    optional=options | {"history": st.lists(event, max_size=20)},
+)
+
+
+def columnar(body: dict[str, Any]) -> dict[str, Any]:
+    """The same request in arrays."""
+    shaped = {name: in_arrays(body[name]) for name in ("history", "candidates") if body.get(name)}
+    return body | shaped
+
+
+odd: st.SearchStrategy[Any] = st.one_of(
+    st.sampled_from(
+        [None, True, False, -1, 2**64, "", "00", "-1", "1.0", "x", 1.5, 1e300, 1e308, [], {}, [None], [[]], {"x": 1}]
+    ),
+    st.sampled_from(
+        [16, MAX_TIME + 1, "favorite", ["favorite"], {"favorite": 2}, ["3"], {"reply": -1}, [True], "\u0663"]
+    ),
+    ids,
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+)
+fields = st.sampled_from(
+    ["user_id", "post_id", "author_id", "actions", "product_surface", "dwell_time", "created_at", "extra", *options]
+)
+
+
+@st.composite
+def nearly_valid(draw: st.DrawFn) -> Any:
+    """A valid request in either shape, with up to two places changed, added or taken away."""
+    body = copy.deepcopy(draw(valid))  # what sampled_from gives is shared
+    body = columnar(body) if draw(st.booleans()) else body
+    for _ in range(draw(st.integers(0, 2))):
+        place = _somewhere(draw, body)
+        if isinstance(place, dict):
+            key = draw(st.sampled_from(sorted(place)) | fields) if place else draw(fields)
+            if draw(st.booleans()):
+                place[key] = copy.deepcopy(draw(odd))
+            else:
+                place.pop(key, None)
+        elif place and draw(st.booleans()):
+            place[draw(st.integers(0, len(place) - 1))] = copy.deepcopy(draw(odd))
+        else:
+            place.append(copy.deepcopy(draw(odd)))
+    return body
+
+
+def _somewhere(draw: st.DrawFn, value: Any) -> Any:
+    """One of the containers in it."""
+    inner = [item for item in (value.values() if isinstance(value, dict) else value) if isinstance(item, dict | list)]
+    return _somewhere(draw, draw(st.sampled_from(inner))) if inner and draw(st.booleans()) else value
