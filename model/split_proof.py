@@ -43,21 +43,12 @@ def rows_are_independent(product: Product, reference: Product, rows: int, width:
     )
 
 
-def trunk_weights(trunk: SplitTrunk) -> list[Tensor]:
-    """One weight of each shape that the trunk and the heads multiply with."""
-    layers = trunk.weights.layers
-    ends = (layers[0], layers[-1])
-    weights = [w for layer in ends for w in (layer.qkv, layer.query, layer.key_value, layer.output)]
-    weights += [w for layer in ends for w in (layer.gate_value, layer.ffn_output)] + [trunk.weights.heads]
-    return list({tuple(weight.shape): weight for weight in weights if weight is not None}.values())
-
-
 def prove_portable_products(kernels: PortableKernels, trunk: SplitTrunk, notes: dict[str, Any]) -> None:
     """Keep, for each weight, the row counts that give the bits of TILE_ROWS rows a call. Raises EngineError when even those
     depend on a row's place.
     """
     proved: dict[str, list[int]] = {}
-    for weight in trunk_weights(trunk):
+    for weight in trunk.linear_weights():
 
         def product(x: Tensor, weight: Tensor = weight) -> Tensor:
             return x @ weight

@@ -60,7 +60,7 @@ class EagerRunner:
     def _run_step(self, plan: StepPlan) -> NDArray[np.float32]:
         self._writer.write(plan, self._host)
         self._source.prepare(self._host, 0)
-        step = Step(self._arrays, self._host, plan.states())
+        step = Step(self._trunk.mixed, self._arrays, self._host, plan.states())
         rows, candidates = int(self._host.counts[0]), int(self._host.counts[1])
         if rows:
             self._trunk.body(step, _whole_tiles(rows))

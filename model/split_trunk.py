@@ -47,6 +47,13 @@ class SplitTrunk:
         self.final = rows(config.width, torch.float32)
         self.logits = rows(weights.heads.shape[1], torch.float32)
 
+    def linear_weights(self) -> list[Tensor]:
+        """One weight of each shape that the trunk and the heads multiply with."""
+        ends = (self.weights.layers[0], self.weights.layers[-1])
+        weights = [w for layer in ends for w in (layer.qkv, layer.query, layer.key_value, layer.output)]
+        weights += [w for layer in ends for w in (layer.gate_value, layer.ffn_output)] + [self.weights.heads]
+        return list({tuple(weight.shape): weight for weight in weights if weight is not None}.values())
+
     def body(self, step: Step, rows: int) -> None:
         """All rows, up to the last layer's keys and values."""
         kernels, layers = self.kernels, self.weights.layers

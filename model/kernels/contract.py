@@ -25,9 +25,11 @@ class Tables:
 class Step:
     """One step on the device. `arrays` are tensors there; `host` the same as numpy; `states` in the order of their numbers.
 
-    `host` and `states` are for implementations that loop on the host; inside a CUDA graph only `arrays` may be read.
+    `anchor` is the tensor, of the engine's dtype, from which `arrays.offsets` count. `host` and `states` are for
+    implementations that loop on the host; inside a CUDA graph only `arrays` may be read.
     """
 
+    anchor: Tensor
     arrays: StepArrays
     host: StepArrays
     states: Sequence[ContextState]

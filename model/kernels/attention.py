@@ -1,0 +1,182 @@
+"""Triton: attention of query tiles over the contexts of many requests, and RoPE. Launched by `model.kernels.fused`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def capped_share(products, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr):
+    """`exp(cap · tanh(multiplier · x / cap) − shift)` from raw products x, with `tanh(y) = 1 − 2 / (exp(2y) + 1)`.
+
+    SCALE = 2 · log2(e) · multiplier / cap, RISE = (cap − shift) · log2(e), FALL = 2 · cap · log2(e). Overflow of the inner
+    exponential gives the right limit.
+    """
+    return tl.exp2(RISE - FALL / (tl.exp2(products * SCALE) + 1.0))
+
+
+@triton.jit(do_not_specialize=["layer"])
+def attend_tiles(
+    query,
+    query_stride,
+    own,
+    own_stride,
+    anchor,
+    out,
+    counts,
+    tiles,
+    offsets,
+    lengths,
+    layer,
+    TILE_COUNT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
+    RISE: tl.constexpr,
+    FALL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """`out = Σ p·v / Σ p`, `p = exp(cap · tanh(multiplier · q·k / cap) − shift)`: softmax with soft-capped logits (Grok-1;
+    spec section 1). The cap bounds every logit, so no running maximum is kept, and keys are always added up from the
+    context's first, TILE_KEYS at a time: the order depends on nothing but the row's own context.
+
+    One program a tile of rows and query head. A tile belongs to one request, whose keys and values start at
+    `anchor + offsets[request]`, laid out `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or
+    all; candidates (place −1) see all keys, and their own key and value, which stand in `own` `[rows, 2, G, K]`.
+    WIDEN is for the interpreter, which cannot multiply bf16.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    if tile >= tl.load(counts + TILE_COUNT):
+        return
+    first_row = tl.load(tiles + tile * 4)
+    row_count = tl.load(tiles + tile * 4 + 1)
+    request = tl.load(tiles + tile * 4 + 2)
+    place = tl.load(tiles + tile * 4 + 3)
+    length = tl.load(lengths + request * 2)
+    capacity = tl.load(lengths + request * 2 + 1)
+    kv_head = head // (QUERY_HEADS // KV_HEADS)
+
+    in_tile = tl.arange(0, TILE_ROWS)
+    columns = tl.arange(0, HEAD_BLOCK)
+    wide = columns < HEAD_WIDTH
+    rows = (first_row + in_tile).to(tl.int64)
+    there = (in_tile < row_count)[:, None] & wide[None, :]
+    q = tl.load(query + rows[:, None] * query_stride + head * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
+    if WIDEN:
+        q = q.to(tl.float32)
+
+    seen = tl.zeros([TILE_ROWS], tl.int32) + length
+    last = length
+    if CAUSAL:  # noqa: SIM102 (decided when compiling; the inner one on the device)
+        if place >= 0:
+            seen = place + 1 + in_tile
+            last = tl.minimum(place + row_count, length)
+    # the offset counts from a tensor of the same type, so that the compiler knows both type and alignment
+    start = tl.multiple_of(tl.load(offsets + request), 16)
+    token = KV_HEADS * HEAD_WIDTH
+    keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
+    values = keys + capacity.to(tl.int64) * token
+
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    mixed = tl.zeros([TILE_ROWS, HEAD_BLOCK], tl.float32)
+    for first_key in range(0, last, TILE_KEYS):
+        places = first_key + tl.arange(0, TILE_KEYS)
+        stored = (places < length)[:, None] & wide[None, :]
+        address = places.to(tl.int64)[:, None] * token + columns[None, :]
+        k = tl.load(keys + address, mask=stored, other=0.0).to(q.dtype)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        share = capped_share(products, SCALE, RISE, FALL)
+        visible = (places[None, :] < seen[:, None]) & (places < length)[None, :]
+        share = tl.where(visible, share, 0.0)
+        total += tl.sum(share, 1)
+        v = tl.load(values + address, mask=stored, other=0.0).to(q.dtype)
+        mixed = tl.dot(share.to(v.dtype), v, mixed, input_precision=PRECISION)
+
+    if place < 0:
+        mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
+        own_key = tl.load(mine, mask=there, other=0.0).to(tl.float32)
+        own_value = tl.load(mine + token, mask=there, other=0.0).to(tl.float32)
+        share = capped_share(tl.sum(q.to(tl.float32) * own_key, 1), SCALE, RISE, FALL)
+        total += share
+        mixed += share[:, None] * own_value
+    result = mixed / total[:, None]
+    target = out + rows[:, None] * (QUERY_HEADS * HEAD_WIDTH) + head * HEAD_WIDTH + columns[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def rotate_rows(
+    query,
+    query_stride,
+    key_value,
+    key_value_stride,
+    anchor,
+    rope,
+    rope_positions,
+    counts,
+    positions,
+    owners,
+    offsets,
+    lengths,
+    layer,
+    ROW_COUNT: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """RoPE (Su et al. 2021), half-split pairs: `x1 ← x1·cos − x2·sin`, `x2 ← x2·cos + x1·sin`, in place, in fp32.
+
+    One program a row. `rope` fp32 `[2, rope_positions, K/2]`. QUERY_HEADS or KV_HEADS may be 0. The keys and values of
+    context rows are also written to their request's state.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(counts + ROW_COUNT):
+        return
+    half: tl.constexpr = HEAD_WIDTH // 2
+    columns = tl.arange(0, HALF_BLOCK)
+    narrow = columns < half
+    position = tl.load(positions + row)
+    cos = tl.load(rope + position * half + columns, mask=narrow, other=0.0)[None, :]
+    sin = tl.load(rope + (rope_positions + position) * half + columns, mask=narrow, other=0.0)[None, :]
+    if QUERY_HEADS > 0:
+        heads = tl.arange(0, QUERY_BLOCK)
+        there = (heads < QUERY_HEADS)[:, None] & narrow[None, :]
+        source = query + row * query_stride + heads[:, None] * HEAD_WIDTH + columns[None, :]
+        first = tl.load(source, mask=there, other=0.0).to(tl.float32)
+        second = tl.load(source + half, mask=there, other=0.0).to(tl.float32)
+        tl.store(source, (first * cos - second * sin).to(query.dtype.element_ty), mask=there)
+        tl.store(source + half, (second * cos + first * sin).to(query.dtype.element_ty), mask=there)
+    if KV_HEADS > 0:
+        token: tl.constexpr = KV_HEADS * HEAD_WIDTH
+        heads = tl.arange(0, KV_BLOCK)
+        there = (heads < KV_HEADS)[:, None] & narrow[None, :]
+        inner = heads[:, None] * HEAD_WIDTH + columns[None, :]
+        source = key_value + row * key_value_stride + inner
+        first = tl.load(source, mask=there, other=0.0).to(tl.float32)
+        second = tl.load(source + half, mask=there, other=0.0).to(tl.float32)
+        turned_first = (first * cos - second * sin).to(key_value.dtype.element_ty)
+        turned_second = (second * cos + first * sin).to(key_value.dtype.element_ty)
+        tl.store(source, turned_first, mask=there)
+        tl.store(source + half, turned_second, mask=there)
+        place = tl.load(owners + row * 2 + 1)
+        if place >= 0:
+            request = tl.load(owners + row * 2)
+            capacity = tl.load(lengths + request * 2 + 1).to(tl.int64)
+            start = tl.multiple_of(tl.load(offsets + request), 16)
+            target = anchor + start + (layer.to(tl.int64) * 2 * capacity + place) * token + inner
+            tl.store(target, turned_first, mask=there)
+            tl.store(target + half, turned_second, mask=there)
+            value_target = target + capacity * token
+            tl.store(value_target, tl.load(source + token, mask=there), mask=there)
+            tl.store(value_target + half, tl.load(source + token + half, mask=there), mask=there)

@@ -1,0 +1,274 @@
+"""The split engine's operations as Triton launches: for CUDA, and for Triton's interpreter in tests. The maths is in the kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
+from model.kernels.attention import attend_tiles, rotate_rows
+from model.kernels.contract import Step, Tables
+from model.kernels.matmul import multiply_tiles
+from model.kernels.rows import gate_rows, norm_rows
+from model.kernels.tokens import embed_tiles
+from model.split_step import (
+    CANDIDATE_TILES,
+    CANDIDATES,
+    ROWS,
+    TILE_ROWS,
+    TILES,
+    TOKEN_TILES,
+    embeddings_per_token,
+    tile_slots,
+)
+from model.split_weights import SplitWeights, TokenWeights
+
+ProductKind = Literal["narrow", "wide", "library"]
+
+LOG2_E = math.log2(math.e)
+INTERPRETED = not isinstance(multiply_tiles, JITFunction)  # TRITON_INTERPRET=1 was set before the kernels were imported
+TILE_KEYS = 64
+SAFE_EXPONENT = 80.0  # exp of ± this stays within fp32 with room for a sum over a context
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """Tile of a matrix product: rows, columns and inner step, and how Triton is to schedule it."""
+
+    rows: int
+    out: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# Every kind adds along the inner axis from its first element on. `narrow` is the reference that the others must equal.
+PRODUCT_TILES: Mapping[ProductKind, ProductTile] = {
+    "narrow": ProductTile(64, 64, 64, num_warps=4, num_stages=4),
+    "wide": ProductTile(128, 256, 64, num_warps=8, num_stages=3),
+}
+
+
+class Launcher(Protocol):
+    """Starts a Triton kernel over a grid; the arguments are the kernel's, its constants by keyword."""
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None: ...
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
+    """Start the kernel on the current stream."""
+    kernel[grid](*arguments, **constants)
+
+
+def softmax_constants(multiplier: float, cap: float) -> dict[str, float]:
+    """SCALE, RISE and FALL of `capped_share`. The shift is the cap itself where exp(−2·cap) is still a normal number."""
+    shift = min(cap, SAFE_EXPONENT - cap)
+    return {"SCALE": 2 * LOG2_E * multiplier / cap, "RISE": (cap - shift) * LOG2_E, "FALL": 2 * cap * LOG2_E}
+
+
+class FusedKernels:
+    """Implements `Kernels`. `products` says, by weight shape and row count, which kind of matrix product may be used; what is
+    not named runs `narrow`. `launcher` is replaced where launches are to be collected instead of run.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, launcher: Launcher = launch
+    ) -> None:
+        self.config = config
+        self.products: dict[tuple[tuple[int, ...], int], ProductKind] = {}
+        self._rope = weights.rope
+        self._launch = launcher
+        # bf16 engines round tokens to bf16 soon after, so TF32 products lose nothing that would be kept
+        self._token_precision = "tf32" if dtype == torch.bfloat16 else "ieee"
+        self._slot_offsets: Tensor | None = None
+        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap)
+
+    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
+        """See `Kernels.embed`."""
+        config, arrays = self.config, step.arrays
+        entity = config.post_hashes.count + config.author_hashes.count
+        if self._slot_offsets is None:
+            self._slot_offsets = self._offsets(tables)
+        self._launch(
+            embed_tiles,
+            (_cdiv(config.width, 128), rows // TILE_ROWS + 3),
+            (
+                tables.post, self._slot_offsets, tokens.projection, tokens.surfaces, tokens.ages, tokens.actions,
+                tokens.dwell_input, tokens.dwell_output, residual, arrays.counts, arrays.token_tiles,
+                arrays.embedding_rows, arrays.features, arrays.actions, arrays.dwell,
+            ),
+            TILE_COUNT=TOKEN_TILES,
+            ENTITY_SLOTS=entity,
+            USER_SLOTS=config.user_hashes.count,
+            ROW_SLOTS=embeddings_per_token(config),
+            WIDTH=config.width,
+            SURFACES=config.product_surfaces,
+            ACTIONS=config.actions,
+            HAS_AGES=config.has_post_age,
+            HAS_DWELL=config.has_dwell,
+            DWELL_WIDTH=DWELL_HIDDEN_WIDTH,
+            PRECISION=self._token_precision,
+            TILE_ROWS=TILE_ROWS,
+            TILE_OUT=128,
+            TILE_IN=32,
+            num_warps=4,
+            num_stages=3,
+        )  # fmt: skip
+
+    def _offsets(self, tables: Tables) -> Tensor:
+        """Where each embedding slot's table starts, in elements from the post table: posts, authors, users."""
+        base, size = tables.post.data_ptr(), tables.post.element_size()
+        author, user = ((table.data_ptr() - base) // size for table in (tables.author, tables.user))
+        counts = self.config.post_hashes.count, self.config.author_hashes.count, self.config.user_hashes.count
+        slots = [0] * counts[0] + [author] * counts[1] + [user] * counts[2]
+        return torch.tensor(slots, dtype=torch.int64, device=tables.post.device)
+
+    def norm(
+        self,
+        step: Step,
+        mixed: Tensor | None,
+        post_scale: Tensor | None,
+        residual: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """See `Kernels.norm`."""
+        width = self.config.width
+        self._launch(
+            norm_rows,
+            (rows,),
+            (
+                out if mixed is None else mixed,
+                scale if post_scale is None else post_scale,
+                residual,
+                scale,
+                out,
+                step.arrays.counts,
+                self.config.norm_epsilon,
+            ),
+            ROW_COUNT=CANDIDATES if tail else ROWS,
+            HAS_MIXED=mixed is not None,
+            WIDTH=width,
+            WIDTH_BLOCK=_power_of_two(width),
+            num_warps=4 if width <= 1024 else 8,
+        )
+
+    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+        """See `Kernels.multiply`."""
+        kind = self.products.get((tuple(weight.shape), rows), "narrow")
+        self.multiply_as(kind, step.arrays.counts, CANDIDATES if tail else ROWS, x, weight, out, rows)
+
+    def multiply_as(
+        self, kind: ProductKind, counts: Tensor, row_count: int, x: Tensor, weight: Tensor, out: Tensor, rows: int
+    ) -> None:
+        """The product of a given kind; the library's takes all `rows`, the others `counts[row_count]` of them."""
+        if kind == "library":
+            torch.mm(x[:rows], weight, out=out[:rows])
+            return
+        tile = PRODUCT_TILES[kind]
+        inner, columns = weight.shape
+        self._launch(
+            multiply_tiles,
+            (_cdiv(columns, tile.out), _cdiv(rows, tile.rows)),
+            (x, weight, out, counts, x.stride(0), out.stride(0)),
+            ROW_COUNT=row_count,
+            IN=inner,
+            OUT=columns,
+            PRECISION="ieee",
+            WIDEN=INTERPRETED,
+            TILE_ROWS=tile.rows,
+            TILE_OUT=min(tile.out, _power_of_two(columns)),
+            TILE_IN=tile.inner,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def rotate(
+        self,
+        step: Step,
+        query: Tensor | None,
+        key_value: Tensor | None,
+        layer: int,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """See `Kernels.rotate`."""
+        config, arrays = self.config, step.arrays
+        some = query if query is not None else key_value
+        assert some is not None
+        q, kv = (some if part is None else part for part in (query, key_value))
+        self._launch(
+            rotate_rows,
+            (rows,),
+            (
+                q, q.stride(0), kv, kv.stride(0), step.anchor, self._rope, self._rope.shape[1],
+                arrays.counts, arrays.positions, arrays.owners, arrays.offsets, arrays.lengths, layer,
+            ),
+            ROW_COUNT=CANDIDATES if tail else ROWS,
+            QUERY_HEADS=config.query_heads if query is not None else 0,
+            KV_HEADS=config.kv_heads if key_value is not None else 0,
+            HEAD_WIDTH=config.head_width,
+            QUERY_BLOCK=_power_of_two(config.query_heads),
+            KV_BLOCK=_power_of_two(config.kv_heads),
+            HALF_BLOCK=_power_of_two(config.head_width // 2),
+            num_warps=4,
+        )  # fmt: skip
+
+    def attend(
+        self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """See `Kernels.attend`."""
+        config, arrays = self.config, step.arrays
+        self._launch(
+            attend_tiles,
+            (tile_slots(rows), config.query_heads),
+            (
+                query, query.stride(0), key_value, key_value.stride(0), step.anchor, out, arrays.counts,
+                arrays.tiles, arrays.offsets, arrays.lengths, layer,
+            ),
+            TILE_COUNT=CANDIDATE_TILES if tail else TILES,
+            CAUSAL=config.context_attention == "causal",
+            QUERY_HEADS=config.query_heads,
+            KV_HEADS=config.kv_heads,
+            HEAD_WIDTH=config.head_width,
+            HEAD_BLOCK=max(16, _power_of_two(config.head_width)),
+            PRECISION="ieee",
+            WIDEN=INTERPRETED,
+            TILE_ROWS=TILE_ROWS,
+            TILE_KEYS=TILE_KEYS,
+            num_warps=4,
+            num_stages=2,
+            **self._softmax,
+        )  # fmt: skip
+
+    def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+        """See `Kernels.gate`."""
+        width = self.config.ffn_width
+        block = min(1024, _power_of_two(width))
+        self._launch(
+            gate_rows,
+            (rows, _cdiv(width, block)),
+            (gate_value, out, step.arrays.counts),
+            ROW_COUNT=CANDIDATES if tail else ROWS,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=4,
+        )
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, (n - 1).bit_length())
