@@ -1,0 +1,110 @@
+"""Settings: where values come from, and that a slip is named."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from app.settings import Settings, SettingsProblem, load_settings, names
+
+DIGEST = hashlib.sha256(b"secret").hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("RANKER_"):
+            monkeypatch.delenv(name)
+
+
+def test_flags_beat_the_environment_which_beats_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKER_PORT", "8101")
+    monkeypatch.setenv("RANKER_QUEUE__MAX_CANDIDATES", "77")
+    assert load_settings().port == 8101
+    settings = load_settings(["--port", "8102"])
+    assert (settings.port, settings.queue.max_candidates, settings.host) == (8102, 77, "127.0.0.1")
+
+
+@pytest.mark.parametrize("flag", ["--queue.max-candidates", "--queue.max_candidates"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_flags_are_named_like_the_settings(flag: str, joined: bool) -> None:
+    argv = [f"{flag}=78"] if joined else [flag, "78"]
+    assert load_settings(argv).queue.max_candidates == 78
+
+
+def test_every_name_of_the_environment_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(["--help"])
+    shown = capsys.readouterr().out
+    for name in names():
+        flag = "--" + name.removeprefix("RANKER_").lower().replace("__", ".").replace("_", "-")
+        assert flag in shown
+
+
+def test_the_contracts_names_exist() -> None:
+    wanted = ("CHECKPOINT", "HOST", "PORT", "DEVICE", "DTYPE", "CANDIDATE_POSITIONS")
+    assert {f"RANKER_{name}" for name in wanted} <= set(names())
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("RANKER_PROT", "RANKER_PORT"),
+        ("RANKER_QUEUE__MAX_CANDIDATE", "RANKER_QUEUE__MAX_CANDIDATES"),
+        ("RANKER_QUEUE", "RANKER_QUEUE__MAX_CANDIDATES"),
+        ("RANKER_CACHE_BYTES", "RANKER_CACHE__BYTES"),
+        ("ranker_prot", "RANKER_PORT"),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch, name: str, nearest: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SettingsProblem) as caught:
+        load_settings()
+    assert name in str(caught.value)
+    assert nearest in str(caught.value)
+
+
+def test_names_that_kubernetes_injects_are_explained() -> None:
+    with pytest.raises(SettingsProblem, match="enableServiceLinks"):
+        load_settings(environ={"RANKER_PORT_8000_TCP_ADDR": "10.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANKER_PORT", "none"),
+        ("RANKER_PORT", "70000"),
+        ("RANKER_DEVICE", "tpu"),
+        ("RANKER_DRAIN__DELAY_SECONDS", "-1"),
+        ("RANKER_AUTH__KEYS", '{"feed": "secret"}'),
+        ("RANKER_AUTH__KEYS", f'{{"fe ed": "{DIGEST}"}}'),
+        ("RANKER_AUTH__KEYS", "nonsense"),
+        ("RANKER_ADMIN__PORT", "9"),
+    ],
+)
+def test_a_bad_value_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsProblem) as caught:
+        load_settings()
+    assert name.split("__")[0].removeprefix("RANKER_").lower() in str(caught.value).lower()
+    assert "secret" not in str(caught.value)
+
+
+def test_secrets_are_hidden_in_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKER_AUTH__KEYS", f'{{"feed": "{DIGEST.upper()}"}}')
+    monkeypatch.setenv("RANKER_ADMIN__PORT", "9")
+    monkeypatch.setenv("RANKER_ADMIN__TOKEN_SHA256", DIGEST)
+    settings = load_settings()
+    assert settings.auth.keys["feed"].get_secret_value() == DIGEST
+    assert DIGEST not in str(settings.effective()).lower()
+    assert "feed" in str(settings.effective())
+    assert DIGEST not in repr(settings).lower()
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().port = 1  # type: ignore[misc]
+    assert Settings().checkpoint == Path("weights/demo")
