@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: help install serve test check audit lock clean
+.PHONY: help install serve test bench test-bits check audit lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +44,12 @@ serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path HOST=127
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
+	$(BIN)/python -m loadtest.bench
+
+test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000
+	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000)
 
 check: $(VENV)/.installed ## lint, format, types, import direction
 	$(BIN)/ruff check .

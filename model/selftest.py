@@ -8,7 +8,7 @@ import numpy as np
 
 from model.config import ModelConfig
 from model.engine import Engine, EngineError, Item
-from model.inputs import Scores
+from model.inputs import Candidates, Context, Scores
 from model.synthetic import random_request
 
 CANDIDATE_COUNTS = (1, 7, 63, 100)
@@ -44,7 +44,7 @@ def same_bits(first: Scores, second: Scores) -> bool:
     return all(a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in pairs)
 
 
-def _requests(config: ModelConfig, candidate_counts: Sequence[int]) -> Iterator[tuple]:
+def _requests(config: ModelConfig, candidate_counts: Sequence[int]) -> Iterator[tuple[Context, Candidates]]:
     lengths = np.linspace(0, config.history_length, len(candidate_counts)).astype(int)
     for seed, (history, count) in enumerate(zip(lengths, candidate_counts, strict=True)):
         yield random_request(config, int(history), count, seed)

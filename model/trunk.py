@@ -56,6 +56,10 @@ class Trunk(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
 
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers in order, by their type."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
     def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """hidden `[B, T, D]`, positions int64 `[B, T]`, mask bool `[B, T, T]` (rows see columns); returns `[B, T, D]`."""
         cos, sin = rope_tables(positions, self.config.head_width, self.config.rope_base)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.config import ModelConfig
 from model.layers import rope_tables
 from model.ranker import Ranker
 
@@ -99,7 +98,7 @@ def pack(ranker: Ranker, dtype: torch.dtype) -> Packed:
         return tensor.data_ptr()
 
     packed.layers = (Layer * config.layers)(*_layers(ranker, dtype, keep))
-    outputs = [heads.actions] + ([heads.continuous] if config.continuous_actions else [])
+    outputs: list[Tensor] = [heads.actions] + ([heads.continuous] if config.continuous_actions else [])
     cosines, sines = rope_tables(
         torch.arange(config.candidate_position + config.candidate_length), config.head_width, config.rope_base
     )
@@ -125,11 +124,10 @@ def pack(ranker: Ranker, dtype: torch.dtype) -> Packed:
     return packed
 
 
-def _layers(ranker: Ranker, dtype: torch.dtype, keep: object) -> Iterator[ctypes.Structure]:
-    assert callable(keep)
-    config: ModelConfig = ranker.config
+def _layers(ranker: Ranker, dtype: torch.dtype, keep: Callable[[Tensor], int]) -> Iterator[ctypes.Structure]:
+    config = ranker.config
     width, ffn = round_up(config.width, LANES), round_up(config.ffn_width, 32)
-    for layer in ranker.trunk.layers:
+    for layer in ranker.trunk.decoder_layers():
         norms = (layer.attention_norm, layer.attention_post_norm, layer.ffn_norm, layer.ffn_post_norm)
         weights = (
             panels(torch.cat((layer.query, layer.key, layer.value), 1), width, dtype),

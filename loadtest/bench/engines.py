@@ -1,0 +1,124 @@
+"""Engine rows of the table: ours against the dense eager reference and the bare matrix products, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from loadtest.bench.table import Row
+from loadtest.bench.timing import Figure, alternate, ratio
+from loadtest.bits import run as run_compositions
+from loadtest.bits import small_config
+from loadtest.geometries import GEOMETRIES, in_dtype
+from model.config import ModelConfig
+from model.dense import DenseEngine
+from model.engine import Engine, Item
+from model.native.engine import NativeEngine
+from model.synthetic import random_ranker, random_request
+
+CACHE_BYTES = 2**28
+SPEED_TARGETS = {("mini", 64): (4, 8), ("mini", 512): (9, 12), ("nano", 64): (3, 16), ("nano", 512): (6, 18)}
+
+
+def item_of(config: ModelConfig, candidates: int, history: int | None = None) -> Item:
+    """A request with a full history, or one of the given length."""
+    return Item(*random_request(config, config.history_length if history is None else history, candidates, seed=7))
+
+
+def speed_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
+    """Cold (no cache) and cached forwards of one request against the dense definition, same dtype and threads."""
+    for name in ("mini", "nano"):
+        config = GEOMETRIES[name]
+        ranker = random_ranker(config)
+        cold, cached = NativeEngine(ranker, dtype), NativeEngine(ranker, dtype, cache_bytes=CACHE_BYTES)
+        dense = DenseEngine(in_dtype(random_ranker(config), dtype), dtype)
+        for candidates in (64, 512):
+            item = item_of(config, candidates)
+            sides = {
+                side: _forward(engine, item) for side, engine in (("dense", dense), ("cold", cold), ("cached", cached))
+            }
+            seconds = alternate(sides, rounds, repeats={"cold": 3, "cached": 3})
+            for side, target in zip(("cold", "cached"), SPEED_TARGETS[name, candidates], strict=True):
+                yield Row(
+                    f"{name} C={candidates}, {side}, vs dense eager",
+                    ratio(seconds["dense"], seconds[side]),
+                    "×",
+                    target,
+                    at_least=True,
+                    ours_ms=1e3 * Figure.of(seconds[side]).median,
+                    reference_ms=1e3 * Figure.of(seconds["dense"]).median,
+                )
+
+
+def product_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
+    """The cold forward of nano against its layers' matrix products alone, as torch runs them."""
+    config = GEOMETRIES["nano"]
+    engine = NativeEngine(random_ranker(config), dtype)
+    for candidates in (64, 512):
+        products = bare_products(config, 1 + config.history_length + candidates, dtype)
+        sides = {"ours": _forward(engine, item_of(config, candidates)), "products": products}
+        seconds = alternate(sides, rounds)
+        yield Row(
+            f"nano C={candidates}, cold, vs its layers' bare GEMMs",
+            ratio(seconds["ours"], seconds["products"]),
+            "×",
+            2.0,
+            at_least=False,
+            ours_ms=1e3 * Figure.of(seconds["ours"]).median,
+            reference_ms=1e3 * Figure.of(seconds["products"]).median,
+        )
+
+
+def bare_products(config: ModelConfig, rows: int, dtype: torch.dtype) -> Callable[[], object]:
+    """The products of every layer for that many rows: no attention, no norms, no tokens, nothing pruned."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = config.query_heads * config.head_width, config.kv_heads * config.head_width
+    shapes = (
+        (config.width, queries + 2 * keys),
+        (queries, config.width),
+        (config.width, 2 * config.ffn_width),
+        (config.ffn_width, config.width),
+    )
+    pairs = [
+        (torch.randn(rows, depth, generator=generator).to(dtype), torch.randn(depth, columns, generator=generator).to(dtype))
+        for _ in range(config.layers)
+        for depth, columns in shapes
+    ]  # fmt: skip
+
+    @torch.inference_mode()
+    def run() -> None:
+        for a, b in pairs:
+            a @ b
+
+    return run
+
+
+def growth_row(dtype: torch.dtype, rounds: int) -> Row:
+    """The worst doubling of the time as C doubles from 64 to 2048, mini, cached."""
+    config = GEOMETRIES["mini"]
+    engine = NativeEngine(random_ranker(config), dtype, cache_bytes=CACHE_BYTES)
+    counts = [64 << power for power in range(6)]
+    sides = {str(count): _forward(engine, item_of(config, count)) for count in counts}
+    seconds = alternate(sides, rounds)
+    steps = [ratio(seconds[str(2 * count)], seconds[str(count)]) for count in counts[:-1]]
+    return Row("C doubled, 64 → 2048: worst step", max(steps, key=lambda step: step.median), "×", 2.1, at_least=False)
+
+
+def bits_row(compositions: int) -> Row:
+    """Candidates whose bits change with batch mates, order, parts or cache state."""
+    ranker = random_ranker(small_config())
+    different = 0
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def make(cache_bytes: int, dtype: torch.dtype = dtype) -> Engine:
+            return NativeEngine(ranker, dtype, cache_bytes=cache_bytes)
+
+        different += run_compositions(make, compositions // 2).different
+    return Row(
+        f"candidates with other bits, {compositions} compositions", Figure.of([different]), "", 0, at_least=False
+    )
+
+
+def _forward(engine: Engine, item: Item) -> Callable[[], object]:
+    return lambda: engine.forward([item])

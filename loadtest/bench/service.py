@@ -1,0 +1,112 @@
+"""HTTP rows of the table: what the service adds to a forward, what batching brings, how soon it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from loadtest.bench.table import Row
+from loadtest.bench.timing import Figure, ratio
+from loadtest.generator import ClosedLoop, measured
+from loadtest.http_client import Client, post
+from loadtest.launch import ranking_server
+from loadtest.samples import STAGES, Samples
+from loadtest.target import Target, fit_traffic
+from loadtest.traffic import Traffic, TrafficSettings
+
+Environment = dict[str, str]
+WARM_UP_REQUESTS = 50
+
+
+@contextmanager
+def mini_checkpoint() -> Iterator[Path]:
+    """A checkpoint of the released geometry with small tables, made by the command that users have."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "mini"
+        subprocess.run(
+            [sys.executable, "-m", "weights", "synthetic", "--rows", "5000", "--out", str(path)],
+            check=True,
+            capture_output=True,
+        )
+        yield path
+
+
+def service_rows(dtype: str, seconds: float) -> Iterator[Row]:
+    """Every HTTP row; `seconds` is how long one reading of throughput takes."""
+    environment = {"RANKER_DTYPE": dtype, "RANKER_LOGS__LEVEL": "warning"}
+    with mini_checkpoint() as checkpoint:
+        started = time.perf_counter()
+        with ranking_server(checkpoint=checkpoint, environment=environment) as target:
+            ready = time.perf_counter() - started
+            yield Row("ready after start, kernel cached", Figure.of([ready]), "s", 15, at_least=False)
+            yield overhead_row(target)
+            yield json_row(target)
+        yield batching_row(checkpoint, environment, seconds)
+
+
+def overhead_row(target: Target) -> Row:
+    """Latency at one client minus the server's own forward time, mini, C = 64, median of 400 requests."""
+    samples = _closed(target, _bodies(target, 64, 400), clients=1)
+    extra_ms = 1e3 * samples.service_seconds - samples.stages_ms[:, STAGES.index("forward")]
+    return Row(
+        "HTTP p50 minus forward, mini C=64, one client",
+        Figure.of(extra_ms.tolist()),
+        "ms",
+        1.5,
+        at_least=False,
+        ours_ms=1e3 * float(np.median(samples.service_seconds)),
+        reference_ms=float(np.median(samples.stages_ms[:, STAGES.index("forward")])),
+    )
+
+
+def json_row(target: Target) -> Row:
+    """The server's own parse and serialize time for C = 512 in the column form, checks and features included."""
+    samples = _closed(target, _bodies(target, 512, 200), clients=1)
+    both = samples.stages_ms[:, STAGES.index("parse")] + samples.stages_ms[:, STAGES.index("serialize")]
+    return Row("JSON in and out, C=512", Figure.of(both.tolist()), "ms", 1.5, at_least=False)
+
+
+def batching_row(checkpoint: Path, environment: Environment, seconds: float, rounds: int = 4) -> Row:
+    """Replies a second at 32 clients with batching on, against off: two servers, asked in turns, never at once."""
+    off = {**environment, "RANKER_BATCHING__ENABLED": "false"}
+    with (
+        ranking_server(checkpoint=checkpoint, environment=environment) as batched,
+        ranking_server(checkpoint=checkpoint, environment=off) as single,
+    ):
+        rates: dict[str, list[float]] = {"on": [], "off": []}
+        bodies = _bodies(batched, 64, 4000)
+        for _ in range(rounds):
+            for name, target in (("on", batched), ("off", single)):
+                samples = _closed(target, bodies, clients=32, seconds=seconds)
+                rates[name].append(float((samples.status == 200).sum() / samples.done.max()))
+    gain = ratio(rates["on"], rates["off"])
+    return Row("throughput at 32 clients, mini C=64, vs batching off", gain, "×", 2.0, at_least=True)
+
+
+def _bodies(target: Target, candidates: int, count: int) -> list[bytes]:
+    settings = fit_traffic(TrafficSettings(objects_share=0.0), target.info()).with_fixed_candidates(candidates)
+    return [post(target.host, target.path, request.body) for request in Traffic(settings).take(count)]
+
+
+def _closed(target: Target, payloads: list[bytes], *, clients: int, seconds: float = 60.0) -> Samples:
+    """Samples of a closed loop, its first requests left out. Raises RuntimeError when a reply is not 200."""
+
+    async def go(wanted: list[bytes], limit: float) -> Samples:
+        client = Client(target.host, target.port, max_connections=clients)
+        samples, _ = await measured(ClosedLoop(client, wanted, clients, limit), client)
+        return samples
+
+    run: Callable[[list[bytes], float], Samples] = lambda wanted, limit: asyncio.run(go(wanted, limit))  # noqa: E731
+    run(payloads[:WARM_UP_REQUESTS], 10.0)
+    samples = run(payloads[WARM_UP_REQUESTS:], seconds)
+    if (samples.status != 200).any():
+        raise RuntimeError(f"{int((samples.status != 200).sum())} of {len(samples)} requests failed")
+    return samples

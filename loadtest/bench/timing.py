@@ -1,0 +1,62 @@
+"""Times several sides in turns, so that a machine that slows down slows them all. Knows nothing of what it times."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """The median of several readings and their spread: the 10th and 90th percentile."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, readings: list[float]) -> Figure:
+        """Needs one reading at least."""
+        ordered = sorted(readings)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+
+    def scaled(self, factor: float) -> Figure:
+        """The same in another unit."""
+        return Figure(self.median * factor, self.low * factor, self.high * factor)
+
+
+def alternate(
+    sides: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warm_up: int = 2,
+    repeats: Mapping[str, int] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each side in each round: every round runs every side, `repeats` times over, and keeps the mean.
+
+    Garbage collection is off meanwhile and the first `warm_up` rounds are thrown away.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(rounds + warm_up):
+            for name, side in sides.items():
+                times = (repeats or {}).get(name, 1)
+                start = time.perf_counter()
+                for _ in range(times):
+                    side()
+                if index >= warm_up:
+                    seconds[name].append((time.perf_counter() - start) / times)
+    finally:
+        gc.enable()
+    return seconds
+
+
+def ratio(numerator: list[float], denominator: list[float]) -> Figure:
+    """Round by round, so that what disturbed a round disturbed both of its sides."""
+    return Figure.of([a / b for a, b in zip(numerator, denominator, strict=True)])
