@@ -161,6 +161,7 @@ def peers_command(
     blocks: Annotated[int, typer.Option(help="Blocks a server; their order is rotated.")] = 3,
     candidates: Annotated[int, typer.Option(help="Candidates a request; 0: the model's mix.")] = 64,
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint behind every server.")] = ROOT / "weights" / "demo",
+    dtype: Annotated[str, typer.Option(help="What every trunk computes in: bfloat16 or float32.")] = "bfloat16",
     only: Annotated[str, typer.Option(help="Comma-separated names of servers; all without it.")] = "",
     out: Out = RESULTS / "peers",
 ) -> None:
@@ -169,7 +170,7 @@ def peers_command(
 
     names = [name.strip() for name in only.split(",") if name.strip()]
     try:
-        result = measure_peers(checkpoint, seconds, blocks, candidates, names, console.print)
+        result = measure_peers(checkpoint, seconds, blocks, candidates, names, dtype, console.print)
     except (TargetError, ValueError) as error:
         raise _refusal(error) from error
     _write(out, result)

@@ -1,0 +1,161 @@
+"""What every peer shares: the request as pydantic models, the model behind it, the reply as a dict. No HTTP."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, Field
+
+from model.batch import collate
+from model.create import EngineOptions, create_engine
+from model.engine import Item
+from model.inputs import Candidates, Context, Scores, age_bucket
+from weights.checkpoint import load_checkpoint
+
+PeerEngine = Literal["dense", "auto"]
+
+
+class HistoryColumns(BaseModel):
+    """History as arrays."""
+
+    post_id: list[int] = []
+    author_id: list[int] = []
+    actions: list[list[str]] = []
+    product_surface: list[int] = []
+    dwell_time: list[float] = []
+
+
+class HistoryItem(BaseModel):
+    """One history event."""
+
+    post_id: int
+    author_id: int
+    actions: list[str] = []
+    product_surface: int = 0
+    dwell_time: float = 0.0
+
+
+class CandidateColumns(BaseModel):
+    """Candidates as arrays."""
+
+    post_id: list[int]
+    author_id: list[int]
+    product_surface: list[int]
+    created_at: list[int]
+
+
+class Candidate(BaseModel):
+    """One post to score."""
+
+    post_id: int
+    author_id: int
+    product_surface: int = 0
+    created_at: int = 0
+
+
+class RankBody(BaseModel):
+    """The part of the contract that the traffic model uses."""
+
+    user_id: str
+    history: HistoryColumns | list[HistoryItem] = Field(default_factory=HistoryColumns)
+    candidates: CandidateColumns | list[Candidate]
+    impression_ts: int
+
+
+class PeerModel:
+    """A checkpoint and how to score with it. `dense`: the plain definition, one padded batch; `auto`: this project's engine.
+
+    Settings come from the environment, because each stack starts its own processes: PEER_CHECKPOINT, PEER_ENGINE,
+    PEER_DTYPE, PEER_THREADS.
+    """
+
+    def __init__(self) -> None:
+        checkpoint = load_checkpoint(Path(os.environ["PEER_CHECKPOINT"]))
+        self.manifest = checkpoint.manifest
+        self.config = checkpoint.manifest.config
+        self._ranker = checkpoint.ranker
+        self._dtype: Literal["bfloat16", "float32"] = (
+            "bfloat16" if os.environ["PEER_DTYPE"] == "bfloat16" else "float32"
+        )
+        self._lock = threading.Lock()
+        threads = int(os.environ["PEER_THREADS"])
+        torch.set_num_threads(threads)
+        self._engine = None
+        if os.environ["PEER_ENGINE"] == "auto":
+            options = EngineOptions(device="cpu", dtype=self._dtype, threads=threads, cache_bytes=0)
+            self._engine = create_engine(self._ranker, options)
+            self._engine.warm_up()
+        names = self.manifest.action_names
+        self._columns = {str(index): index for index in range(len(names))} | {name: i for i, name in enumerate(names)}
+        self._weights = np.array([self.manifest.score_weights.get(name, 0.0) for name in names])
+
+    def features(self, body: RankBody) -> tuple[Context, Candidates]:
+        """A request as the model's inputs."""
+        history = body.history
+        if isinstance(history, list):
+            names = HistoryColumns.model_fields
+            history = HistoryColumns(**{name: [getattr(item, name) for item in history] for name in names})
+        candidates = body.candidates
+        if isinstance(candidates, list):
+            names = CandidateColumns.model_fields
+            candidates = CandidateColumns(**{name: [getattr(item, name) for item in candidates] for name in names})
+        actions = np.zeros((len(history.post_id), self.config.actions), np.float32)
+        for row, wanted in enumerate(history.actions):
+            for name in wanted:
+                actions[row, self._columns[name]] = 1.0
+        context = Context(
+            int(body.user_id),
+            np.array(history.post_id, np.uint64),
+            np.array(history.author_id, np.uint64),
+            actions,
+            np.array(history.product_surface, np.int64),
+            np.array(history.dwell_time, np.float32),
+        )
+        return context, Candidates(
+            np.array(candidates.post_id, np.uint64),
+            np.array(candidates.author_id, np.uint64),
+            np.array(candidates.product_surface, np.int64),
+            age_bucket(body.impression_ts, np.array(candidates.created_at, np.int64), self.config),
+        )
+
+    def score(self, requests: Sequence[tuple[Context, Candidates]]) -> list[Scores]:
+        """Scores of a batch, one caller at a time: two forwards at once would only share the same cores."""
+        with self._lock:
+            if self._engine is not None:
+                outcomes = self._engine.forward([Item(context, candidates) for context, candidates in requests])
+                return [outcome.scores for outcome in outcomes]
+            return self._dense(requests)
+
+    @torch.inference_mode()
+    def _dense(self, requests: Sequence[tuple[Context, Candidates]]) -> list[Scores]:
+        batch = collate(requests, self.config, "shared")
+        logits, continuous = self._ranker(batch, getattr(torch, self._dtype))
+        probabilities = torch.sigmoid(logits)
+        return [
+            Scores(*(tensor[row, : len(candidates)].numpy() for tensor in (logits, probabilities, continuous)))
+            for row, (_, candidates) in enumerate(requests)
+        ]
+
+    def reply(self, posts: Sequence[int], scores: Scores) -> dict[str, Any]:
+        """The reply of the contract, less what a stack on its own does not know."""
+        combined = scores.probabilities.astype(np.float64) @ self._weights
+        ranks = np.empty(len(combined), np.int64)
+        ranks[np.argsort(-combined, kind="stable")] = np.arange(1, len(combined) + 1)
+        columns = (posts, combined.tolist(), ranks.tolist(), scores.probabilities.tolist(), scores.continuous.tolist())
+        names = ("post_id", "score", "rank", "probabilities", "continuous")
+        return {
+            "model": {"name": self.manifest.name, "version": self.manifest.version},
+            "actions": list(self.manifest.action_names),
+            "candidates": [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)],
+        }
+
+    def rank(self, body: RankBody) -> dict[str, Any]:
+        """One request from start to end."""
+        context, candidates = self.features(body)
+        return self.reply(candidates.post_ids.tolist(), self.score([(context, candidates)])[0])

@@ -1,0 +1,272 @@
+"""Starts every peer, checks that they score alike, loads them in turns with the same requests, and makes the table."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from loadtest.figures import percentiles_ms
+from loadtest.generator import ClosedLoop, measured
+from loadtest.http_client import Client, post, precise_loop
+from loadtest.launch import free_port, process, ranking_server
+from loadtest.samples import Samples
+from loadtest.target import ROOT, Target, TargetError, machine
+from loadtest.traffic import Traffic, TrafficSettings
+from weights.checkpoint import load_manifest
+
+CLIENTS = 32
+SINGLE_SECONDS = 2.0
+MOST_RPS = 1_500  # bodies are made for this rate; a faster server ends its block early, and is measured as it is
+PROBES = 4
+TOLERANCE = {
+    "float32": 2e-4,
+    "bfloat16": 0.03,
+}  # on probabilities; stacks may batch, and batching moves bf16's last bits
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A row of the table. `command` empty: this project's server with `settings`; otherwise a program that takes a port."""
+
+    name: str
+    engine: str
+    module: str = ""
+    needs: str = ""
+    peer_engine: str = "dense"
+    batch: int = 1
+    settings: tuple[tuple[str, str], ...] = ()
+
+
+PEERS = (
+    Peer("plain FastAPI", "dense reference", "plain"),
+    Peer("LitServe", "dense reference", "lit", "litserve"),
+    Peer("LitServe, batches of 8", "dense reference", "lit", "litserve", batch=8),
+    Peer("BentoML", "dense reference", "bento", "bentoml"),
+    Peer("plain FastAPI + our engine", "ours, no cache", "plain", peer_engine="auto"),
+    Peer("ours, dense engine", "dense reference", settings=(("RANKER_BACKEND", "dense"),)),
+    Peer("ours, batching off", "ours", settings=(("RANKER_BATCHING__ENABLED", "false"),)),
+    Peer("ours, context cache off", "ours, no cache", settings=(("RANKER_CACHE__BYTES", "0"),)),
+    Peer("ours", "ours"),
+)
+
+
+def measure_peers(
+    checkpoint: Path,
+    seconds: float,
+    blocks: int,
+    candidates: int,
+    only: Sequence[str],
+    dtype: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The table as plain JSON values. Every server sees the same bodies in the same order, in blocks whose order rotates.
+
+    Raises TargetError where a server does not start, does not answer, or scores otherwise than the first.
+    """
+    peers = _chosen(only, say)
+    threads = os.cpu_count() or 1
+    window = load_manifest(checkpoint).config.history_length
+    loads: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
+    with ExitStack() as stack:
+        targets = {}
+        for peer in peers:
+            say(f"starting {peer.name}")
+            targets[peer.name] = stack.enter_context(_server(peer, checkpoint, dtype, threads))
+        largest = _check_alike(targets, candidates, window, TOLERANCE[dtype])
+        say(f"all score alike: probabilities differ by at most {largest:.2g}")
+        for block in range(blocks):
+            bodies = _bodies(block + 2, candidates, window, int((seconds + SINGLE_SECONDS) * MOST_RPS))
+            for place in range(len(peers)):
+                peer = peers[(place + block) % len(peers)]
+                loads[peer.name].append(_block(targets[peer.name], bodies, seconds))
+                say(f"block {block + 1}/{blocks}  {peer.name:28s} {_brief(loads[peer.name][-1])}")
+    rows = _rows(peers, loads)
+    return {
+        "format": 1,
+        "kind": "peers",
+        "machine": machine(),
+        "settings": {
+            "checkpoint": str(checkpoint), "dtype": dtype, "threads": threads, "seconds": seconds, "blocks": blocks,
+            "candidates": candidates, "clients": CLIENTS, "versions": _versions(),
+        },
+        "rows": rows,
+        "largest_difference": largest,
+        "verdict": _verdict(rows),
+        "markdown": _markdown(rows, dtype, threads, candidates),
+    }  # fmt: skip
+
+
+def _chosen(only: Sequence[str], say: Callable[[str], None]) -> list[Peer]:
+    unknown = set(only) - {peer.name for peer in PEERS}
+    if unknown:
+        raise ValueError(
+            f"no such peer: {', '.join(sorted(unknown))}; there are: {', '.join(peer.name for peer in PEERS)}"
+        )
+    peers = [peer for peer in PEERS if not only or peer.name in only]
+    missing = [peer for peer in peers if peer.needs and importlib.util.find_spec(peer.needs) is None]
+    for peer in missing:
+        say(f"left out: {peer.name} ({peer.needs} is not installed; `make peers` installs it)")
+    return [peer for peer in peers if peer not in missing]
+
+
+def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Any:
+    """A context manager that gives the Target."""
+    if not peer.module:
+        settings = {
+            "RANKER_DTYPE": dtype,
+            "RANKER_THREADS": str(threads),
+            "RANKER_DEVICE": "cpu",
+            **dict(peer.settings),
+        }
+        return ranking_server(checkpoint=checkpoint, environment=settings)
+    port = free_port()
+    environment = {
+        "PEER_CHECKPOINT": str(checkpoint.resolve()), "PEER_DTYPE": dtype, "PEER_THREADS": str(threads),
+        "PEER_ENGINE": peer.peer_engine, "PEER_BATCH": str(peer.batch), "BENTOML_DO_NOT_TRACK": "true",
+        "BENTOML_HOME": str(ROOT / ".cache" / "bentoml"),
+    }  # fmt: skip
+    command = [sys.executable, "-m", f"loadtest.peers.{peer.module}", str(port)]
+    ready = {"plain": "/ready", "lit": "/health", "bento": "/readyz"}[peer.module]
+    if peer.module == "bento":
+        command = [sys.executable, "-m", "bentoml", "serve", "loadtest.peers.bento:Ranker", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--working-dir", str(ROOT)]
+    return _Started(command, environment, port, ready)
+
+
+class _Started:
+    """`launch.process` that gives a Target instead of the process."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], port: int, ready: str) -> None:
+        self._process = process(command, environment, root=ROOT, port=port, ready_path=ready)
+        self._target = Target("127.0.0.1", port)
+
+    def __enter__(self) -> Target:
+        self._process.__enter__()
+        return self._target
+
+    def __exit__(self, *error: object) -> None:
+        self._process.__exit__(None, None, None)
+
+
+def _bodies(seed: int, candidates: int, window: int, count: int) -> list[bytes]:
+    settings = TrafficSettings(seed=seed, history_window=window)
+    traffic = Traffic(settings.with_fixed_candidates(candidates) if candidates else settings)
+    return [request.body for request in traffic.take(count)]
+
+
+def _check_alike(targets: dict[str, Target], candidates: int, window: int, tolerance: float) -> float:
+    """The largest difference of a probability between any server and the first; a table of different models would be void."""
+    reference: list[np.ndarray[Any, Any]] = []
+    largest = 0.0
+    for name, target in targets.items():
+        for index, body in enumerate(_bodies(1, candidates, window, PROBES)):
+            reply = httpx.post(
+                f"{target.origin}/rank", content=body, headers={"Content-Type": "application/json"}, timeout=60
+            )
+            if reply.status_code != 200:
+                raise TargetError(f"{name} answers {reply.status_code}: {reply.text[:300]}")
+            found = np.array([candidate["probabilities"] for candidate in reply.json()["candidates"]])
+            if len(reference) <= index:
+                reference.append(found)
+            largest = max(largest, float(np.abs(found - reference[index]).max()))
+            if largest > tolerance:
+                raise TargetError(f"{name} scores otherwise than {next(iter(targets))}: by up to {largest:.3g}")
+    return largest
+
+
+def _block(target: Target, bodies: list[bytes], seconds: float) -> dict[str, float]:
+    """First 32 clients, then one, on bodies that this server has not seen."""
+    payloads = [post(f"{target.host}:{target.port}", target.path, body) for body in bodies]
+    many = _closed(target, payloads, CLIENTS, seconds)
+    one = _closed(target, payloads[4 * CLIENTS + len(many) :], 1, SINGLE_SECONDS)
+    ok = many.where(many.status == 200)
+    latency, alone = percentiles_ms(ok.service_seconds), percentiles_ms(one.service_seconds[one.status == 200])
+    return {
+        "throughput_rps": len(ok) / float(many.done.max()),
+        "p50_ms": latency.get("p50", float("nan")),
+        "p99_ms": latency.get("p99", float("nan")),
+        "single_p50_ms": alone.get("p50", float("nan")),
+        "failed": float((many.status != 200).sum() + (one.status != 200).sum()),
+    }
+
+
+def _closed(target: Target, payloads: list[bytes], clients: int, seconds: float) -> Samples:
+    async def run() -> Samples:
+        client = Client(target.host, target.port, timeout_seconds=30)
+        try:
+            await measured(ClosedLoop(client, payloads[: 4 * clients], clients, 1.0), client)  # warm-up
+            return (await measured(ClosedLoop(client, payloads[4 * clients :], clients, seconds), client))[0]
+        finally:
+            await client.close()
+
+    with asyncio.Runner(loop_factory=precise_loop) as runner:
+        return runner.run(run())
+
+
+def _rows(peers: list[Peer], loads: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    rows = []
+    first = float(np.median([block["throughput_rps"] for block in loads[peers[0].name]]))
+    for peer in peers:
+        blocks = loads[peer.name]
+        row: dict[str, Any] = {"name": peer.name, "engine": peer.engine, "ours": not peer.module}
+        for key in ("throughput_rps", "p50_ms", "p99_ms", "single_p50_ms"):
+            row[key] = float(np.median([block[key] for block in blocks]))
+        rates = [block["throughput_rps"] for block in blocks]
+        row["throughput_spread_rps"] = (max(rates) - min(rates)) / 2
+        row["failed"] = int(sum(block["failed"] for block in blocks))
+        row["ratio"] = row["throughput_rps"] / first
+        rows.append(row)
+    return rows
+
+
+def _brief(block: dict[str, float]) -> str:
+    return f"{block['throughput_rps']:7.1f}/s  p50 {block['p50_ms']:7.1f} ms  alone {block['single_p50_ms']:6.2f} ms"
+
+
+def _verdict(rows: list[dict[str, Any]]) -> str:
+    fastest, first = max(rows, key=lambda row: float(row["throughput_rps"])), rows[0]
+    return (
+        f"{fastest['name']}: {fastest['throughput_rps']:.0f} requests / s at {CLIENTS} clients, "
+        f"{fastest['ratio']:.1f} times {first['name']}."
+    )
+
+
+def _markdown(rows: list[dict[str, Any]], dtype: str, threads: int, candidates: int) -> str:
+    where = machine()
+    lines = [
+        "# Peers",
+        "",
+        f"{where['cpu']}, {where['cores']} cores, {threads} threads, {dtype}, {candidates or 'mixed'} candidates a request, "
+        f"commit {where['commit']}, {where['at']}, load average {where['load_average_1m']} at the end.",
+        "",
+        f"| server | model | requests / s, {CLIENTS} clients | ± | p50 ms | p99 ms | p50 ms, 1 client | × first | failed |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {row['name']} | {row['engine']} | {row['throughput_rps']:.0f} | {row['throughput_spread_rps']:.0f} | {row['p50_ms']:.1f} "
+        f"| {row['p99_ms']:.1f} | {row['single_p50_ms']:.2f} | {row['ratio']:.2f} | {row['failed']} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    names = ("fastapi", "uvicorn", "litserve", "bentoml", "torch")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
