@@ -48,7 +48,7 @@ def load_checkpoint(path: str | Path, progress: Progress | None = None) -> Check
             manifest = read_manifest(directory)
             ranker = ranker_for(manifest)
             tensors = read_tensors(directory, manifest, progress)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, MemoryError) as error:
         raise _refusal(path, error) from error
     ranker.load_state_dict(tensors, assign=True)
     return Checkpoint(path, manifest, ranker.requires_grad_(False).eval())
@@ -67,7 +67,7 @@ def load_manifest(path: str | Path) -> Manifest:
 def _refusal(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return CheckpointError(f"Checkpoint {path} is refused: {error}.")
-    reason = getattr(error, "strerror", None) or str(error)
+    reason = getattr(error, "strerror", None) or str(error) or "not enough memory"
     return CheckpointError(f"Checkpoint {path} cannot be read: {reason}.")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weights.errors import CheckpointError
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 2**20
 _MAX_DIRECTORY_BYTES = 4 * 2**20  # about 40 000 members
 _MAX_HEADER_BYTES = 10_000
 _MAX_RATIO = 250  # weights barely compress; 1000 is what a bomb of zeros reaches
@@ -80,7 +80,7 @@ class NpzFile:
         return self._open(name)[0].shape
 
     def read(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The elements of array `name` in C order, float32, flat, in parts of at most 8 MiB.
+        """The elements of array `name` in C order, float32, flat, in parts of at most 1 MiB.
 
         Raises CheckpointError before reading when the array has another shape, and on a short or corrupt member.
         """

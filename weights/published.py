@@ -84,7 +84,7 @@ class PublishedRanker:
         self._stack.close()
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """The float32 elements of tensor `name` in order, at most 8 MiB at a time."""
+        """The float32 elements of tensor `name` in order, at most 1 MiB at a time."""
         archive = self._tables if is_table(name) else self._params
         for chunk in archive.read(published_name(name), self.shapes[name]):
             if not is_finite(chunk):

@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint directory and checks each: what is hashed is what is used. Builds no model."""
+"""Reads the files of a checkpoint directory and checks each while it stays open. Builds no model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from torch import Tensor
@@ -37,9 +38,10 @@ def open_directory(path: Path) -> Iterator[int]:
 
 def read_manifest(directory: int) -> Manifest:
     """`manifest.json` of an open directory, checked in itself. Raises CheckpointError."""
-    with _open_file(directory, MANIFEST_NAME) as descriptor:
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            raw = file.read(MAX_MANIFEST_BYTES + 1)
+    with _open_file(directory, MANIFEST_NAME) as file:
+        raw = b""
+        while len(raw) <= MAX_MANIFEST_BYTES and (part := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
+            raw += part
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
         try:
@@ -113,31 +115,42 @@ def check_finite(spoiled: str | None) -> None:
 
 def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[[int], None]) -> dict[str, Tensor]:
     listed = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
-    with _open_file(directory, name) as descriptor:
-        before = _settled(descriptor)
+    with _open_file(directory, name) as file:
+        before = _settled(file)
         check_length(before.st_size, manifest.files[name])
-        buffer = _buffer(descriptor, before.st_size, mapped=all(map(is_table, listed)))
-        stored = read_header(buffer)
+        header, stored = read_header(file, before.st_size)
         check_stored(stored, listed)
-        digest, spoiled = scan(buffer, stored, advance)
-        check_unchanged(before, os.fstat(descriptor))
+        params = None if all(map(is_table, listed)) else bytearray(before.st_size)
+        digest, spoiled = scan(file, header, stored, params, advance)
+        buffer: Buffer = params or _map(file, before.st_size)
+        check_unchanged(before, os.fstat(file.fileno()))
     check_digest(digest, manifest.files[name])
     check_finite(spoiled)
     return {key: tensor.view(buffer) for key, tensor in stored.items()}
 
 
-def _settled(descriptor: int) -> os.stat_result:
+def _map(file: FileIO, length: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(
+            file.fileno(), length, access=mmap.ACCESS_COPY
+        )  # private: a stray write never reaches the file
+    except ValueError as error:
+        raise CheckpointError("became shorter while it was being read") from error
+
+
+def _settled(file: FileIO) -> os.stat_result:
     """The file's status, once its times are old enough that a later write must change them: clocks of files are coarse."""
-    status = os.fstat(descriptor)
+    status = os.fstat(file.fileno())
     age_seconds = time.time() - status.st_ctime
     if 0 <= age_seconds < _CLOCK_STEP_SECONDS:
         time.sleep(_CLOCK_STEP_SECONDS - age_seconds)
-        status = os.fstat(descriptor)
+        status = os.fstat(file.fileno())
     return status
 
 
 @contextmanager
-def _open_file(directory: int, name: str) -> Iterator[int]:
+def _open_file(directory: int, name: str) -> Iterator[FileIO]:
+    """A regular file of the directory, unbuffered; links are not followed. Raises CheckpointError."""
     # O_NONBLOCK: opening a pipe that somebody put there must not hang
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -149,22 +162,8 @@ def _open_file(directory: int, name: str) -> Iterator[int]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(f"{name} is not a regular file")
-        yield descriptor
-    finally:
+    except BaseException:
         os.close(descriptor)
-
-
-def _buffer(descriptor: int, length: int, *, mapped: bool) -> Buffer:
-    if not length:
-        raise CheckpointError("is empty")
-    if mapped:
-        return mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY)  # private: a stray write never reaches the file
-    buffer = bytearray(length)
-    place = 0
-    with os.fdopen(os.dup(descriptor), "rb", buffering=0) as file:
-        while place < length:
-            count = file.readinto(memoryview(buffer)[place:])
-            if not count:
-                raise CheckpointError("became shorter while it was being read")
-            place += count
-    return buffer
+        raise
+    with FileIO(descriptor) as file:
+        yield file

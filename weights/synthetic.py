@@ -20,7 +20,7 @@ from model.ranker import Ranker
 from weights.layout import expected_shapes, is_table
 from weights.published import CONFIG_FILE, PARAMS_FILE, TABLES_FILE, published_name
 
-_CHUNK_ELEMENTS = 2 * 2**20
+_CHUNK_ELEMENTS = 2**18
 _MODULUS = 2**61 - 1
 
 

@@ -1,7 +1,8 @@
-"""Safetensors files, read where they lie and written as a stream. Knows nothing of manifests or models.
+"""Safetensors files, read as one open file and written as a stream. Knows nothing of manifests or models.
 
-The library's own reader maps a path and copies out of it; here the bytes that are hashed, checked and served are one open
-file, so that nothing can change between check and use. Layout: header length (uint64, little-endian), JSON header, data.
+The library's own reader opens a path by itself and checks no content; here one open file is hashed, checked and then mapped,
+and a file that shrinks meanwhile is an error instead of a fatal signal. Layout: header length (uint64, little-endian), JSON
+header, data.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +26,7 @@ from weights.manifest import FileEntry, check_keys, parse_json_object
 
 Buffer = Any  # an mmap or a bytearray, writable as torch wants it; the stubs have no common name for both
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 2**20  # read, hashed and checked while it is in the processor's cache
 _ALIGNMENT_BYTES = 64  # data starts on a cache line, so a table row never straddles one more than it must
 _MAX_HEADER_BYTES = 16 * 2**20
 _STORED = {"F32": "float32", "BF16": "bfloat16"}
@@ -56,26 +58,33 @@ class StoredTensor:
         return flat.view(self.shape)
 
 
-def read_header(buffer: Buffer) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, in order of their data. Raises CheckpointError when they do not tile the file."""
-    if len(buffer) < 8:
-        raise CheckpointError(f"is {len(buffer)} bytes long, too short for a safetensors file")
-    data = 8 + int.from_bytes(buffer[:8], "little")
-    if data > min(len(buffer), _MAX_HEADER_BYTES):
+def read_header(file: FileIO, file_bytes: int) -> tuple[bytes, dict[str, StoredTensor]]:
+    """The raw header and the tensors of a safetensors file, in order of their data; the file then stands at its data.
+
+    Raises CheckpointError when the tensors do not tile all of the file's `file_bytes`.
+    """
+    if file_bytes < 8:
+        raise CheckpointError(f"is {file_bytes} bytes long, too short for a safetensors file")
+    prefix = bytearray(8)
+    _fill(file, prefix)
+    length = int.from_bytes(prefix, "little")
+    if length > min(file_bytes - 8, _MAX_HEADER_BYTES):
         raise CheckpointError("is no safetensors file: its header would be longer than the file, or than 16 MiB")
-    entries = parse_json_object(bytes(buffer[8:data]))
+    text = bytearray(length)
+    _fill(file, text)
+    entries = parse_json_object(bytes(text))
     entries.pop("__metadata__", None)
     tensors = [(name, *_entry(name, item)) for name, item in entries.items()]
     tensors.sort(key=lambda tensor: tensor[3])
-    stored, place = {}, data
+    stored, place = {}, 0
     for name, dtype, shape, start, stop in tensors:
-        stored[name] = StoredTensor(dtype, shape, data + start)
-        if data + start != place or stop - start != stored[name].bytes:
+        stored[name] = StoredTensor(dtype, shape, 8 + length + start)
+        if start != place or stop - start != stored[name].bytes:
             raise CheckpointError(f"has a hole or an overlap at tensor {name[:100]}")
-        place = data + stop
-    if place != len(buffer):
-        raise CheckpointError(f"is {len(buffer)} bytes long, but its tensors end at {place}")
-    return stored
+        place = stop
+    if 8 + length + place != file_bytes:
+        raise CheckpointError(f"is {file_bytes} bytes long, but its tensors end at {8 + length + place}")
+    return bytes(prefix + text), stored
 
 
 def _entry(name: str, item: Any) -> tuple[str, tuple[int, ...], int, int]:
@@ -90,21 +99,41 @@ def _entry(name: str, item: Any) -> tuple[str, tuple[int, ...], int, int]:
     return _STORED[item["dtype"]], tuple(item["shape"]), item["data_offsets"][0], item["data_offsets"][1]
 
 
-def scan(buffer: Buffer, tensors: Mapping[str, StoredTensor], advance: Callable[[int], None]) -> tuple[str, str | None]:
-    """One pass over all bytes: the SHA-256 in hex, and the name of the first tensor with a NaN or an infinity.
+def scan(
+    file: FileIO,
+    header: bytes,
+    tensors: Mapping[str, StoredTensor],
+    keep: bytearray | None,
+    advance: Callable[[int], None],
+) -> tuple[str, str | None]:
+    """One pass over a file that stands at its data: the SHA-256 in hex, and the first tensor with a NaN or an infinity.
 
-    `tensors` must be what `read_header` found, so that header and tensors cover every byte. `advance` hears bytes done.
+    `header` and `tensors` must be what `read_header` gave. The data stays in `keep`, at its place in the file, where that is
+    given. `advance` hears of bytes done. Raises CheckpointError when the file ends early.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(header)
+    scratch = memoryview(bytearray(0 if keep else CHUNK_BYTES))
     spoiled = None
-    header = memoryview(buffer)[: min((tensor.start for tensor in tensors.values()), default=len(buffer))]
-    digest.update(header)
     for name, tensor in tensors.items():
-        for chunk in tensor.view(buffer).view(-1).split(CHUNK_BYTES // _ITEM_BYTES[tensor.dtype]):
-            digest.update(raw_bytes(chunk))  # large updates release the interpreter lock, so files run side by side
-            spoiled = spoiled if is_finite(chunk) else spoiled or name
-            advance(len(raw_bytes(chunk)))
+        for place in range(0, tensor.bytes, CHUNK_BYTES):
+            count = min(CHUNK_BYTES, tensor.bytes - place)
+            start = tensor.start + place
+            chunk = memoryview(keep)[start : start + count] if keep else scratch[:count]
+            _fill(file, chunk)
+            digest.update(chunk)  # releases the interpreter lock, so files run side by side
+            if spoiled is None and not is_finite(torch.frombuffer(chunk, dtype=_TORCH[tensor.dtype])):
+                spoiled = name
+            advance(count)
     return digest.hexdigest(), spoiled
+
+
+def _fill(file: FileIO, buffer: bytearray | memoryview) -> None:
+    place, whole = 0, memoryview(buffer)
+    while place < len(whole):
+        count = file.readinto(whole[place:])
+        if not count:
+            raise CheckpointError("became shorter while it was being read")
+        place += count
 
 
 def is_finite(values: Tensor) -> bool:

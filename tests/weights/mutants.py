@@ -257,3 +257,10 @@ def make_changed_while_reading(path: Path, rng: random.Random, _other: Path) -> 
             handle.write(np.float32(rng.random()).tobytes())
 
     return write
+
+
+def make_truncated_while_reading(path: Path, rng: random.Random, _other: Path) -> Callable[[], None]:
+    """With a mapped file this would be a fatal signal instead of a refusal."""
+    file = _tensor_file(path, rng)
+    length = rng.randrange(file.stat().st_size)
+    return lambda: os.truncate(file, length)

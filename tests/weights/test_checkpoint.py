@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -203,6 +204,19 @@ def test_a_write_to_the_loaded_tables_does_not_reach_the_file(small: Path) -> No
     ranker = load_checkpoint(small).ranker
     ranker.tables.user.zero_()
     assert load_checkpoint(small).ranker.tables.user.abs().max() > 0
+
+
+def test_tables_are_mapped_while_the_ranker_lives(small: Path) -> None:
+    tables = {str(file) for file in small.glob("tables.*")}
+
+    def mapped() -> set[str]:
+        return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()} & tables
+
+    ranker = load_checkpoint(small).ranker
+    assert mapped() == tables
+    del ranker
+    gc.collect()
+    assert mapped() == set()
 
 
 def test_progress_reaches_all_bytes(small: Path) -> None:

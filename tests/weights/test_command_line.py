@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -101,10 +101,12 @@ def test_synthetic_in_both_layouts(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_it_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "weights", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert "python -m weights" in result.stdout
+def test_it_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["weights", "--help"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("weights", run_name="__main__")
+    assert left.value.code == 0
+    assert "python -m weights" in capsys.readouterr().out
 
 
 def test_a_directory_gives_a_usable_name(tmp_path: Path) -> None:
