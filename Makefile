@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: help install serve test bench test-bits check audit lock clean
+.PHONY: help install serve test bench load load-open load-search load-report load-compare peers test-bits check audit lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -50,6 +50,37 @@ bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
 
 test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000)
+
+# Load tests: a server has to run (make serve), or URL=start starts one for the time being. More options: ARGS='--help'.
+URL ?= http://$(HOST):$(PORT)
+LOCUST = $(BIN)/python -m locust -f loadtest/locustfile.py --host $(URL) --users $(or $(USERS),24) --spawn-rate $(or $(SPAWN),4)
+RESULTS := loadtest/results
+
+load: $(VENV)/.installed ## locust's page on port 8089, or HEADLESS=1: USERS=24 SHAPE=ramp|spike|soak SECONDS=60
+	@mkdir -p $(RESULTS)/locust
+	$(LOCUST) --shape $(or $(SHAPE),steady) $(if $(HEADLESS),--headless --only-summary --run-time $(or $(SECONDS),60)s \
+	  --csv $(RESULTS)/locust/run --html $(RESULTS)/locust/report.html,$(if $(SECONDS),--run-time $(SECONDS)s)) $(ARGS)
+
+load-open: $(VENV)/.installed ## open loop at RATE=100 for SECONDS=30, with a report
+	$(BIN)/python -m loadtest open --url $(URL) --rate $(or $(RATE),100) --seconds $(or $(SECONDS),30) $(ARGS)
+
+load-search: $(VENV)/.installed ## the highest rate at which 99 % are answered within 50 ms
+	$(BIN)/python -m loadtest search --url $(URL) $(ARGS)
+
+load-report: $(VENV)/.installed ## the report of a stored run again: RUN=loadtest/results/open
+	$(BIN)/python -m loadtest report $(or $(RUN),$(RESULTS)/open)
+
+load-compare: $(VENV)/.installed ## two commits, servers or stored runs, in turns: A=HEAD~1 B=.
+	$(BIN)/python -m loadtest compare $(or $(A),HEAD) $(or $(B),.) --checkpoint "$(CHECKPOINT)" $(ARGS)
+
+.cache/peers/.installed: loadtest/peers/requirements.txt pyproject.toml $(LOCK) | $(BIN)/python
+	$(BIN)/python -m venv .cache/peers
+	.cache/peers/bin/python -m pip install --quiet --no-input $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(LOCK) -e '.[load]'
+	.cache/peers/bin/python -m pip install --quiet --no-input -r loadtest/peers/requirements.txt
+	@touch $@
+
+peers: .cache/peers/.installed ## the same traffic and model behind FastAPI alone, LitServe and BentoML
+	.cache/peers/bin/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
 
 check: $(VENV)/.installed ## lint, format, types, import direction
 	$(BIN)/ruff check .

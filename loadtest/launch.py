@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -55,18 +56,23 @@ def process(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RANKER_")}
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            list(command), cwd=root, env={**inherited, "PYTHONPATH": str(root), **environment}, stdout=log, stderr=log
+            list(command),
+            cwd=root,
+            env={**inherited, "PYTHONPATH": str(root), **environment},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a group of its own: some stacks leave their workers behind
         )
         try:
             _wait_ready(server, f"http://127.0.0.1:{port}{ready_path}", log.fileno())
             yield server
         finally:
             server.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 server.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            with suppress(ProcessLookupError):  # usually nobody is left
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def _wait_ready(server: subprocess.Popen[bytes], url: str, log: int) -> None:
