@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -14,23 +12,13 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from app.wire import has_unread, refusal_reply, without_upgrade
+
 MAX_HEADERS = 100
 MAX_PIPELINED = 16
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 LINGER_SECONDS = 2.0  # how long a refused client may go on sending before it is cut off
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
-
-REFUSALS = {  # status, code, title, sentence
-    "bad_request": (400, b"bad_request", b"Bad Request", b"The request breaks the rules of HTTP/1.1."),
-    "slow": (408, b"request_timeout", b"Request Timeout", b"The request did not arrive in time."),
-    "headers": (
-        431,
-        b"headers_too_large",
-        b"Request Header Fields Too Large",
-        b"The headers are longer than the limit.",
-    ),
-    "version": (505, b"http_version", b"HTTP Version Not Supported", b"This server speaks HTTP/1.1 and HTTP/1.0."),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +70,8 @@ class StrictProtocol(HttpToolsProtocol):
         self.ending = False  # no further request is taken; closes when nothing is owed
         self.begun = 0.0
         self.idle_since = self.loop.time()
-        self.header_bytes = 0
+        self.header_bytes = 0  # received while the headers were not complete
+        self.field_bytes = 0  # of the request's own header fields; one read may hold its body as well
         self.headers_seen = 0
         self.deadline: asyncio.TimerHandle | None = None
         self.write_deadline: asyncio.TimerHandle | None = None
@@ -111,8 +100,8 @@ class StrictProtocol(HttpToolsProtocol):
             self.header_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._end_when_paid()  # an upgrade is declined by not upgrading; llhttp parses nothing after it
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse()
         else:
@@ -132,7 +121,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._count_header(len(self.url))
+        self._count_header(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_header(len(name) + len(value))
@@ -141,6 +130,8 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._check_headers()
+        if self.parser.should_upgrade():
+            return  # llhttp would take the body for another protocol: see `_decline`
         super().on_headers_complete()
         self.in_headers = False
         self.cycle.transport = cast(asyncio.Transport, _OneReply(self, self.transport))
@@ -150,8 +141,11 @@ class StrictProtocol(HttpToolsProtocol):
         self._arm(max(self.begun + self.limits.body_seconds, self.loop.time() + LEAST_BODY_SECONDS))
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
-        self.reading, self.in_headers, self.header_bytes, self.headers_seen = False, True, 0, 0
+        self.reading, self.in_headers = False, True
+        self.header_bytes = self.field_bytes = self.headers_seen = 0
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
@@ -182,6 +176,14 @@ class StrictProtocol(HttpToolsProtocol):
 
     # ends
 
+    def _decline(self, rest: bytes) -> None:
+        """An upgrade may be declined by answering in HTTP/1.1: parse the same request again, asking for none."""
+        parser = self.parser
+        head = without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        self.headers_seen = self.header_bytes = self.field_bytes = 0
+        self.data_received(head + rest)
+
     def shutdown(self) -> None:
         """End the connection as soon as nothing is owed on it."""
         if self.reading and self.in_headers:
@@ -195,7 +197,7 @@ class StrictProtocol(HttpToolsProtocol):
         if self.reading or self.owed or self.transport.is_closing():
             return
         left = self.idle_since + GRACE_SECONDS - self.loop.time()
-        if left > 0 or _has_unread(self.transport):
+        if left > 0 or has_unread(self.transport):
             self.loop.call_later(max(left, GRACE_SECONDS / 100), self._end_if_silent)
         else:
             self.transport.close()
@@ -214,7 +216,6 @@ class StrictProtocol(HttpToolsProtocol):
 
     def _begin(self) -> None:
         self.begun = self.loop.time()
-        self.headers_seen = 0
         self._arm(self.begun + self.limits.header_seconds)
 
     def _arm(self, when: float) -> None:
@@ -232,8 +233,8 @@ class StrictProtocol(HttpToolsProtocol):
 
     def _count_header(self, length: int) -> None:
         self.headers_seen += 1
-        self.header_bytes += 0 if self.in_headers else length
-        if length > self.limits.max_header_bytes or self.header_bytes > self.limits.max_header_bytes:
+        self.field_bytes += length
+        if self.field_bytes > self.limits.max_header_bytes:
             self._stop("headers")
         if self.headers_seen > MAX_HEADERS:
             self._stop("headers")
@@ -276,7 +277,7 @@ class StrictProtocol(HttpToolsProtocol):
             self._end_when_paid()
             return
         self.observer.closed(self.refusal)
-        self.transport.write(_refusal_reply(self.refusal))
+        self.transport.write(refusal_reply(self.refusal))
         self._linger()
 
     def _end_when_paid(self) -> None:
@@ -314,26 +315,3 @@ class _OneReply:
         self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = protocol.finish
-
-
-def _has_unread(transport: asyncio.Transport) -> bool:
-    """Whether bytes have arrived that the loop has not read yet."""
-    try:
-        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as same:
-            return bool(same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except OSError:
-        return False
-
-
-def _refusal_reply(refusal: str) -> bytes:
-    status, code, title, sentence = REFUSALS[refusal]
-    body = b'{"type":"about:blank","title":"%b","status":%d,"code":"%b","detail":"%b"}' % (
-        title,
-        status,
-        code,
-        sentence,
-    )
-    return (
-        b"HTTP/1.1 %d %b\r\ncontent-type: application/problem+json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-        % (status, title, len(body), body)
-    )

@@ -1,0 +1,187 @@
+"""Servers to break: the whole application over real sockets, in a thread with a fake engine, or as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from app import logs
+from app.factory import create_app
+from app.loading import policies
+from app.metrics import Metrics
+from app.server import RankingServer
+from app.service import RankingService
+from app.settings import Settings
+from tests.app.fakes import loader
+
+ROOT = Path(__file__).parents[2]
+JSON = "content-type: application/json\r\n"
+
+
+@dataclass
+class Live:
+    """A server in a thread of this process."""
+
+    port: int
+    service: RankingService
+    server: RankingServer
+    loop: asyncio.AbstractEventLoop
+
+    def call(self, work: Any) -> Any:
+        """Run a coroutine in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+
+
+@contextmanager
+def live(engine: Any, **settings: Any) -> Iterator[Live]:
+    """Serve a fake engine on a free port until the block ends."""
+    values = {"port": 0, "drain": {"delay_seconds": 0.0, "timeout_seconds": 5.0}, "logs": {"level": "error"}}
+    chosen = Settings(**{**values, **settings})
+    logs.configure(chosen.logs)
+    service = RankingService(loader(engine), policies(chosen), Metrics())
+    server = RankingServer(create_app(chosen, service), chosen)
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(server.serve())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started and service.health().ready)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Live(port, service, server, loop)
+    finally:
+        loop.call_soon_threadsafe(server.drain)
+        thread.join(15)
+        structlog.reset_defaults()
+        assert not thread.is_alive(), "the server did not stop"
+
+
+@dataclass
+class Process:
+    """A server in a process of its own; `lines` are its log."""
+
+    popen: subprocess.Popen[str]
+    port: int = 0
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Log lines of one kind."""
+        return [line for line in self.lines if line.get("event") == name]
+
+
+@contextmanager
+def process(arguments: Sequence[str] = ("-m", "app"), **environ: str) -> Iterator[Process]:
+    """`python ARGUMENTS` with these RANKER_ settings, once it listens; killed at the end if it has not ended itself."""
+    chosen = {f"RANKER_{name.upper()}": value for name, value in environ.items()}
+    defaults = {"RANKER_PORT": "0", "RANKER_LOGS__FORMAT": "json", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    popen = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **defaults, **chosen},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    found = Process(popen)
+    reader = threading.Thread(target=_read, args=(found,), daemon=True)
+    reader.start()
+    try:
+        wait_until(lambda: found.events("listening") or popen.poll() is not None, 30)
+        found.port = found.events("listening")[0]["port"] if popen.poll() is None else 0
+        yield found
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+        popen.wait(10)
+        reader.join(5)
+
+
+def _read(found: Process) -> None:
+    assert found.popen.stderr is not None
+    for line in found.popen.stderr:
+        try:
+            found.lines.append(json.loads(line))
+        except ValueError:
+            found.lines.append({"event": "text", "text": line})
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    """Return as soon as the condition holds; raise when it does not within the time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError("the condition never held")
+        time.sleep(0.005)
+
+
+def body_of(user: int, candidates: int = 4, history: int = 2) -> bytes:
+    """The JSON of `fakes.request` for this user."""
+    posts = [user * 10_000 + number for number in range(1, candidates + 1)]
+    past = list(range(1, history + 1))
+    content = {
+        "user_id": user,
+        "history": {"post_id": past, "author_id": [1] * history},
+        "candidates": {"post_id": posts, "author_id": posts},
+    }
+    return json.dumps(content).encode()
+
+
+def raw_request(user: int, candidates: int = 4, extra: str = "") -> bytes:
+    """A whole request to /rank as bytes."""
+    body = body_of(user, candidates)
+    return f"POST /rank HTTP/1.1\r\nHost: x\r\n{JSON}{extra}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def connect(port: int, seconds: float = 15.0) -> socket.socket:
+    """A connection that fails rather than hangs."""
+    return socket.create_connection(("127.0.0.1", port), timeout=seconds)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Everything until the server closes; a reset counts as a close."""
+    found = bytearray()
+    with suppress(ConnectionResetError, BrokenPipeError):
+        while chunk := sock.recv(65536):
+            found += chunk
+    return bytes(found)
+
+
+def one_reply(sock: socket.socket) -> bytes:
+    """One reply with a length, from a connection that stays open."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        found += sock.recv(65536)
+    head, _, body = found.partition(b"\r\n\r\n")
+    length = int(re.findall(rb"content-length: (\d+)", head)[0])
+    while len(body) < length:
+        body += sock.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+def exchange(port: int, sent: bytes) -> bytes:
+    """Send bytes on a connection of their own, and all that comes back until it is closed."""
+    with connect(port) as sock:
+        with suppress(ConnectionResetError, BrokenPipeError):
+            sock.sendall(sent)
+        return read_all(sock)
+
+
+def statuses(replies: bytes) -> list[int]:
+    """The status of every reply in a stream."""
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) [A-Z]", replies)]

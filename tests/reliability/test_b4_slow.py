@@ -1,0 +1,133 @@
+"""B4: silent, trickling, flooding and never-reading connections are closed in time, and others do not feel them."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.app.fakes import FakeEngine
+from tests.reliability.live import Live, connect, live, one_reply, raw_request, read_all, statuses, wait_until
+
+LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
+HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+SLACK_SECONDS = 0.5  # of a busy machine
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(FakeEngine(), connections=LIMITS) as found:
+        yield found
+
+
+def trickle(sock: socket.socket, sent: bytes) -> None:
+    """One byte every 20 ms until the server has had enough."""
+    for byte in sent:
+        try:
+            sock.sendall(bytes([byte]))
+        except OSError:
+            return
+        time.sleep(0.02)
+
+
+SLOW: dict[str, tuple[Callable[[socket.socket], None], float, list[int]]] = {
+    "silent": (lambda sock: None, 0.4, []),
+    "silent after half a line": (lambda sock: sock.sendall(b"POST /ra"), 0.4, [408]),
+    "trickling headers": (
+        lambda sock: trickle(sock, b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 99),
+        0.4,
+        [408],
+    ),
+    "silent body": (lambda sock: sock.sendall(HEAD + b"Content-Length: 100\r\n\r\n{"), 1.0, [408]),
+    "trickling body": (lambda sock: trickle(sock, HEAD + b"Content-Length: 999\r\n\r\n" + b" " * 999), 1.4, [408]),
+    "idle after a reply": (lambda sock: sock.sendall(raw_request(1)), 1.0, [200]),
+}
+
+
+@pytest.mark.parametrize(("act", "seconds", "expected"), SLOW.values(), ids=SLOW)
+def test_a_slow_connection_is_closed_in_time(
+    server: Live, act: Callable[[socket.socket], None], seconds: float, expected: list[int]
+) -> None:
+    with connect(server.port) as sock:
+        began = time.monotonic()
+        acting = threading.Thread(target=act, args=(sock,), daemon=True)
+        acting.start()
+        replies = read_all(sock)
+        took = time.monotonic() - began
+        acting.join(5)
+    assert statuses(replies) == expected
+    assert took < seconds + SLACK_SECONDS
+
+
+def test_the_defaults_close_within_ten_seconds() -> None:
+    """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
+    from app.connections import LEAST_BODY_SECONDS
+    from app.server import connection_limits
+    from app.settings import Connections
+
+    limits = connection_limits(Connections())
+    assert max(limits.body_seconds, limits.header_seconds + LEAST_BODY_SECONDS) <= 10
+    assert limits.write_seconds <= 10
+
+
+def test_a_client_that_does_not_read_its_reply_is_cut_off() -> None:
+    with live(FakeEngine()) as server:
+        keywords = server.server.config.http_protocol_class.keywords  # type: ignore[attr-defined]  # a partial
+        keywords["limits"] = replace(keywords["limits"], write_seconds=0.3)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(raw_request(1, candidates=4000) * 12)
+            wait_until(lambda: closed(server, "slow_reader") == 1, 10)
+        wait_until(lambda: not server.server.server_state.connections)
+
+
+def closed(server: Live, reason: str) -> float:
+    value = server.service.metrics.registry.get_sample_value("ranker_connections_closed_total", {"reason": reason})
+    return value or 0.0
+
+
+def test_others_do_not_feel_fifty_slow_connections(server: Live) -> None:
+    quiet = latencies(server)
+    slow = [connect(server.port) for _ in range(50)]
+    for number, sock in enumerate(slow):
+        sock.sendall((b"", b"GET /li", HEAD + b"Content-Length: 5000\r\n\r\n{", b"GET / HTTP/1.1\r\nA: b")[number % 4])
+    beside = latencies(server)
+    for sock in slow:
+        read_all(sock)
+        sock.close()
+    assert beside <= quiet * 1.5 + 0.01
+    wait_until(lambda: not server.server.server_state.connections)
+
+
+def latencies(server: Live) -> float:
+    """The 90th percentile of sequential requests, in seconds."""
+    took = []
+    with connect(server.port) as sock:
+        for number in range(60):
+            began = time.monotonic()
+            sock.sendall(raw_request(number + 1))
+            assert statuses(one_reply(sock)) == [200]
+            took.append(time.monotonic() - began)
+    return statistics.quantiles(took, n=10)[-1]
+
+
+def test_the_stock_protocol_keeps_them_open(server: Live) -> None:
+    """The negative control: without the deadlines a silent connection is still open when ours has long been closed."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    config = server.server.config
+    strict = config.http_protocol_class
+    config.http_protocol_class = HttpToolsProtocol
+    try:
+        with connect(server.port, 1.0) as sock:
+            sock.sendall(b"POST /ra")
+            with pytest.raises(TimeoutError):
+                sock.recv(100)
+    finally:
+        config.http_protocol_class = strict

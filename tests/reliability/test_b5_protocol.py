@@ -1,0 +1,140 @@
+"""B5: a request that breaks the protocol gets 400 and the connection closes; never two replies to one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.app.fakes import FakeEngine
+from tests.reliability.live import Live, connect, exchange, live, raw_request, read_all, statuses
+
+POST = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
+
+BROKEN = {
+    "length and chunks": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "two equal lengths": POST + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "list of lengths": POST + b"Content-Length: 2, 2\r\n\r\n{}",
+    "signed length": POST + b"Content-Length: +2\r\n\r\n{}",
+    "negative length": POST + b"Content-Length: -2\r\n\r\n{}",
+    "bare LF": b"GET /livez HTTP/1.1\nHost: x\n\n",
+    "bare LF in the headers": b"GET /livez HTTP/1.1\r\nHost: x\nA: b\r\n\r\n",
+    "folded header": GET + b"A: b\r\n c\r\n\r\n",
+    "folded first header": b"GET /livez HTTP/1.1\r\n Host: x\r\n\r\n",
+    "space before the colon": b"GET /livez HTTP/1.1\r\nHost : x\r\n\r\n",
+    "no header name": GET + b": b\r\n\r\n",
+    "NUL in a header": GET + b"A: b\x00c\r\n\r\n",
+    "CR in a header": GET + b"A: b\rc\r\n\r\n",
+    "no host": b"GET /livez HTTP/1.1\r\n\r\n",
+    "two hosts": GET + b"Host: y\r\n\r\n",
+    "bad chunk size": CHUNKED + b"zz\r\n\r\n",
+    "hex prefix": CHUNKED + b"0x1\r\nA\r\n0\r\n\r\n",
+    "huge chunk size": CHUNKED + b"fffffffffffffffff\r\nA\r\n0\r\n\r\n",
+    "chunk with LF": CHUNKED + b"1\nA\n0\n\n",
+    "chunk longer than said": CHUNKED + b"1\r\nAB\r\n0\r\n\r\n",
+    "LF in a chunk extension": CHUNKED + b"1;a\nb\r\nA\r\n0\r\n\r\n",
+    "identity coding": POST + b"Transfer-Encoding: identity\r\n\r\n{}",
+    "coding that is no coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "chunked not last": POST + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+    "chunked after gzip": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks in HTTP/1.0": b"POST /rank HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "lower-case method": b"get /livez HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a tunnel": b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+}
+OTHER = {
+    "HTTP/2.0": (b"GET /livez HTTP/2.0\r\nHost: x\r\n\r\n", 505),
+    "no version": (b"GET /livez\r\n\r\n", 505),
+    "a hundred headers": (GET + b"".join(b"A%d: b\r\n" % n for n in range(200)) + b"\r\n", 431),
+    "a long header": (GET + b"A: " + b"b" * 40_000 + b"\r\n\r\n", 431),
+    "a long path": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+    "many headers that never end": (GET + b"A: bbbbbbbbbb\r\n" * 10_000, 431),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(FakeEngine()) as found:
+        yield found
+
+
+@pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN)
+def test_a_broken_request_gets_400_and_the_connection_closes(server: Live, sent: bytes) -> None:
+    replies = exchange(server.port, sent + raw_request(1))  # what follows must not be taken for a request
+    assert statuses(replies) == [400]
+    assert b"connection: close" in replies
+    assert b'"code":"bad_request"' in replies
+
+
+@pytest.mark.parametrize(("sent", "status"), OTHER.values(), ids=OTHER)
+def test_other_refusals_have_their_own_status(server: Live, sent: bytes, status: int) -> None:
+    assert statuses(exchange(server.port, sent)) == [status]
+
+
+@pytest.mark.parametrize("pace", [1, 7, 100])
+def test_the_verdict_does_not_depend_on_how_the_bytes_arrive(server: Live, pace: int) -> None:
+    for name in ("length and chunks", "folded header", "chunk longer than said"):
+        with connect(server.port) as sock:
+            for start in range(0, len(BROKEN[name]), pace):
+                sock.sendall(BROKEN[name][start : start + pace])
+            assert statuses(read_all(sock)) == [400]
+
+
+def test_whole_requests_pass_and_the_connection_stays(server: Live) -> None:
+    good = raw_request(3)
+    head, _, body = good.partition(b"\r\n\r\n")
+    chunked = CHUNKED + b"%x\r\n%b\r\n0\r\nContent-Type: forged\r\n\r\n" % (len(body), body)
+    large = raw_request(5, candidates=4000)  # longer than any header may be
+    last = raw_request(4, extra="Connection: close\r\n")
+    assert statuses(exchange(server.port, good + chunked + large + last)) == [200, 200, 200, 200]
+    assert statuses(exchange(server.port, head + b"\r\nConnection: close\r\n\r\n" + body)) == [200]
+    assert statuses(exchange(server.port, GET.replace(b"1.1", b"1.0") + b"\r\n")) == [200]
+
+
+def test_replies_owed_come_before_the_end_that_a_broken_request_brings(server: Live) -> None:
+    """The third is answered by closing: a 400 there could be taken for the reply to the second."""
+    found = statuses(exchange(server.port, raw_request(1) + raw_request(2) + BROKEN["length and chunks"]))
+    assert found in ([200, 200], [200, 200, 400])
+
+
+def test_an_early_reply_is_the_only_one_though_the_rest_of_the_body_breaks(server: Live) -> None:
+    head = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connect(server.port) as sock:
+        sock.sendall(head + b"5\r\nabcde\r\n")
+        first = sock.recv(65536)
+        assert statuses(first) == [415]
+        sock.sendall(b"zz\r\n")
+        assert statuses(read_all(sock)) == []
+
+
+def test_an_upgrade_is_declined_by_answering_in_http_1_1(server: Live) -> None:
+    reply = exchange(
+        server.port, raw_request(1, extra="Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n")
+    )
+    assert statuses(reply) == [200]
+
+
+def test_the_stock_protocol_lets_some_of_this_pass(server: Live) -> None:
+    """The negative control: without the layer under test the same corpus is not refused."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    config = server.server.config
+    strict = config.http_protocol_class
+    config.http_protocol_class = HttpToolsProtocol
+    try:
+        passed = [name for name in ("no host", "two hosts", "chunked after gzip", "chunks in HTTP/1.0")
+                  if 400 not in statuses(exchange_briefly(server.port, BROKEN[name].replace(b"/rank", b"/livez")))]  # fmt: skip
+    finally:
+        config.http_protocol_class = strict
+    assert passed == ["no host", "two hosts", "chunked after gzip", "chunks in HTTP/1.0"]
+
+
+def exchange_briefly(port: int, sent: bytes) -> bytes:
+    with connect(port, 0.5) as sock:
+        sock.sendall(sent)
+        return sock.recv(65536)
