@@ -98,7 +98,9 @@ def pack(ranker: Ranker, dtype: torch.dtype) -> Packed:
         return tensor.data_ptr()
 
     packed.layers = (Layer * config.layers)(*_layers(ranker, dtype, keep))
-    outputs: list[Tensor] = [heads.actions] + ([heads.continuous] if config.continuous_actions else [])
+    outputs: list[Tensor] = [heads.actions]
+    if config.continuous_actions:
+        outputs.append(heads.continuous)
     cosines, sines = rope_tables(
         torch.arange(config.candidate_position + config.candidate_length), config.head_width, config.rope_base
     )

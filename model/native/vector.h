@@ -104,13 +104,17 @@ inline Vec exp2(Vec x) {
 
 inline Vec reciprocal(Vec x) { return 1.0f / x; }
 
-// The sum of sixteen lanes, always as the same tree.
+// The sum of sixteen lanes, always as the same tree: halves onto halves.
 inline float total(Vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float a[LANES];
     store(a, v);
     for (long width = LANES / 2; width; width /= 2)
         for (long i = 0; i < width; ++i) a[i] += a[i + width];
     return a[0];
+#endif
 }
 
 // out[i] = f(i) for i < n: sixteen at a time by `many`, what is left one by one by `one`. Which of the two computes an
