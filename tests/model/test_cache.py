@@ -1,0 +1,120 @@
+"""The context cache: exact keys, budget, order of eviction, prefixes, and a model-based random walk."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.bits import Compositions, small_config
+from model.cache import ContextCache, ContextKey
+from model.native.engine import NativeEngine
+from tests.model.builders import random_config, random_context, random_ranker
+
+EVENT = b"12345678"
+
+
+def key(user_id: int, length: int) -> ContextKey:
+    return ContextKey(user_id, EVENT * length)
+
+
+def test_every_feature_that_the_checkpoint_sees_is_in_the_key() -> None:
+    config = random_config()
+    context = random_context(config, 5)
+    changed = {
+        "user_id": context.user_id ^ 1,
+        "post_ids": context.post_ids ^ np.uint64(1),
+        "author_ids": context.author_ids ^ np.uint64(1),
+        "actions": context.actions + 1,
+        "surfaces": context.surfaces + 1,
+        "dwell_seconds": context.dwell_seconds + 1,
+    }
+    original = ContextKey.of(context, config)
+    assert ContextKey.of(replace(context), config) == original
+    for name, value in changed.items():
+        assert ContextKey.of(replace(context, **{name: value}), config) != original, name
+    blind = replace(config, has_dwell=False)
+    other_dwell = replace(context, dwell_seconds=changed["dwell_seconds"])
+    assert ContextKey.of(other_dwell, blind) == ContextKey.of(context, blind)
+
+
+def test_only_growth_by_new_events_is_a_prefix() -> None:
+    assert key(1, 5).grew_from(key(1, 3))
+    assert key(1, 5).grew_from(key(1, 0))
+    assert not key(1, 5).grew_from(key(1, 5))
+    assert not key(1, 3).grew_from(key(1, 5))
+    assert not key(2, 5).grew_from(key(1, 3))
+    assert not ContextKey(1, b"x" * 40).grew_from(key(1, 3))
+
+
+def test_prefixes_can_be_forbidden() -> None:
+    for allowed in (True, False):
+        cache: ContextCache[str] = ContextCache(1000, prefixes=allowed)
+        cache.insert(key(1, 3), "older", 10)
+        assert cache.find_prefix(key(1, 4)) == ("older" if allowed else None)
+
+
+def test_a_state_over_the_budget_is_not_kept() -> None:
+    cache: ContextCache[str] = ContextCache(100, prefixes=True)
+    cache.insert(key(1, 1), "small", 50)
+    cache.insert(key(2, 1), "huge", 101)
+    assert cache.find(key(1, 1)) == "small"
+    assert cache.stats().evictions == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4), st.integers(0, 3), st.integers(0, 60)), max_size=60))
+def test_behaves_as_a_plain_least_recently_used_dictionary(steps: list[tuple[bool, int, int, int]]) -> None:
+    budget = 100
+    cache: ContextCache[int] = ContextCache(budget, prefixes=True)
+    plain: OrderedDict[ContextKey, tuple[int, int]] = OrderedDict()
+    for number, (insert, user, length, size) in enumerate(steps):
+        wanted = key(user, length)
+        if insert:
+            total = size + len(wanted.events)
+            cache.insert(wanted, number, size)
+            if total <= budget:
+                plain.pop(wanted, None)
+                plain[wanted] = (number, total)
+                while sum(held for _, held in plain.values()) > budget:
+                    plain.popitem(last=False)
+        else:
+            found = cache.find(wanted)
+            assert found == plain.get(wanted, (None, 0))[0]
+            if found is None:
+                older = cache.find_prefix(wanted)
+                assert older is None or any(wanted.grew_from(k) and value[0] == older for k, value in plain.items())
+            else:
+                plain.move_to_end(wanted)
+        assert cache.stats().bytes == sum(held for _, held in plain.values()) <= budget
+        assert cache.stats().entries == len(plain)
+
+
+@pytest.fixture
+def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key has the same hash, so that only the comparison of bytes tells them apart."""
+    monkeypatch.setattr(ContextKey, "__hash__", lambda self: 7)
+
+
+@pytest.mark.usefixtures("colliding")
+@pytest.mark.parametrize("cache_bytes", [30_000, 10**7])
+def test_forced_collisions_and_tiny_budgets_change_no_bit(cache_bytes: int) -> None:
+    ranker = random_ranker(small_config())
+    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3)
+    engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=cache_bytes)
+    assert sum(draws.check(engine)[1] for _ in range(150)) == 0
+    assert engine.cache_stats().bytes <= cache_bytes
+
+
+@pytest.mark.usefixtures("colliding")
+def test_keys_that_are_not_compared_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: colliding keys that count as equal serve one user's context to another."""
+    monkeypatch.setattr(ContextKey, "__eq__", lambda self, other: True)
+    ranker = random_ranker(small_config())
+    draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3)
+    engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=10**7)
+    assert sum(draws.check(engine)[1] for _ in range(20)) > 0

@@ -1,0 +1,59 @@
+"""ModelConfig: derived figures, strictness, round trip."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from model.config import ConfigError, HashSpec, ModelConfig
+from tests.model.builders import random_config
+
+
+@pytest.mark.parametrize(
+    ("width", "widening", "expected"), [(128, 4.0, 344), (128, 2.0, 176), (64, 4.0, 176), (512, 2.0, 688)]
+)
+def test_ffn_width_is_two_thirds_rounded_up_to_eight(width: int, widening: float, expected: int) -> None:
+    assert random_config(width=width, widening=widening).ffn_width == expected
+
+
+def test_survives_json() -> None:
+    config = random_config(right_anchored=True, context_attention="bidirectional")
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unheard_of": 1}, "unknown keys: unheard_of"),
+        ({"width": "128"}, "architecture.width must be of type int"),
+        ({"layers": True}, "architecture.layers must be of type int"),
+        ({"width": 0}, "width must be positive"),
+        ({"kv_heads": 3}, "multiple of kv_heads"),
+        ({"head_width": 15}, "must be even"),
+        ({"context_attention": "sideways"}, "must be 'causal' or 'bidirectional'"),
+        ({"user_hashes": 5}, "user_hashes must be an object"),
+    ],
+)
+def test_refuses_with_the_field(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict({**random_config().to_dict(), **change})
+
+
+def test_a_missing_key_is_named() -> None:
+    values = random_config().to_dict()
+    del values["query_heads"]
+    with pytest.raises(ConfigError, match="lacks query_heads"):
+        ModelConfig.from_dict(values)
+
+
+def test_hash_functions_must_pair_up() -> None:
+    with pytest.raises(ConfigError, match="equally many"):
+        HashSpec((1, 2), (3,), 97, 10)
+    with pytest.raises(ConfigError, match="modulus"):
+        replace(random_config().user_hashes, modulus=2**63)
+
+
+def test_post_age_buckets_at_an_hour_are_82() -> None:
+    assert random_config(post_age_granularity_minutes=60).post_age_buckets == 82
