@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -246,6 +247,8 @@ class RankingService:
             self._fatal(f"The checkpoint could not be loaded: {error}")
         else:
             self.fleet.install(serving)
+            gc.collect()
+            gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
             self.lifecycle.move(State.READY)
         finally:
             self._settled.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,8 +113,6 @@ class EngineWorker:
             self._post(_settle, self.ready, None, error)
             self._post(_settle, self.closed, None, None)
             return
-        gc.collect()
-        gc.freeze()  # the heap of weights and code is never walked again
         self._say("serving")
         self._post(_settle, self.ready, model, None)
         engine: Engine = model.engine
@@ -126,7 +123,6 @@ class EngineWorker:
             self._lost(f"the engine thread died: {type(error).__name__}: {error}")
         finally:
             engine.close()
-            gc.unfreeze()  # what the engine leaves in cycles would never be collected
             self._post(_settle, self.closed, None, None)
 
     def _say(self, stage: str) -> None:
