@@ -1,0 +1,78 @@
+"""Figures of merit of probabilities against what happened. Each is its textbook definition in numpy; nothing is read or drawn here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
+
+Array = NDArray[np.floating]
+Flags = NDArray[np.bool_]
+
+CLIP = 1e-7  # a probability of 0 or 1 would make the log-loss infinite
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Bins of equal count by predicted probability: their mean prediction, observed share and count, `[bins]`."""
+
+    predicted: Array
+    observed: Array
+    count: NDArray[np.int64]
+
+
+def auc(happened: Flags, score: Array) -> float:
+    """The chance that a positive outranks a negative, ties half; NaN where one of them is missing."""
+    if happened.all() or not happened.any():
+        return float("nan")
+    return float(roc_auc_score(happened, score))
+
+
+def log_loss(happened: Flags, probability: Array) -> float:
+    """Mean cross-entropy in nats."""
+    p = np.clip(probability.astype(np.float64), CLIP, 1 - CLIP)
+    return float(-np.where(happened, np.log(p), np.log1p(-p)).mean())
+
+
+def normalised_entropy(happened: Flags, probability: Array) -> float:
+    """Log-loss over the log-loss of always predicting the observed share: below 1 is better than knowing the share alone."""
+    share = np.full(len(happened), happened.mean())
+    base = log_loss(happened, share)
+    return log_loss(happened, probability) / base if base > 0 else float("nan")
+
+
+def reliability(happened: Flags, probability: Array, bins: int = 15) -> Reliability:
+    """Sort by prediction, cut into bins of equal count, compare means."""
+    parts = [part for part in np.array_split(np.argsort(probability, kind="stable"), bins) if len(part)]
+    return Reliability(
+        np.array([probability[part].mean(dtype=np.float64) for part in parts]),
+        np.array([happened[part].mean() for part in parts]),
+        np.array([len(part) for part in parts]),
+    )
+
+
+def calibration_error(happened: Flags, probability: Array, bins: int = 15) -> float:
+    """Expected calibration error: the mean distance of prediction and observation over the bins of `reliability`."""
+    curve = reliability(happened, probability, bins)
+    return float(np.average(np.abs(curve.predicted - curve.observed), weights=curve.count))
+
+
+def ndcg(request: NDArray[np.integer], score: Array, gain: Array) -> float:
+    """Mean over requests of DCG / ideal DCG with discount `1/log2(1 + rank)`; gains below 0 count as 0.
+
+    Equal scores keep the order of the rows. Requests without any gain are left out; NaN where all are.
+    """
+    order = np.argsort(request, kind="stable")
+    which = np.unique(request[order], return_inverse=True)[1]
+    score, gain = score[order], np.maximum(gain[order].astype(np.float64), 0)
+    starts = np.searchsorted(which, np.arange(which[-1] + 1))
+    discount = 1 / np.log2(2 + np.arange(len(which)) - starts[which])  # row k of its request stands at rank k
+
+    def total(key: Array) -> Array:
+        return np.asarray(np.bincount(which, gain[np.lexsort((-key, which))] * discount), np.float64)
+
+    reached, ideal = total(score), total(gain)
+    some = ideal > 0
+    return float((reached[some] / ideal[some]).mean()) if some.any() else float("nan")

@@ -1,0 +1,114 @@
+"""The columnar log of impressions that training reads: Parquet, one row an impression, documented in docs/training.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+ACTION_PREFIX = "action."
+COLUMNS = {
+    "request_id": pa.uint64(),
+    "impression_ts": pa.int64(),
+    "user_id": pa.uint64(),
+    "post_id": pa.uint64(),
+    "author_id": pa.uint64(),
+    "product_surface": pa.int64(),
+    "created_at": pa.int64(),
+    "dwell_seconds": pa.float32(),
+}
+
+
+class LogError(ValueError):
+    """A log that cannot be used; the message names the file and the column."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Log:
+    """Impressions in time order, all columns of length n.
+
+    `request_id` uint64: impressions shown together share it. `impression_ts`, `created_at`: Unix seconds, 0 unknown.
+    `user_id`, `post_id`, `author_id` uint64. `product_surface` int64. `dwell_seconds` float32, 0 unknown.
+    `actions` bool `[n, A]` with names `action_names`.
+    """
+
+    request_id: NDArray[np.uint64]
+    impression_ts: NDArray[np.int64]
+    user_id: NDArray[np.uint64]
+    post_id: NDArray[np.uint64]
+    author_id: NDArray[np.uint64]
+    product_surface: NDArray[np.int64]
+    created_at: NDArray[np.int64]
+    dwell_seconds: NDArray[np.float32]
+    actions: NDArray[np.bool_]
+    action_names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.request_id)
+
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Log:
+        """The given rows, in the given order."""
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
+        return Log(**columns, actions=self.actions[rows], action_names=self.action_names)
+
+
+def write_log(path: Path, log: Log) -> None:
+    """Write Parquet; equal logs make equal bytes with one version of pyarrow."""
+    arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()}
+    for index, name in enumerate(log.action_names):
+        arrays[ACTION_PREFIX + name] = pa.array(log.actions[:, index])
+    pq.write_table(pa.table(arrays), path, compression="zstd")
+
+
+def read_log(path: Path) -> Log:
+    """Read and check a log, sorted by time, then request. Raises LogError for a missing or unusable column."""
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise LogError(f"{path} cannot be read as Parquet: {error}") from error
+    actions = tuple(name.removeprefix(ACTION_PREFIX) for name in table.column_names if name.startswith(ACTION_PREFIX))
+    if not actions:
+        raise LogError(f"{path} has no column {ACTION_PREFIX}…: one boolean column an action is needed")
+    unknown = set(table.column_names) - set(COLUMNS) - {ACTION_PREFIX + name for name in actions}
+    if unknown:
+        raise LogError(f"{path} has unknown columns: {', '.join(sorted(unknown))}")
+    columns = {name: _column(table, name, kind, path) for name, kind in COLUMNS.items()}
+    flags = [_column(table, ACTION_PREFIX + name, pa.bool_(), path) for name in actions]
+    log = Log(**columns, actions=np.stack(flags, 1), action_names=actions)
+    _check(log, path)
+    return log.take(np.lexsort((log.request_id, log.impression_ts)))
+
+
+def _column(table: pa.Table, name: str, kind: pa.DataType, path: Path) -> NDArray[Any]:
+    if name not in table.column_names:
+        raise LogError(f"{path} lacks the column {name} ({kind})")
+    column = table.column(name)
+    if column.null_count:
+        raise LogError(f"{path}: column {name} has {column.null_count} nulls; write 0 (or false) for unknown")
+    try:
+        values: NDArray[Any] = column.cast(kind).to_numpy()
+    except pa.ArrowInvalid as error:
+        raise LogError(f"{path}: column {name} does not fit {kind}: {error}") from error
+    return values
+
+
+def _check(log: Log, path: Path) -> None:
+    if not len(log):
+        raise LogError(f"{path} holds no impressions")
+    for name in ("user_id", "post_id", "author_id"):
+        if (getattr(log, name) == 0).any():
+            raise LogError(f"{path}: column {name} holds the id 0, which means padding")
+    if not np.isfinite(log.dwell_seconds).all() or (log.dwell_seconds < 0).any():
+        raise LogError(f"{path}: column dwell_seconds must be finite and not negative")
+    if (log.product_surface < 0).any():
+        raise LogError(f"{path}: column product_surface must not be negative")
+    order = np.lexsort((log.impression_ts, log.user_id, log.request_id))
+    request, user, time = log.request_id[order], log.user_id[order], log.impression_ts[order]
+    same = request[1:] == request[:-1]
+    if (same & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))).any():
+        raise LogError(f"{path}: impressions of one request_id differ in user_id or impression_ts")

@@ -1,0 +1,77 @@
+"""Where training starts. Upstream's initial values are a saddle that no gradient leaves, so the way out is here as well.
+
+Upstream sets every linear weight and every norm scale to 0, and draws the input projections, the action projection, the
+surface table and the heads (variance scaling). Then the branch of a decoder layer is `norm1(0) = 0` with a scale of 0: its
+derivative by the scale is 0 because the branch is, and by the weights because the scale is. Only the final norm, the heads and the
+candidates' inputs would ever learn; the trunk would stay at exactly 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from model.ranker import Ranker
+from model.trunk import DecoderLayer
+
+PRE_NORMS = ("attention_norm", "ffn_norm")
+AUTHOR_DEVIATION = 0.5
+POST_NORMS = ("attention_post_norm", "ffn_post_norm")
+
+
+def upstream(ranker: Ranker, generator: torch.Generator) -> None:
+    """Upstream's initial values: zeros, and draws where upstream draws.
+
+    A projection `[in, out]` is drawn with deviation 1/√in, the action projection and tables `[rows, D]` with 1/√D. The
+    embedding tables are not upstream's to draw: user and post rows stay 0, so that one never trained adds nothing; author rows are drawn,
+    for equal authors must look equal to attention before anything is learned about them.
+    """
+    tokens, heads = ranker.tokens, ranker.heads
+    with torch.no_grad():
+        for parameter in ranker.parameters():
+            parameter.zero_()
+        for name, parameter in (*tokens.named_parameters(), *heads.named_parameters()):
+            if parameter.ndim == 2:
+                fan = parameter.shape[1] if name.endswith(("table", "action_projection")) else parameter.shape[0]
+                _draw(parameter, fan**-0.5, generator)
+        _draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
+
+
+def unit(ranker: Ranker, generator: torch.Generator) -> None:
+    """The common choice, for comparison: as `upstream`, but every norm scale 1 and every linear weight drawn."""
+    upstream(ranker, generator)
+    leave_saddle(ranker, generator)
+    with torch.no_grad():
+        ranker.heads.norm.fill_(1)
+        for layer in ranker.trunk.layers:
+            for name in POST_NORMS:
+                getattr(layer, name).fill_(1)
+
+
+def stuck(module: nn.Module) -> list[str]:
+    """Names of parameters that are all 0 and have a gradient of exactly 0 after a backward pass: no step moves them."""
+
+    def zero(tensor: Tensor | None) -> bool:
+        return tensor is None or not bool(tensor.any())
+
+    return [name for name, parameter in module.named_parameters() if zero(parameter) and zero(parameter.grad)]
+
+
+def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
+    """Draw the trunk's linear weights and set its inner norm scales to 1, leaving the outer scales, hence every output bit, as they are.
+
+    The outer scales (`…_post_norm`) are still 0, so each layer still adds exactly 0; but now they have a gradient.
+    """
+    with torch.no_grad():
+        for layer in ranker.trunk.layers:
+            assert isinstance(layer, DecoderLayer)
+            for name, parameter in layer.named_parameters():
+                if name in PRE_NORMS:
+                    parameter.fill_(1)
+                elif name not in POST_NORMS:
+                    _draw(parameter, parameter.shape[0] ** -0.5, generator)
+
+
+def _draw(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:
+    """A normal cut at two deviations, as variance scaling draws it."""
+    nn.init.trunc_normal_(parameter, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator)

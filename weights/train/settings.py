@@ -1,0 +1,48 @@
+"""What a training run is: architecture and schedule. Equal settings, log and thread count make an equal checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from model.config import HashSpec, ModelConfig
+
+MERSENNE_61 = 2**61 - 1
+INIT_SCHEMES = ("upstream", "unit")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """`epochs` passes over the training period in batches of `batch_requests`; the rate warms up, then falls as a cosine."""
+
+    seed: int = 1
+    epochs: float = 2.0
+    batch_requests: int = 32
+    learning_rate: float = 3e-3
+    warmup_steps: int = 100
+    weight_decay: float = 0.01
+    table_decay: float = 0.0
+    gradient_norm: float = 1.0
+    continuous_weight: float = 1.0  # of the dwell loss against the mean of the discrete losses
+    fresh_user_share: float = 0.1  # users and posts shown under an id never seen, as new ones will be when served
+    fresh_post_share: float = 0.85
+    max_candidates: int = 64  # of one request; longer ones lose a random part
+    init: Literal["upstream", "unit"] = "upstream"
+    evaluate_every: int = 500  # steps between looks at the validation requests
+    validation_requests: int = 800
+    patience: int = 5  # looks without a better validation loss before the run stops
+    threads: int = 2
+
+
+def demo_config(actions: int) -> ModelConfig:
+    """The demo's architecture: 2 layers of width 64, 64 history slots, tables of a few thousand rows."""
+
+    def hashes(vocab_size: int, salt: int) -> HashSpec:
+        scales = (141_364_432_931 + 2 * salt, 548_961_815_243 + 4 * salt)
+        return HashSpec(scales, (661_354_438_295 + salt, 31_543_898_295 + 3 * salt), MERSENNE_61, vocab_size)
+
+    return ModelConfig(
+        width=64, layers=2, query_heads=4, kv_heads=2, head_width=32, history_length=63, candidate_length=64,
+        actions=actions, user_hashes=hashes(4096, 10), post_hashes=hashes(2048, 20), author_hashes=hashes(2048, 30),
+        continuous_actions=1, has_dwell=True, has_post_age=True,
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""How large a world is, and the figures that shape it. The effects of single actions stand in `behaviour`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DAY_SECONDS = 86_400
+HOUR_SECONDS = 3_600
+SURFACES = ("home", "following", "search", "video", "explore")
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSettings:
+    """Equal settings make equal worlds, to the last bit. Times are Unix seconds; appeal is in units of logits."""
+
+    seed: int = 1
+    users: int = 3000
+    new_users: int = 100  # seen in the test period only
+    authors: int = 160
+    topics: int = 8
+    days: int = 28
+    test_days: int = 4
+    start_ts: int = 1_780_272_000  # 2026-06-01 00:00 UTC
+    sessions_per_day: float = 1.2
+    slots: int = 24  # impressions in a session
+    posts_per_author_day: float = 3.0
+    archive_days: int = 20  # posts that are older than the first impression
+
+    # users
+    interest_days: float = 250.0  # time constant of the drift
+    interest_low: float = -0.6
+    interest_high: float = 1.4
+    interest_sharpness: float = 16.0
+    activity_sd: float = 1.0
+    surface_taste_sd: float = 0.3
+    follows: int = 10
+    follow_appeal: float = 1.0
+    aversion_days: float = 3.0  # an annoyance fades with this time constant
+    dislike_appeal: float = 2.0  # after not_interested
+    reject_appeal: float = 4.0  # after mute, block or report
+
+    # authors and posts
+    author_quality_sd: float = 0.6
+    post_quality_sd: float = 0.08
+    stray_topic_share: float = 0.01  # posts that are not about their author's topic
+    fresh_hours: float = 10.0  # mean age of a shown post
+    classic_share: float = 0.12  # impressions of posts older than 80 hours
+
+    # what a session shows
+    followed_share: float = 0.3
+    interest_share: float = 0.35
+    reshow_share: float = 0.35  # sessions with one slot for an author whom the user turned away
+
+    @property
+    def test_ts(self) -> int:
+        """The first second of the test period."""
+        return self.start_ts + (self.days - self.test_days) * DAY_SECONDS
+
+    @property
+    def end_ts(self) -> int:
+        """The first second after the world."""
+        return self.start_ts + self.days * DAY_SECONDS
+
+    @property
+    def all_users(self) -> int:
+        """Users of both periods; the new ones are the last."""
+        return self.users + self.new_users
