@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ from loadtest.figures import Slo
 from loadtest.launch import ranking_server
 from loadtest.runs import LoadRun, Run, RunSettings
 from loadtest.target import ROOT, Target, TargetError
-from loadtest.traffic import TrafficSettings
+from loadtest.traffic import TrafficSettings, fresh_seed
 
 RESULTS = ROOT / "loadtest" / "results"
 
@@ -39,7 +38,12 @@ Warmup = Annotated[float, typer.Option(help="Traffic before it that is not measu
 SloMs = Annotated[float, typer.Option(help="Objective: latency in milliseconds, from the due time.")]
 SloShare = Annotated[float, typer.Option(help="Objective: share of all offered requests that must meet it.")]
 Candidates = Annotated[int, typer.Option(help="Exactly this many candidates a request; 0: the model's mix.")]
-Seed = Annotated[int, typer.Option(help="Of the traffic and the arrivals.")]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Of traffic and arrivals. 0: a fresh one, so that a server that still runs has seen nobody before."
+    ),
+]
 Kind = Annotated[ArrivalKind, typer.Option("--arrivals", help="Independent users (poisson) or a metronome.")]
 
 
@@ -53,7 +57,7 @@ def open_command(
     slo_ms: SloMs = 50.0,
     slo_share: SloShare = 0.99,
     candidates: Candidates = 0,
-    seed: Seed = 1,
+    seed: Seed = 0,
     clients: Annotated[int, typer.Option(help="Closed loop of this many clients instead; hides waiting.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 10.0,
     deadline_ms: Annotated[int, typer.Option(help="X-Request-Timeout-Ms of every request; 0: none.")] = 0,
@@ -65,7 +69,7 @@ def open_command(
         traffic=_traffic(candidates, seed),
     )  # fmt: skip
     with _target(url) as target:
-        run = LoadRun(target, settings).run(seed=seed)
+        run = LoadRun(target, settings).run(seed=settings.traffic.seed)
     run.save(out)
     _finish(out)
     print(json.dumps({"summary": run.summary, "generator": run.meta["generator"]}, sort_keys=True))
@@ -81,7 +85,7 @@ def search_command(
     slo_ms: SloMs = 50.0,
     slo_share: SloShare = 0.99,
     candidates: Candidates = 0,
-    seed: Seed = 1,
+    seed: Seed = 0,
     precision: Annotated[float, typer.Option(help="Stop when the rate is known this well, as a share.")] = 0.05,
     out: Out = RESULTS / "search",
 ) -> None:
@@ -129,7 +133,7 @@ def compare_command(
     if (Path(a) / "run.json").exists() and (Path(b) / "run.json").exists():
         result = stored(a, b, compare_runs(Run.load(Path(a)), Run.load(Path(b))))
     else:
-        settings = RunSettings(rate, seconds, warmup, slo=Slo(slo_ms), traffic=_traffic(candidates, 1))
+        settings = RunSettings(rate, seconds, warmup, slo=Slo(slo_ms), traffic=_traffic(candidates, 0))
         try:
             result = compare_sides(a, b, settings, blocks, smallest_effect, checkpoint, console.print)
         except TargetError as error:
@@ -180,8 +184,8 @@ def peers_command(
 
 
 def _traffic(candidates: int, seed: int) -> TrafficSettings:
-    settings = TrafficSettings(seed=seed)
-    return settings.with_fixed_candidates(candidates) if candidates else replace(settings)
+    settings = TrafficSettings(seed=seed or fresh_seed())
+    return settings.with_fixed_candidates(candidates) if candidates else settings
 
 
 class _target:

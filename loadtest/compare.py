@@ -158,9 +158,11 @@ def _difference(
 
 def _mismatches(a: Run, b: Run) -> list[str]:
     """Everything but the commit should be equal."""
-    machines, settings = (a.meta["machine"], b.meta["machine"]), (a.meta["settings"], b.meta["settings"])
+    machines, ours, theirs = (a.meta["machine"], b.meta["machine"]), dict(a.meta["settings"]), dict(b.meta["settings"])
+    for settings in (ours, theirs):
+        settings["traffic"] = settings["traffic"] | {"seed": None}  # other people, alike
     warnings = [f"machine.{key} differs" for key in ("host", "cpu", "cores") if machines[0][key] != machines[1][key]]
     keys = ("rate_rps", "seconds", "arrivals", "clients", "slo", "traffic")
-    warnings += [f"settings.{key} differs" for key in keys if settings[0][key] != settings[1][key]]
+    warnings += [f"settings.{key} differs" for key in keys if ours[key] != theirs[key]]
     late = [side for side, run in (("A", a), ("B", b)) if run.meta["generator"]["is_bottleneck"]]
     return warnings + [f"the generator was the bottleneck in {side}" for side in late]

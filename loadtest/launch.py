@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from loadtest.target import ROOT, Target, TargetError
+from loadtest.target import ROOT, Target, TargetError, get
 
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
@@ -81,7 +81,7 @@ def _wait_ready(server: subprocess.Popen[bytes], url: str, log: int) -> None:
         if server.poll() is not None:
             raise TargetError(f"the server ended with code {server.returncode} before it was ready:\n{_tail(log)}")
         try:
-            if httpx.get(url, timeout=2).status_code == 200:
+            if get(url, 2).status_code == 200:
                 return
         except httpx.HTTPError:
             pass

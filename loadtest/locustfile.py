@@ -21,7 +21,7 @@ from loadtest.distributions import SizeBand, Sizes
 from loadtest.locust_figures import KEY, Figures, columns, to_csv, to_text
 from loadtest.locust_shapes import SHAPES, Plan
 from loadtest.target import fit_traffic
-from loadtest.traffic import RankRequest, Traffic, TrafficSettings
+from loadtest.traffic import RankRequest, Traffic, TrafficSettings, fresh_seed
 
 HEADERS = {"Content-Type": "application/json"}
 BURST_PAGES = 6
@@ -165,7 +165,7 @@ def add_options(parser: Any) -> None:
         "--shape", choices=SHAPES, default="steady", help="How the number of users changes over the run time"
     )
     parser.add_argument("--slo-ms", type=float, default=50.0, help="A reply within this counts as goodput")
-    parser.add_argument("--traffic-seed", type=int, default=1, help="Seed of the traffic model")
+    parser.add_argument("--traffic-seed", type=int, default=0, help="Seed of the traffic; 0: a fresh one")
 
 
 @events.init.add_listener
@@ -184,7 +184,7 @@ def set_up(environment: Any, **_: Any) -> None:
 def begin(environment: Any, **_: Any) -> None:
     """A new stream of traffic for each test; each worker has its own."""
     worker = getattr(environment.runner, "worker_index", 0)
-    shared.start(environment.host, environment.parsed_options.traffic_seed + 1000 * max(worker, 0))
+    shared.start(environment.host, (environment.parsed_options.traffic_seed or fresh_seed()) + 1000 * max(worker, 0))
 
 
 @events.quitting.add_listener

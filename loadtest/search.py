@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import httpx
 
 from loadtest.runs import LoadRun, Run, RunSettings
-from loadtest.target import Target, machine
+from loadtest.target import Target, get, machine
 
 TrialVerdict = Literal["holds", "breaks", "generator"]
 
@@ -129,7 +129,7 @@ def _calm_down(target: Target) -> None:
     deadline = time.monotonic() + CALM_SECONDS
     while time.monotonic() < deadline:
         try:
-            reply = httpx.get(f"{target.origin}/metrics", timeout=1)
+            reply = get(f"{target.origin}/metrics", 1)
         except httpx.HTTPError:
             time.sleep(0.2)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -265,6 +266,11 @@ class Traffic(Iterator[RankRequest]):
         self.sent += 1
         session.last = RankRequest(body, kind, session.person.user_id, count, len(history["post_id"]))
         return session.last
+
+
+def fresh_seed() -> int:
+    """A seed that no earlier run has used: equal seeds are equal users, whom a server's context cache would know."""
+    return time.time_ns() % 2**48
 
 
 def history_sizes(window: int) -> Sizes:

@@ -45,7 +45,9 @@ def command(*arguments):
 @pytest.fixture(scope="module")
 def stored(url, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "first"
-    done = command("open", "--url", url, "--rate", 150, "--seconds", 2, "--warmup", 0.3, "--out", directory)
+    done = command(
+        "open", "--url", url, "--rate", 150, "--seconds", 2, "--warmup", 0.3, "--seed", 1, "--out", directory
+    )
     assert done.exit_code == 0, done.output
     return directory
 

@@ -1,0 +1,66 @@
+"""Servers are started, waited for, quoted where they fail, and leave nothing behind."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from loadtest.launch import free_port, process
+from loadtest.sides import _worktree
+from loadtest.target import ROOT, TargetError, commit
+
+SERVER = """
+import subprocess, sys, http.server
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(str(child.pid).encode())
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads /proc")
+def test_a_server_and_its_children_end_with_the_block():
+    import httpx
+
+    port = free_port()
+    with process([sys.executable, "-c", SERVER, str(port)], {}, root=ROOT, port=port, ready_path="/") as server:
+        child = int(httpx.get(f"http://127.0.0.1:{port}/").text)
+        assert is_alive(server.pid)
+        assert is_alive(child)
+    deadline = time.monotonic() + 5
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+    assert server.returncode is not None
+
+
+def test_a_server_that_does_not_start_is_quoted():
+    command = [sys.executable, "-c", "import sys; sys.exit('no weights today')"]
+    with (
+        pytest.raises(TargetError, match="no weights today"),
+        process(command, {}, root=ROOT, port=free_port(), ready_path="/"),
+    ):
+        pass
+
+
+def test_a_commit_is_checked_out_beside_this_tree(tmp_path):
+    if commit() == "unknown":
+        pytest.skip("not a git checkout")
+    with _worktree("HEAD", tmp_path / "checkout") as root:
+        assert (root / "pyproject.toml").exists()
+        assert commit(root) == commit().rstrip("+")
+    assert not (tmp_path / "checkout").exists()
+    with pytest.raises(TargetError, match="worktree"), _worktree("no-such-commit", tmp_path / "other"):
+        pass
