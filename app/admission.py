@@ -91,11 +91,17 @@ class _Key:
 
 
 class Admission:
-    """Counts admitted, unfinished work. Used by the event loop only."""
+    """Counts admitted, unfinished work. Used by the event loop only.
 
-    def __init__(self, policy: AdmissionPolicy, clock: Clock) -> None:
+    `running_seconds` tells for how long the present forward has been computing: that much of its work is done.
+    """
+
+    def __init__(
+        self, policy: AdmissionPolicy, clock: Clock, running_seconds: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self.policy = policy
         self.clock = clock
+        self._running_seconds = running_seconds
         self.rate = WorkRate()
         self.requests = 0
         self.candidates = 0
@@ -117,7 +123,7 @@ class Admission:
             busy = sum(1 for other in self._keys.values() if other.cost)
             own = self._keys[key].cost if key in self._keys else 0
             ahead = min(ahead, own * busy + (ahead - own) // max(busy, 1))
-        return ahead / rate
+        return max(0.0, ahead / rate - self._running_seconds())
 
     def full(self) -> Refusal | None:
         """Whether even the smallest request would be refused, whoever sends it."""

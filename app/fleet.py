@@ -122,6 +122,11 @@ class Fleet:
         """The longest time that work has waited while no forward finished."""
         return max((serving.worker.silent_seconds() for serving in self._all), default=0.0)
 
+    def running_seconds(self) -> float:
+        """For how long the present forward of the current engine has been computing; 0 between forwards."""
+        since = None if self.current is None else self.current.worker.running_since
+        return 0.0 if since is None else self.clock() - since
+
     def has_dead_thread(self) -> bool:
         """Whether an engine's thread ended without a word."""
         return any(not serving.worker.is_alive() and serving.worker.failure is None for serving in self._all)

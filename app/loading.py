@@ -52,6 +52,9 @@ def policies(settings: Settings) -> Policies:
     """The part of the settings that admission and batching understand."""
     queue, batching = settings.queue, settings.batching
     admission = AdmissionPolicy(
+        queue_requests=queue.max_requests,
+        queue_seconds=queue.max_wait_seconds,
+        key_candidates_per_second=queue.key_candidates_per_second,
         queue_candidates=queue.max_candidates,
         queue_context_tokens=queue.max_context_tokens,
         key_share=queue.max_share_per_key,
@@ -69,4 +72,5 @@ def policies(settings: Settings) -> Policies:
         default_deadline_seconds=settings.deadline.default_seconds,
         max_deadline_seconds=settings.deadline.max_seconds,
         stall_seconds=queue.stall_seconds,
+        exit_seconds=queue.stall_exit_seconds,
     )

@@ -69,8 +69,8 @@ class RankingService:
         self.clock = clock
         self.on_fatal = on_fatal
         self.lifecycle = Lifecycle()
-        self.admission = Admission(policies.admission, clock)
         self.fleet = Fleet(policies.batch, self, clock)
+        self.admission = Admission(policies.admission, clock, self.fleet.running_seconds)
         self._load = load
         self._load_error: BaseException | None = None
         self._last_forward_unix = 0.0

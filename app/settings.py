@@ -46,10 +46,18 @@ class Queue(Group):
     """Most candidates waiting."""
     max_context_tokens: int = Field(default=262_144, ge=1)
     """Most context tokens (user and history) waiting."""
+    max_requests: int = Field(default=4096, ge=1)
+    """Most requests waiting."""
+    max_wait_seconds: float = Field(default=0.25, ge=0)
+    """Longest predicted wait for the first forward, from the observed rate; 0 leaves it unbounded."""
     max_share_per_key: float = Field(default=0.5, gt=0, le=1)
     """Share of the queue that the requests of one API key may fill."""
+    key_candidates_per_second: float = Field(default=0.0, ge=0)
+    """Rate limit of one API key, in candidates; bursts of two seconds' worth are fine. 0 sets none."""
     stall_seconds: float = Field(default=4.0, gt=0)
     """With work queued and no forward finished for this long, readiness is lost."""
+    stall_exit_seconds: float = Field(default=30.0, gt=0)
+    """After this long, everyone who waits is answered and the process exits, for its supervisor to start it again."""
 
 
 class Batching(Group):

@@ -70,6 +70,19 @@ def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
     assert refused.retry_after_seconds == pytest.approx(0.1)
 
 
+def test_what_the_present_forward_has_done_shortens_the_wait() -> None:
+    clock, began = FakeClock(), 100.0
+    queue = Admission(AdmissionPolicy(queue_seconds=0.4), clock, lambda: clock() - began)
+    queue.rate.observe(1000, 1.0)
+    queue.add(Work(500, 0))
+    assert queue.refusal(Work(1, 0), deadline=FAR) is not None
+    clock.advance(0.2)
+    assert queue.predicted_wait_seconds() == pytest.approx(0.3)
+    assert queue.refusal(Work(1, 0), deadline=FAR) is None
+    clock.advance(5.0)  # longer than predicted: it may be over any moment
+    assert queue.predicted_wait_seconds() == 0.0
+
+
 def test_a_deadline_is_held_against_the_predicted_wait_and_all_parts() -> None:
     queue = admission()
     clock = queue.clock
