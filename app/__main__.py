@@ -7,8 +7,6 @@ import sys
 import structlog
 
 from app import logs
-from app.factory import create_app
-from app.server import serve
 from app.settings import SettingsProblem, load_settings
 
 EXIT_USAGE = 2
@@ -19,12 +17,14 @@ def main() -> int:
     try:
         settings = load_settings(sys.argv[1:])
         logs.configure(settings.logs)
-        app = create_app(settings)
+        structlog.get_logger("app").info("settings", **settings.effective())
+        from app.factory import create_app  # late: --help and a slip in a setting need no torch
+        from app.server import serve
+
+        return serve(create_app(settings), settings)
     except SettingsProblem as error:
         print(f"python -m app: {error}", file=sys.stderr)
         return EXIT_USAGE
-    structlog.get_logger("app").info("settings", **settings.effective())
-    return serve(app, settings)
 
 
 if __name__ == "__main__":

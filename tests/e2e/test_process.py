@@ -1,0 +1,214 @@
+"""The real server with the demo checkpoint, over sockets: what a new user does, and what a hostile client does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.client import Candidate, RankerClient
+from tests.e2e.process import Server, serving
+
+DEMO = Path("weights/demo")
+LIMIT = 65_536
+MIB = 2**20
+HEAD = b"POST /rank HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(DEMO, threads=1, limits__max_body_bytes=LIMIT) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((DEMO / "example.json").read_text())
+    return body
+
+
+def numbers(rows: list[dict[str, Any]]) -> dict[Any, Any]:
+    """What belongs to each candidate alone: everything but its rank."""
+    return {row["post_id"]: {key: row[key] for key in row if key != "rank"} for row in rows}
+
+
+def test_the_example_is_ranked(client: httpx.Client, example: dict[str, Any]) -> None:
+    reply = client.post("/rank", json=example)
+    rows = reply.json()["candidates"]
+    assert reply.status_code == 200
+    assert len(rows) == len(example["candidates"])
+    assert sorted(row["rank"] for row in rows) == list(range(1, len(rows) + 1))
+    assert len({row["score"] for row in rows}) > 1  # a checkpoint of zeros would rank nothing
+    assert reply.headers["x-model-version"] == client.get("/info").json()["model"]["version"]
+
+
+def test_every_example_of_the_documentation_works(client: httpx.Client) -> None:
+    assert client.get("/docs").status_code == 200
+    document = client.get("/openapi.json").json()
+    tried = 0
+    for path, operations in document["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        for example in content.get("application/json", {}).get("examples", {}).values():
+            reply = client.post(path, json=example["value"])
+            assert reply.status_code == 200, reply.text
+            assert "error" not in reply.text
+            tried += 1
+    assert tried == 3
+
+
+def test_a_candidates_bits_do_not_depend_on_company(client: httpx.Client, example: dict[str, Any]) -> None:
+    whole = numbers(client.post("/rank", json=example).json()["candidates"])
+    for change in (
+        lambda items: items[::-1],
+        lambda items: items[:1],
+        lambda items: items[3:5],
+        lambda items: items + [{"post_id": n, "author_id": n} for n in range(1, 100)],
+    ):
+        body = copy.deepcopy(example) | {"candidates": change(example["candidates"])}
+        part = numbers(client.post("/rank", json=body).json()["candidates"])
+        assert all(part[post] == whole[post] for post in part if post in whole)
+    other = copy.deepcopy(example) | {"user_id": 5}
+    assert numbers(client.post("/rank", json=other).json()["candidates"]) != whole
+
+
+def test_the_next_page_finds_the_context_in_the_cache(client: httpx.Client, example: dict[str, Any]) -> None:
+    body = copy.deepcopy(example) | {"user_id": 987_654_321}
+    first, second = client.post("/rank", json=body), client.post("/rank", json=body)
+    assert [reply.headers["x-context-cache"] for reply in (first, second)] == ["miss", "hit"]
+    assert first.json()["candidates"] == second.json()["candidates"]
+
+
+def test_the_client_speaks_to_it(server: Server) -> None:
+    with RankerClient(server.url) as client:
+        ranking = client.rank(7, [Candidate(90, 5), Candidate("91", 6)], timeout_seconds=10)
+        assert {candidate.post_id for candidate in ranking.candidates} == {90, "91"}
+
+
+def test_metrics_count_what_was_asked(client: httpx.Client) -> None:
+    text = client.get("/metrics").text
+    for series in (
+        "ranker_http_requests_total{",
+        "ranker_stage_duration_seconds_bucket{",
+        "ranker_model_info{",
+        "ranker_ready 1.0",
+    ):
+        assert series in text
+
+
+def test_every_request_has_one_line_without_its_history(
+    server: Server, client: httpx.Client, example: dict[str, Any]
+) -> None:
+    name = "line-for-line"
+    marked = copy.deepcopy(example) | {"user_id": 424242424242, "weights": {"no\r\nsuch\x1b[31m": 1}}
+    assert client.post("/rank", json=marked, headers={"x-request-id": name}).status_code == 422
+    assert client.get("/livez", headers={"x-request-id": "x" * 200}).status_code == 200
+    client.get("/readyz")
+    lines = [line for line in server.lines if line.get("request_id") == name]
+    assert [line["status"] for line in lines] == [422]
+    text = "".join(server.raw)
+    assert "424242424242" not in text
+    assert str(example["history"][0]["post_id"]) not in text
+    assert "x" * 200 not in text
+    assert "\x1b" not in text
+
+
+# bodies over raw sockets
+
+
+def memory_bytes(server: Server) -> int:
+    """The process's highest resident size so far."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def exchange(server: Server, head: bytes, pieces: Iterator[bytes]) -> bytes:
+    """Send all of it as far as the server reads; what came back until it closed."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(
+            b"POST /rank HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            + head
+            + b"\r\n\r\n"
+        )
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        try:
+            while data := connection.recv(65_536):
+                received += data
+        except ConnectionResetError:
+            pass
+    return received
+
+
+def chunks(count: int, size: int) -> Iterator[bytes]:
+    one = b"%x\r\n" % size + b" " * size + b"\r\n"
+    per_write = max(1, 60_000 // len(one))
+    for _ in range(count // per_write):
+        yield one * per_write
+    yield b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(("count", "size"), [(1_000_000, 1), (2_000, 65_536)])
+def test_a_long_chunked_body_costs_no_memory(server: Server, client: httpx.Client, count: int, size: int) -> None:
+    client.get("/livez")
+    before = memory_bytes(server)
+    reply = exchange(server, b"transfer-encoding: chunked", chunks(count, size))
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert reply.count(b"HTTP/1.1 ") == 1
+    assert memory_bytes(server) - before <= 2 * MIB
+    assert client.get("/livez").status_code == 200
+
+
+def test_memory_would_be_seen_to_grow() -> None:
+    with serving(DEMO, threads=1, limits__max_body_bytes=64 * MIB) as server:
+        before = memory_bytes(server)
+        reply = exchange(server, b"transfer-encoding: chunked", chunks(300, 65_536))
+        assert reply.startswith(b"HTTP/1.1 400 ")
+        assert memory_bytes(server) - before > 2 * MIB
+
+
+def test_a_declared_length_over_the_limit_is_not_read(server: Server) -> None:
+    reply = exchange(server, b"content-length: 1000000000", iter([b"{"]))
+    assert reply.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_compressed_body_is_not_unpacked(server: Server) -> None:
+    reply = exchange(server, b"content-encoding: gzip\r\ncontent-length: 2", iter([b"{}"]))
+    assert reply.startswith(b"HTTP/1.1 415 ")
+
+
+# start and end
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--prot", "1"], "--prot"), (["--port", "x"], "RANKER_PORT"), (["--admin.port", "1"], "token")],
+)
+def test_a_slip_on_the_command_line_is_told(arguments: list[str], said: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", "app", *arguments], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_signal_ends_it_well(server: Server) -> None:
+    assert server.stop() == 0
+    assert server.lines[-1]["event"] == "stopped"
+    assert server.lines[0]["event"] == "settings"
