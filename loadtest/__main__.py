@@ -19,7 +19,7 @@ from loadtest.traffic import TrafficSettings, fresh_seed
 RESULTS = ROOT / "loadtest" / "results"
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False, help="Load tests of the ranking server.")
-console = Console(stderr=True)
+console = Console(stderr=True, soft_wrap=True)
 
 
 class ArrivalKind(StrEnum):

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -171,8 +172,9 @@ def machine() -> dict[str, Any]:
     }
 
 
+@cache
 def commit(root: Path = ROOT) -> str:
-    """Short hash of the checkout, with `+` where tracked files differ from it; `unknown` outside of git."""
+    """Asked once a process: short hash of the checkout, with `+` where tracked files differ from it; `unknown` outside of git."""
     try:
         hash_, dirty = (
             subprocess.run(
