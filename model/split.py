@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
+from model.graphs import CudaRecorder, Recorder
 from model.inputs import Candidates, Context, Scores
-from model.kernels.contract import Kernels
+from model.kernels.contract import Kernels, softmax_shift
 from model.kernels.portable import KEY_TILE, PortableKernels
 from model.ranker import Ranker
 from model.selftest import prove_isolation
-from model.split_proof import prove_portable_products
-from model.split_run import EagerRunner, StepRunner
-from model.split_step import TILE_ROWS, ContextState, ContextWork, StepPlan, plan_steps
+from model.split_buckets import BucketRunner
+from model.split_run import PROBE_CANDIDATES, EagerRunner, RowCounts, StepRunner
+from model.split_step import TILE_ROWS, CandidateWork, ContextState, ContextWork, StepPlan, plan_steps
 from model.split_tables import Placement, table_source
 from model.split_trunk import SplitTrunk
 from model.split_weights import SplitWeights, split_weights
+from model.synthetic import random_candidates, random_context
 
 KernelChoice = Literal["auto", "portable", "fused"]
 Work = tuple[ContextWork | None, int, Candidates, ContextState]
-
-MAX_CAP = 80.0  # the softmax subtracts a constant; beyond this cap fp32 cannot hold its range
 
 
 class SplitEngine:
@@ -35,7 +35,8 @@ class SplitEngine:
 
     A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; longer work
     takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU. `placement` says where the embedding
-    tables live, None decides by size. Raises EngineError where the device or the checkpoint cannot be served.
+    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. Raises EngineError
+    where the device or the checkpoint cannot be served.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class SplitEngine:
         kernels: KernelChoice = "auto",
         capacity: int | None = None,
         placement: Placement | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         config = ranker.config
-        if config.attention_cap > MAX_CAP:
-            raise EngineError(
-                f"attention_cap {config.attention_cap} is above {MAX_CAP}, which the split engine can hold"
-            )
+        softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
         self.config = config
         self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._dtype = dtype
         fused = kernels == "fused" or (kernels == "auto" and self._device.type == "cuda")
         # keys are padded so that every product of the portable attention has one shape; the fused one masks
@@ -69,12 +70,12 @@ class SplitEngine:
         source = table_source(ranker, self._device, capacity, placement)
         self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
         self._capacity = capacity
-        if self._device.type == "cuda":
-            from model.graphs import GraphRunner
-
-            self._runner: StepRunner = GraphRunner(config, candidate_positions, self._trunk, source, capacity)
+        parts = (config, candidate_positions, self._trunk, source, capacity)
+        if self._device.type == "cuda" or recorder is not None:
+            self._runner: StepRunner = BucketRunner(*parts, recorder or CudaRecorder())
         else:
-            self._runner = EagerRunner(config, candidate_positions, self._trunk, source, capacity)
+            self._runner = EagerRunner(*parts)
+        self._prepared = 0
         extendable = config.context_attention == "causal" and not config.right_anchored
         self._cache: ContextCache[ContextState] = ContextCache(cache_bytes, prefixes=extendable)
         notes: dict[str, Any] = {
@@ -88,11 +89,11 @@ class SplitEngine:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile, capture, and prove that bits do not depend on the composition. Raises EngineError when a proof fails."""
-        if isinstance(self._kernels, PortableKernels):
-            prove_portable_products(self._kernels, self._trunk, self.info.notes)
-        self._runner.warm_up(self.info.notes)
+        self._runner.warm_up(self.info.notes, self._probe)
         self.info.notes["isolation_self_test"] = prove_isolation(self)
         self._cache.clear()
+        self._runner.counts = RowCounts()
+        self._prepared = self._compilations()
 
     @torch.inference_mode()
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
@@ -116,6 +117,15 @@ class SplitEngine:
         scores = self._scores(items, plans, outputs)
         return [Outcome(found, state, result) for found, (state, result) in zip(scores, results, strict=True)]
 
+    def late_compilations(self) -> int:
+        """Kernels compiled and graphs recorded since `warm_up`: none, or readiness was declared too early."""
+        return self._compilations() - self._prepared
+
+    def padding_ratio(self) -> float:
+        """The share of computed rows, since warm-up, that no request asked for."""
+        counts = self._runner.counts
+        return 1 - counts.used / counts.computed if counts.computed else 0.0
+
     def cache_stats(self) -> CacheStats:
         """Safe to call from any thread."""
         return self._cache.stats()
@@ -124,6 +134,24 @@ class SplitEngine:
         """Drop the cache, the activations and the graphs. The engine must not be used afterwards."""
         self._cache.clear()
         del self._runner, self._trunk, self._kernels
+
+    def _compilations(self) -> int:
+        return self._runner.recorded + self._kernels.compiled()
+
+    def _probe(self, rows: int) -> StepPlan:
+        """A step of exactly `rows` rows, see `split_run.Probe`: one request's candidates, a stranger's, the first ones again."""
+        config = self.config
+        asked, stranger = (random_context(config, min(config.history_length, n), seed=n) for n in (20, 5))
+        candidates = random_candidates(config, PROBE_CANDIDATES, seed=1)
+        plan = StepPlan()
+        for context in (asked, stranger):
+            work = ContextWork(context, self._allocate(context, None))
+            plan.add_context(work, work.state.length)
+        first, second = (work.state for work in plan.contexts)
+        others = random_candidates(config, rows - plan.rows - 2 * PROBE_CANDIDATES, seed=2)
+        for number, (part, state) in enumerate(((candidates, first), (others, second), (candidates, first))):
+            plan.add_candidates(CandidateWork(number, 0, part, state))
+        return plan
 
     def _context_of(
         self, item: Item, made: dict[ContextKey, ContextState]

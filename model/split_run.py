@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,12 +22,34 @@ from model.split_step import (
 from model.split_tables import TableSource
 from model.split_trunk import SplitTrunk
 
+Probe = Callable[[int], StepPlan]  # a plan of exactly so many rows that begins and ends with the same candidates
+PROBE_CANDIDATES = 16
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """Rows that steps needed and rows that were computed, as running totals."""
+
+    used: int = 0
+    computed: int = 0
+
+    def add(self, used: int, computed: int) -> None:
+        """Count a step."""
+        self.used += used
+        self.computed += computed
+
 
 class StepRunner(Protocol):
     """What computes steps."""
 
-    def warm_up(self, notes: dict[str, Any]) -> None:
-        """Compile, capture and prove; says in `notes` what was proved. Raises EngineError when a proof fails."""
+    counts: RowCounts
+
+    @property
+    def recorded(self) -> int:
+        """How many recordings were made."""
+
+    def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
+        """Compile, record and prove; says in `notes` what was proved. Raises EngineError when a proof fails."""
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
         """Raw head outputs fp32 `[candidates, A + Z]` of each step."""
@@ -43,6 +66,8 @@ class EagerRunner:
         source: TableSource,
         capacity: int,
     ) -> None:
+        self.counts = RowCounts()
+        self.recorded = 0
         self._trunk = trunk
         self._source = source
         buffer = torch.zeros(step_bytes(config, capacity, capacity), dtype=torch.uint8)
@@ -50,8 +75,9 @@ class EagerRunner:
         self._host = self._arrays.numpy()
         self._writer = StepWriter(config, mode, trunk.mixed)
 
-    def warm_up(self, notes: dict[str, Any]) -> None:
-        """Nothing is compiled ahead; proofs are the engine's."""
+    def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
+        """See `StepRunner.warm_up`; there are no sizes to record."""
+        notes["products"] = self._trunk.kernels.prove(self._trunk.linear_weights(), [TILE_ROWS])
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
         """See `StepRunner.run`."""
@@ -64,6 +90,7 @@ class EagerRunner:
         rows, candidates = int(self._host.counts[0]), int(self._host.counts[1])
         if rows:
             self._trunk.body(step, _whole_tiles(rows))
+            self.counts.add(rows, _whole_tiles(rows))
         if candidates:
             self._trunk.tail(step, _whole_tiles(candidates))
         outputs: NDArray[np.float32] = self._trunk.logits[:candidates].numpy().copy()

@@ -42,8 +42,8 @@ class SplitTrunk:
         self.key_value = rows(2 * keys)
         self.mixed = rows(queries)
         self.projected = rows(config.width)
-        self.gate_value = rows(2 * config.ffn_width)
-        self.hidden = rows(config.ffn_width)
+        self.gate_value = rows(weights.layers[0].gate_value.shape[1])
+        self.hidden = rows(weights.layers[0].ffn_output.shape[0])
         self.final = rows(config.width, torch.float32)
         self.logits = rows(weights.heads.shape[1], torch.float32)
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
 from model.layers import rope_tables
 from model.ranker import Ranker, TokenBuilder
 from model.trunk import DecoderLayer
 
+FFN_COLUMNS = 64  # zero columns of gate and value give zero products, and let kernels drop their masks
 HEAD_COLUMNS = 32  # a product with an odd number of columns depends on the row's place in some libraries
 
 
@@ -19,6 +21,7 @@ HEAD_COLUMNS = 32  # a product with an odd number of columns depends on the row'
 class LayerWeights:
     """Linear weights `[in, out]` in the engine's dtype, norm scales fp32 `[D]`.
 
+    gate_value `[D, 2·F']` and ffn_output `[F', D]` have F' = F rounded up to a multiple of `FFN_COLUMNS`, with zeros.
     `query` `[D, N·K]` and `key_value` `[D, 2·G·K]` lie side by side in `qkv`; the last layer has them apart instead,
     because its context needs no queries.
     """
@@ -98,6 +101,9 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype = torch.floa
 def _layer(layer: DecoderLayer, device: torch.device, dtype: torch.dtype, *, last: bool) -> LayerWeights:
     query = _moved(layer.query, device, dtype)
     key_value = _moved(torch.cat((layer.key.detach(), layer.value.detach()), 1), device, dtype)
+    gate, value, output = layer.ffn_gate.detach(), layer.ffn_value.detach(), layer.ffn_output.detach()
+    padding = -gate.shape[1] % FFN_COLUMNS
+    gate, value = (functional.pad(part, (0, padding)) for part in (gate, value))
     return LayerWeights(
         attention_norm=_moved(layer.attention_norm, device),
         qkv=None if last else torch.cat((query, key_value), 1),
@@ -106,8 +112,8 @@ def _layer(layer: DecoderLayer, device: torch.device, dtype: torch.dtype, *, las
         output=_moved(layer.output, device, dtype),
         attention_post_norm=_moved(layer.attention_post_norm, device),
         ffn_norm=_moved(layer.ffn_norm, device),
-        gate_value=_moved(torch.cat((layer.ffn_gate.detach(), layer.ffn_value.detach()), 1), device, dtype),
-        ffn_output=_moved(layer.ffn_output, device, dtype),
+        gate_value=_moved(torch.cat((gate, value), 1), device, dtype),
+        ffn_output=_moved(functional.pad(output, (0, 0, 0, padding)), device, dtype),
         ffn_post_norm=_moved(layer.ffn_post_norm, device),
     )
 

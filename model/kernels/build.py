@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.config import ModelConfig
+from model.config import HashSpec, ModelConfig
 from model.kernels.contract import Step, Tables
 from model.kernels.fused import FusedKernels, ProductKind
 from model.ranker import Ranker
@@ -47,11 +47,14 @@ class Collector:
     def __call__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
         """Note the types as Triton's own dispatcher would see them."""
         names = kernel.arg_names[: len(arguments)]
-        unspecialized = {kernel.arg_names.index(name) if isinstance(name, str) else name for name in kernel.do_not_specialize or ()}
+        unspecialized = {
+            kernel.arg_names.index(name) if isinstance(name, str) else name for name in kernel.do_not_specialize or ()
+        }
         aligned = [
             place
             for place, value in enumerate(arguments)
-            if place not in unspecialized and (isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0))
+            if place not in unspecialized
+            and (isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0))
         ]
         signature = tuple((name, _type_name(value)) for name, value in zip(names, arguments, strict=True))
         options = tuple((name, constants.pop(name)) for name in SCHEDULING if name in constants)
@@ -66,10 +69,10 @@ def _type_name(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def collect(config: ModelConfig, dtype: torch.dtype, products: Iterable[ProductKind] = ("narrow", "wide")) -> list[Launch]:
-    """The launches of a whole forward of this architecture, once with each kind of matrix product. Allocates a model of it
-    without contents.
-    """
+def collect(
+    config: ModelConfig, dtype: torch.dtype, products: Iterable[ProductKind] = ("narrow", "wide")
+) -> list[Launch]:
+    """The launches of a whole forward of this architecture, once with each kind of matrix product. Holds no weights."""
     collector = Collector()
     with torch.device("meta"):
         ranker = Ranker(config)
@@ -113,11 +116,14 @@ def describe(launch: Launch, compiled: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compile every kernel of a small Grok in both dtypes and print what came out."""
-    from model.synthetic import example_config
-
+    """Compile every kernel of a small ranker in both dtypes and print what came out."""
+    hashes = HashSpec((1, 3), (5, 7), 2**61 - 1, 1000)
+    config = ModelConfig(
+        width=128, layers=2, query_heads=4, kv_heads=2, head_width=64, history_length=127, candidate_length=64, actions=19,
+        user_hashes=hashes, post_hashes=hashes, author_hashes=hashes, continuous_actions=8, has_dwell=True, has_post_age=True,
+    )  # fmt: skip
     for dtype in (torch.bfloat16, torch.float32):
-        for launch in collect(example_config(), dtype):
+        for launch in collect(config, dtype):
             print(describe(launch, compile_launch(launch)))
 
 

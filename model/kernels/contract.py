@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from model.engine import EngineError
 from model.split_step import ContextState, StepArrays
 from model.split_weights import TokenWeights
+
+SAFE_EXPONENT = 80.0  # exp of ± this is a normal fp32 number and leaves room for a sum over a context
+
+
+def softmax_shift(cap: float) -> float:
+    """What a softmax over logits within ± cap subtracts in place of their maximum. Raises EngineError for a cap too wide."""
+    if cap > SAFE_EXPONENT:
+        raise EngineError(
+            f"attention_cap {cap} is above {SAFE_EXPONENT}, the most that fp32 can hold without a maximum"
+        )
+    return min(cap, SAFE_EXPONENT - cap)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,4 +93,15 @@ class Kernels(Protocol):
         """out `[rows, N·K]`: context rows over their state's past (or all of it), candidates over all of it and themselves."""
 
     def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
-        """out `[rows, F]` = `gelu(gate) ⊙ value`."""
+        """gate_value `[rows, 2·F]`; out `[rows, F]` = `gelu(gate) ⊙ value`."""
+
+    def prove(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+        """Find, for products with weights of these shapes and with these numbers of rows, the fastest ways that give the bits
+        of the reference, and use them from now on. Says what was found. Raises EngineError when the reference itself fails.
+        """
+
+    def forget_proofs(self) -> None:
+        """Use the reference everywhere."""
+
+    def compiled(self) -> int:
+        """How many kernels have been compiled or loaded so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -13,10 +13,11 @@ from triton.runtime.jit import JITFunction
 
 from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
 from model.kernels.attention import attend_tiles, rotate_rows
-from model.kernels.contract import Step, Tables
+from model.kernels.contract import Step, Tables, softmax_shift
 from model.kernels.matmul import multiply_tiles
 from model.kernels.rows import gate_rows, norm_rows
 from model.kernels.tokens import embed_tiles
+from model.split_proof import rows_are_independent, shape_name
 from model.split_step import (
     CANDIDATE_TILES,
     CANDIDATES,
@@ -31,10 +32,11 @@ from model.split_weights import SplitWeights, TokenWeights
 
 ProductKind = Literal["narrow", "wide", "library"]
 
+KERNELS = (attend_tiles, embed_tiles, gate_rows, multiply_tiles, norm_rows, rotate_rows)
+NARROW: ProductKind = "narrow"
 LOG2_E = math.log2(math.e)
 INTERPRETED = not isinstance(multiply_tiles, JITFunction)  # TRITON_INTERPRET=1 was set before the kernels were imported
 TILE_KEYS = 64
-SAFE_EXPONENT = 80.0  # exp of ± this stays within fp32 with room for a sum over a context
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,15 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **con
     kernel[grid](*arguments, **constants)
 
 
+def compiled_variants() -> int:
+    """How many variants of the kernels this process has compiled or loaded, on all devices."""
+    caches = [cache for kernel in KERNELS for cache in getattr(kernel, "device_caches", {}).values()]
+    return sum(len(cache[0]) for cache in caches)
+
+
 def softmax_constants(multiplier: float, cap: float) -> dict[str, float]:
-    """SCALE, RISE and FALL of `capped_share`. The shift is the cap itself where exp(−2·cap) is still a normal number."""
-    shift = min(cap, SAFE_EXPONENT - cap)
+    """SCALE, RISE and FALL of `capped_share`."""
+    shift = softmax_shift(cap)
     return {"SCALE": 2 * LOG2_E * multiplier / cap, "RISE": (cap - shift) * LOG2_E, "FALL": 2 * cap * LOG2_E}
 
 
@@ -253,7 +261,7 @@ class FusedKernels:
 
     def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """See `Kernels.gate`."""
-        width = self.config.ffn_width
+        width = out.shape[1]
         block = min(1024, _power_of_two(width))
         self._launch(
             gate_rows,
@@ -264,6 +272,45 @@ class FusedKernels:
             BLOCK=block,
             num_warps=4,
         )
+
+    def prove(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+        """See `Kernels.prove`: the first kind of `_preferred` that equals `narrow`."""
+        chosen: dict[str, dict[str, str]] = {}
+        for weight in weights:
+            for size in sizes:
+                wanted = _preferred(size, weight.dtype)
+                kind = next((kind for kind in wanted if self._equals_narrow(kind, weight, size)), NARROW)
+                self.products[tuple(weight.shape), size] = kind
+                chosen.setdefault(shape_name(weight), {})[str(size)] = kind
+        return chosen
+
+    def _equals_narrow(self, kind: ProductKind, weight: Tensor, rows: int) -> bool:
+        counts = torch.full((8,), rows, dtype=torch.int32, device=weight.device)
+
+        def product(kind: ProductKind) -> Callable[[Tensor], Tensor]:
+            def run(x: Tensor) -> Tensor:
+                out = torch.full((len(x), weight.shape[1]), torch.nan, dtype=weight.dtype, device=weight.device)
+                self.multiply_as(kind, counts, ROWS, x, weight, out, len(x))
+                return out
+
+            return run
+
+        return rows_are_independent(product(kind), product("narrow"), rows, weight.shape[0], weight)
+
+    def forget_proofs(self) -> None:
+        """See `Kernels.forget_proofs`."""
+        self.products.clear()
+
+    def compiled(self) -> int:
+        """See `Kernels.compiled`; on all devices, for all engines of the process."""
+        return compiled_variants()
+
+
+def _preferred(rows: int, dtype: torch.dtype) -> tuple[ProductKind, ...]:
+    """Kinds to try before `narrow`: the library from where it fills the device, big tiles for bf16 only."""
+    if rows < 256:
+        return ()
+    return ("library", "wide") if dtype == torch.bfloat16 else ("library",)
 
 
 def _cdiv(a: int, b: int) -> int:

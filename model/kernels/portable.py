@@ -6,19 +6,23 @@ pieces of fixed size, because torch computes the last few elements of a call by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from model.config import ModelConfig
-from model.kernels.contract import Step, Tables
+from model.engine import EngineError
+from model.kernels.contract import Step, Tables, softmax_shift
+from model.split_proof import rows_are_independent, shape_name
 from model.split_step import CANDIDATE, HISTORY, TILE_ROWS, TILES, TOKEN_TILES, USER, ContextState
 from model.split_step import CANDIDATE_TILES as TAIL_TILES
 from model.split_weights import TokenWeights
 
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
+WIDE_ROW_SIZES = (1024, 256)  # products of so many rows, where they give the bits of TILE_ROWS
 PIECE = 32768  # elements: torch runs so many without splitting them over threads
 
 
@@ -31,8 +35,8 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class PortableKernels:
-    """Implements `Kernels`. `row_sizes` are the matrix products' row counts, descending, ending with TILE_ROWS; only sizes
-    that were proved to give the same bits may be in it.
+    """Implements `Kernels`. Matrix products run on TILE_ROWS rows a call, or on more where that was proved to give the same
+    bits: `row_sizes` holds the proved counts by weight shape, descending.
     """
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
@@ -172,15 +176,40 @@ class PortableKernels:
         return mixed.reshape(TILE_ROWS, heads * width)
 
     def _shares(self, products: Tensor) -> Tensor:
-        """`exp(cap · tanh(multiplier · x / cap) − cap)`: logits lie within ± cap, so no running maximum is needed."""
+        """`exp(cap · tanh(multiplier · x / cap) − shift)`: logits lie within ± cap, so no running maximum is needed."""
         cap = self.config.attention_cap
-        scale = self.config.attention_multiplier / cap
-        return elementwise(lambda x: torch.exp((torch.tanh(x * scale) - 1) * cap), products)
+        scale, shift = self.config.attention_multiplier / cap, softmax_shift(cap)
+        return elementwise(lambda x: torch.exp(torch.tanh(x * scale) * cap - shift), products)
 
     def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """See `Kernels.gate`."""
         gates, values = gate_value[:rows].chunk(2, -1)
         out[:rows] = elementwise(_gelu, gates.float().contiguous()) * values
+
+    def prove(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+        """See `Kernels.prove`; `sizes` do not matter, for every number of rows is cut into proved ones."""
+        for weight in weights:
+
+            def product(x: Tensor, weight: Tensor = weight) -> Tensor:
+                return x @ weight
+
+            def reference(x: Tensor, weight: Tensor = weight) -> Tensor:
+                return torch.cat([tile @ weight for tile in x.split(TILE_ROWS)])
+
+            width = weight.shape[0]
+            if not rows_are_independent(reference, reference, 4 * TILE_ROWS, width, weight):
+                raise EngineError(f"{TILE_ROWS} rows times {shape_name(weight)}: a row's bits depend on its place")
+            wide = [size for size in WIDE_ROW_SIZES if rows_are_independent(product, reference, size, width, weight)]
+            self.row_sizes[tuple(weight.shape)] = (*wide, TILE_ROWS)
+        return {shape_name(weight): list(self.row_sizes[tuple(weight.shape)]) for weight in weights}
+
+    def forget_proofs(self) -> None:
+        """See `Kernels.forget_proofs`."""
+        self.row_sizes.clear()
+
+    def compiled(self) -> int:
+        """Nothing is ever compiled."""
+        return 0
 
     @staticmethod
     def _tiles(step: Step, *, tail: bool) -> list[tuple[int, int, int, int]]:

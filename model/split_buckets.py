@@ -1,0 +1,180 @@
+"""Runs steps padded to a few sizes, each recorded once: CUDA graphs, double-buffered copies, and the proof that every size
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.config import CandidatePositions, ModelConfig
+from model.engine import EngineError
+from model.graphs import Recorder, Work
+from model.kernels.contract import Step
+from model.split_run import PROBE_CANDIDATES, Probe, RowCounts
+from model.split_step import (
+    CANDIDATE_TILES,
+    CANDIDATES,
+    ROWS,
+    StepArrays,
+    StepPlan,
+    StepWriter,
+    step_arrays,
+    step_bytes,
+    tile_slots,
+)
+from model.split_tables import TableSource
+from model.split_trunk import SplitTrunk
+
+SLOTS = 2  # host buffers: one is filled while the device reads the other
+Collect = Callable[[], NDArray[np.float32]]
+
+
+def row_sizes(capacity: int) -> list[int]:
+    """Sizes that waste little: steps of 64 rows up to 512, of 128 up to 4096, of 512 beyond."""
+    sizes = [*range(64, 512, 64), *range(512, 4096, 128), *range(4096, capacity, 512), capacity]
+    return sorted({size for size in sizes if size <= capacity})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """The arrays of one body size: on the device, and in each host buffer as numpy."""
+
+    device: StepArrays
+    host: tuple[StepArrays, ...]
+    nbytes: int
+
+
+class BucketRunner:
+    """Implements `StepRunner`. Bodies and tails are recorded for each of `sizes`; a step takes the smallest that holds it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mode: CandidatePositions,
+        trunk: SplitTrunk,
+        source: TableSource,
+        capacity: int,
+        recorder: Recorder,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.counts = RowCounts()
+        self._config = config
+        self._trunk = trunk
+        self._source = source
+        self._recorder = recorder
+        self._capacity = capacity
+        self._sizes = list(sizes or row_sizes(capacity))
+        self._bodies: dict[int, Work] = {}
+        self._tails: dict[int, Work] = {}
+        self._writer = StepWriter(config, mode, trunk.mixed)
+        room = step_bytes(config, capacity, capacity)
+        self._staging = [recorder.pinned(room, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._outputs = [recorder.pinned(capacity, trunk.logits.shape[1], dtype=torch.float32) for _ in range(SLOTS)]
+        self._arrived = torch.zeros(room, dtype=torch.uint8, device=trunk.logits.device)
+        self._frames = {size: self._frame(size) for size in self._sizes}
+
+    @property
+    def recorded(self) -> int:
+        """How many recordings there are."""
+        return self._recorder.recorded
+
+    def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
+        """Record every size, then drop those whose bits are not the plain run's, or not those of the largest size."""
+        # the reference comes first: it must not use what is still to be proved
+        self._trunk.kernels.forget_proofs()
+        plans = {size: probe(size) for size in self._sizes}
+        expected = {size: self._plain(plan) for size, plan in plans.items()}
+        notes["products"] = self._trunk.kernels.prove(self._trunk.linear_weights(), self._sizes)
+        for buffer in (*self._staging, self._arrived):
+            buffer.zero_()  # a step of no rows, whatever the size: what a probe left there has another layout
+        for size in self._sizes:
+            step = Step(self._trunk.mixed, self._frames[size].device, self._frames[size].host[0], ())
+            self._bodies[size] = self._recorder.record(partial(self._trunk.body, rows=size), step)
+            self._tails[size] = self._recorder.record(partial(self._trunk.tail, rows=size), step)
+        trusted = expected[self._capacity][:PROBE_CANDIDATES]
+        failed = [size for size in self._sizes if not self._passes(plans[size], expected[size], trusted)]
+        notes["row_sizes"] = [size for size in self._sizes if size not in failed]
+        notes["row_sizes_refused"] = failed
+        if self._capacity in failed:
+            raise EngineError(f"a step of {self._capacity} rows gives other bits when it is replayed")
+        for size in failed:
+            self._sizes.remove(size)
+        notes["graphs"] = self._recorder.recorded
+        self.counts = RowCounts()
+
+    def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
+        """See `StepRunner.run`. A host buffer is written again only when its step has left the device."""
+        outputs: list[NDArray[np.float32]] = []
+        waiting: list[Collect] = []
+        for number, plan in enumerate(plans):
+            if len(waiting) == SLOTS:
+                outputs.append(waiting.pop(0)())
+            waiting.append(self._start(plan, number % SLOTS))
+        outputs.extend(collect() for collect in waiting)
+        return outputs
+
+    def _start(self, plan: StepPlan, slot: int) -> Collect:
+        """Queue one step; the result waits for it and returns its outputs."""
+        size = self._fitting(plan.rows, plan.tiles)
+        frame = self._frames[size]
+        host = frame.host[slot]
+        self._writer.write(plan, host)
+        self._source.prepare(host, slot)
+        self._arrived[: frame.nbytes].copy_(self._staging[slot][: frame.nbytes], non_blocking=True)
+        rows, candidates = int(host.counts[ROWS]), int(host.counts[CANDIDATES])
+        step = Step(self._trunk.mixed, frame.device, host, plan.states())
+        self._bodies[size](step)
+        self.counts.add(rows, size)
+        if candidates:
+            tail = self._fitting(candidates, int(host.counts[CANDIDATE_TILES]))
+            self._tails[tail](step)
+        output = self._outputs[slot][:candidates]
+        output.copy_(self._trunk.logits[:candidates], non_blocking=True)
+        wait = self._recorder.mark()
+
+        def collect() -> NDArray[np.float32]:
+            wait()
+            arrived: NDArray[np.float32] = output.numpy().copy()
+            return arrived
+
+        return collect
+
+    def _fitting(self, rows: int, tiles: int) -> int:
+        return next(size for size in self._sizes if rows <= size and tiles <= tile_slots(size))
+
+    def _frame(self, size: int) -> Frame:
+        def arrays(buffer: Tensor) -> StepArrays:
+            return step_arrays(buffer, self._config, self._capacity, size)
+
+        host = tuple(arrays(buffer).numpy() for buffer in self._staging)
+        return Frame(arrays(self._arrived), host, step_bytes(self._config, self._capacity, size))
+
+    def _plain(self, plan: StepPlan) -> NDArray[np.float32]:
+        """The plan's outputs without any recording."""
+        size = self._fitting(plan.rows, plan.tiles)
+        frame = self._frames[size]
+        self._writer.write(plan, frame.host[0])
+        self._source.prepare(frame.host[0], 0)
+        self._arrived[: frame.nbytes].copy_(self._staging[0][: frame.nbytes])
+        step = Step(self._trunk.mixed, frame.device, frame.host[0], plan.states())
+        candidates = int(frame.host[0].counts[CANDIDATES])
+        self._trunk.body(step, size)
+        self._trunk.tail(step, self._fitting(candidates, int(frame.host[0].counts[CANDIDATE_TILES])))
+        outputs: NDArray[np.float32] = self._trunk.logits[:candidates].cpu().numpy().copy()
+        return outputs
+
+    def _passes(self, plan: StepPlan, expected: NDArray[np.float32], trusted: NDArray[np.float32]) -> bool:
+        """Whether the recorded step gives the bits of the plain one, and the probe's candidates, which come first and again
+        last, the bits that they have in the largest step.
+        """
+        output = self.run([plan])[0]
+        ends = (output[:PROBE_CANDIDATES], output[-PROBE_CANDIDATES:])
+        return output.tobytes() == expected.tobytes() and all(end.tobytes() == trusted.tobytes() for end in ends)

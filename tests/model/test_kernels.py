@@ -1,0 +1,253 @@
+"""Every operation of the split engine, in torch and in Triton's interpreter, against its plain fp32 definition."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, in this process only by this file
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.batch import collate
+from model.config import ModelConfig
+from model.kernels import naive
+from model.kernels.contract import Kernels, Step, Tables
+from model.kernels.portable import KEY_TILE, PortableKernels
+from model.layers import rotate
+from model.ranker import Ranker
+from model.split_step import (
+    CANDIDATES,
+    ROWS,
+    CandidateWork,
+    ContextState,
+    ContextWork,
+    StepPlan,
+    StepWriter,
+    step_arrays,
+    step_bytes,
+)
+from model.split_weights import split_weights
+from tests.model.builders import random_candidates, random_config, random_context, random_ranker
+
+fused = pytest.importorskip("model.kernels.fused", reason="triton is not installed here")
+
+CAPACITY = 256
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Bench:
+    """A step of three requests, kernels, and what a trunk would hold."""
+
+    config: ModelConfig
+    ranker: Ranker
+    kernels: Kernels
+    step: Step
+    plan: StepPlan
+    generator: torch.Generator
+    dtype: torch.dtype
+
+    def random(self, width: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.randn(CAPACITY + 64, width, generator=self.generator) * scale
+        return values.to(dtype or self.dtype)
+
+    @property
+    def rows(self) -> int:
+        return -(-int(self.step.host.counts[ROWS]) // 64) * 64
+
+
+def make_bench(kind: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Bench:
+    config = random_config(width=32, layers=2, history_length=9, **overrides)
+    ranker = random_ranker(config)
+    weights = split_weights(ranker, torch.device("cpu"), dtype)
+    kernels = (
+        PortableKernels(config, weights.rope) if kind == "portable" else fused.FusedKernels(config, weights, dtype)
+    )
+    generator = torch.Generator().manual_seed(5)
+    plan = StepPlan()
+    for number, (history, known, candidates) in enumerate([(9, 0, 65), (0, 0, 1), (7, 3, 2)]):
+        context = random_context(config, history, number)
+        shape = (config.layers, 2, KEY_TILE, config.kv_heads, config.head_width)
+        state = ContextState(torch.randn(shape, generator=generator).to(dtype), 1 + history, history)
+        work = ContextWork(context, state, known, 1 + known if known else 0)
+        plan.add_context(work, state.length - work.first_index)
+        plan.add_candidates(CandidateWork(number, 0, random_candidates(config, candidates, number), state))
+    anchor = torch.empty(64, dtype=dtype)
+    arrays = step_arrays(
+        torch.zeros(step_bytes(config, CAPACITY, CAPACITY), dtype=torch.uint8), config, CAPACITY, CAPACITY
+    )
+    StepWriter(config, "shared", anchor).write(plan, arrays.numpy())
+    step = Step(anchor, arrays, arrays.numpy(), plan.states())
+    return Bench(config, ranker, kernels, step, plan, generator, dtype)
+
+
+KINDS = pytest.mark.parametrize("kind", ["portable", "fused"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(one.float(), other.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize(
+    ("width", "heads", "groups", "attention", "cap"),
+    [
+        (16, 4, 2, "causal", 30.0),
+        (32, 2, 2, "bidirectional", 30.0),
+        (24, 3, 1, "causal", 5.0),
+        (64, 2, 1, "causal", 50.0),
+        (128, 1, 1, "bidirectional", 30.0),
+    ],
+)
+def test_attention_equals_its_definition(
+    kind: str, dtype: torch.dtype, width: int, heads: int, groups: int, attention: str, cap: float
+) -> None:
+    shape = {"query_heads": heads, "kv_heads": groups, "head_width": width}
+    bench = make_bench(kind, dtype, context_attention=attention, attention_cap=cap, **shape)
+    step = bench.step
+    query, key_value = bench.random(heads * width, 3.0), bench.random(2 * groups * width, 3.0)
+    out = torch.full_like(query, torch.nan)
+    bench.kernels.attend(step, query, key_value, 1, out, bench.rows)
+    covered = 0
+    for first, count, request, place in step.host.tiles[: step.host.counts[2]].tolist():
+        tile, state = slice(first, first + count), step.states[request]
+        limits = torch.full((count,), state.length)
+        if place >= 0 and attention == "causal":
+            limits = torch.arange(place + 1, place + 1 + count)
+        own = key_value[tile].view(count, 2, groups, width)
+        expected = naive.attend(
+            query[tile].view(count, heads, width),
+            *state.keys_values[1, :, : state.length],
+            limits,
+            (own[:, 0], own[:, 1]) if place < 0 else None,
+            bench.config.attention_multiplier,
+            cap,
+        )
+        close(out[tile], expected.flatten(1), dtype)
+        covered += count
+    assert covered == step.host.counts[ROWS]
+
+
+@KINDS
+@DTYPES
+def test_rope_turns_queries_and_keys_and_stores_contexts(kind: str, dtype: torch.dtype) -> None:
+    bench = make_bench(kind, dtype, query_heads=3, kv_heads=1, head_width=24)
+    step = bench.step
+    qkv = bench.random(5 * 24)
+    before = qkv.clone()
+    bench.kernels.rotate(step, qkv[:, :72], qkv[:, 72:], 1, bench.rows)
+    used = int(step.host.counts[ROWS])
+    cos, sin = split_weights(bench.ranker, torch.device("cpu"), dtype).rope[:, step.arrays.positions[:used].long()]
+    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    expected = rotate(before[:used, :96].reshape(used, 4, 24), cos, sin).flatten(1)
+    close(qkv[:used, :96], expected, dtype)
+    assert torch.equal(qkv[:used, 96:], before[:used, 96:])
+    stored = 0
+    for row, (request, place) in enumerate(step.host.owners[:used].tolist()):
+        if place >= 0:
+            state = step.states[request].keys_values
+            assert torch.equal(state[1, 0, place].flatten(), qkv[row, 72:96])
+            assert torch.equal(state[1, 1, place].flatten(), qkv[row, 96:])
+            stored += 1
+    assert stored == used - step.host.counts[CANDIDATES] == 10 + 1 + 4
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize("tail", [False, True])
+def test_norms_add_the_residual(kind: str, dtype: torch.dtype, tail: bool) -> None:
+    bench = make_bench(kind, dtype)
+    mixed, residual = bench.random(32, 2.0), bench.random(32, dtype=torch.float32)
+    post_scale, scale = torch.rand(32) + 0.5, torch.rand(32) + 0.5
+    expected = naive.add_norm(mixed, post_scale, residual, scale, bench.config.norm_epsilon)
+    first = naive.add_norm(None, None, residual, scale, bench.config.norm_epsilon)[1]
+    used = int(bench.step.host.counts[CANDIDATES if tail else ROWS])
+    rows = -(-used // 64) * 64
+    out = torch.zeros_like(mixed)
+    bench.kernels.norm(bench.step, None, None, residual, scale, out, rows, tail=tail)
+    close(out[:used], first[:used], dtype)
+    bench.kernels.norm(bench.step, mixed, post_scale, residual, scale, out, rows, tail=tail)
+    close(residual[:used], expected[0][:used], torch.float32)
+    close(out[:used], expected[1][:used], dtype)
+
+
+@KINDS
+@DTYPES
+def test_gate_is_tanh_gelu_times_value(kind: str, dtype: torch.dtype) -> None:
+    bench = make_bench(kind, dtype)
+    gate_value = bench.random(2 * 64, 3.0)
+    out = torch.zeros(len(gate_value), 64, dtype=dtype)
+    bench.kernels.gate(bench.step, gate_value, out, bench.rows)
+    used = int(bench.step.host.counts[ROWS])
+    close(out[:used], naive.gate(gate_value)[:used], dtype)
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize(("inner", "columns"), [(64, 96), (88, 32), (176, 144)])
+def test_product_equals_its_definition(kind: str, dtype: torch.dtype, inner: int, columns: int) -> None:
+    bench = make_bench(kind, dtype)
+    x, weight = bench.random(inner), (torch.randn(inner, columns, generator=bench.generator) / inner**0.5).to(dtype)
+    out = torch.full((len(x), columns), torch.nan, dtype=dtype)
+    bench.kernels.multiply(bench.step, x, weight, out, bench.rows)
+    used = int(bench.step.host.counts[ROWS])
+    close(out[:used], naive.multiply(x, weight)[:used], dtype)
+
+
+class OffByOneBit(fused.FusedKernels):  # type: ignore[misc]
+    """The library's product changes one bit of one row, as one that splits the inner axis would."""
+
+    def multiply_as(
+        self, kind: str, counts: Tensor, row_count: int, x: Tensor, weight: Tensor, out: Tensor, rows: int
+    ) -> None:
+        super().multiply_as("narrow", counts, row_count, x, weight, out, rows)
+        if kind == "library":
+            out[7] = torch.nextafter(out[7], out[7] + 1)
+
+
+def test_only_products_with_the_reference_bits_are_used() -> None:
+    bench = make_bench("fused")
+    weight = torch.randn(32, 32, generator=bench.generator)
+    kernels = OffByOneBit(bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.float32), torch.float32)
+    assert kernels.prove([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "narrow"}}
+    same = fused.FusedKernels(
+        bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.float32), torch.float32
+    )
+    same._equals_narrow = lambda kind, weight, size: True  # what a library with equal bits would answer
+    assert same.prove([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "library"}}
+
+
+@KINDS
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("variant", ["may", "january"])
+def test_tokens_equal_the_rankers(kind: str, table_dtype: torch.dtype, variant: str) -> None:
+    may = variant == "may"
+    bench = make_bench(kind, has_dwell=may, has_post_age=may, continuous_actions=3 if may else 0)
+    ranker = bench.ranker
+    ranker.tables.to(table_dtype)
+    tables = Tables(ranker.tables.user.detach(), ranker.tables.post.detach(), ranker.tables.author.detach())
+    tokens = split_weights(ranker, torch.device("cpu"), torch.float32).tokens
+    residual = torch.full((CAPACITY + 64, 32), torch.nan)
+    bench.kernels.embed(bench.step, tables, tokens, residual, bench.rows)
+    pairs = [
+        (context.context, candidates.candidates)
+        for context, candidates in zip(bench.plan.contexts, bench.plan.candidates, strict=True)
+    ]
+    expected, _ = ranker.embed(collate(pairs, bench.config))
+    row = 0
+    for number, (_, candidates) in enumerate(pairs):
+        close(residual[row : row + len(candidates)], expected[number, 10 : 10 + len(candidates)], torch.float32)
+        row += len(candidates)
+    for number, work in enumerate(bench.plan.contexts):
+        items = work.items()
+        close(residual[row : row + len(items)], expected[number, 1 + items], torch.float32)
+        row += len(items)
+    close(residual[row : row + 2], expected[:2, 0], torch.float32)
+    assert row + 2 == bench.step.host.counts[ROWS]
