@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,11 @@ def canvas(rows: int = 1, columns: int = 1, height: float = 3.4, sharex: bool = 
         drawn.png = buffer.getvalue()
 
 
+def _legend(axis: Any) -> None:
+    """Above the axes, where it hides nothing."""
+    axis.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+
+
 def latency_over_time(run: Run) -> bytes:
     """Percentiles a second above, rates a second below."""
     columns = over_time(run.samples, 1.0, run.slo)
@@ -76,7 +81,7 @@ def latency_over_time(run: Run) -> bytes:
         below.set(xlabel="seconds into the run", ylabel="requests / s")
         below.set_ylim(bottom=0)
         for axis in (above, below):
-            axis.legend(frameon=False, ncols=4, loc="upper left")
+            _legend(axis)
     return drawn.png
 
 
@@ -118,7 +123,7 @@ def stage_breakdown(run: Run) -> bytes:
         axis.set_yticks(range(len(groups)), list(groups))
         axis.invert_yaxis()
         axis.set(xlabel="ms, mean of the group")
-        axis.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45, 1.22))
+        _legend(axis)
     return drawn.png
 
 
@@ -160,23 +165,31 @@ def client_beside_server(run: Run) -> bytes:
 
 def latency_against_rate(trials: Sequence[Mapping[str, Any]], slo_ms: float, capacity_rps: float) -> bytes:
     """Every trial of a search: percentiles and goodput by offered rate."""
-    ordered = sorted(trials, key=lambda trial: float(trial["rate_rps"]))
-    rates = [trial["summary"]["offered_rps"] for trial in ordered]
+    by_rate: dict[float, list[Mapping[str, Any]]] = {}
+    for trial in trials:
+        by_rate.setdefault(float(trial["rate_rps"]), []).append(trial["summary"])
+    rates = sorted(by_rate)
+
+    def draw(axis: Any, label: str, value: Callable[[Mapping[str, Any]], float]) -> None:
+        """A point a trial, a line through the middle ones."""
+        values = [[value(summary) for summary in by_rate[rate]] for rate in rates]
+        axis.plot(rates, [np.median(one) for one in values], color=COLOURS[label], label=label, linewidth=1.4)
+        spots = [(rate, one) for rate, many in zip(rates, values, strict=True) for one in many]
+        axis.plot(*zip(*spots, strict=True), "o", color=COLOURS[label], markersize=3.5)
+
     with canvas(2, height=5.0, sharex=True) as (drawn, (above, below)):
         for name in ("p50", "p95", "p99"):
-            values = [trial["summary"]["latency_ms"].get(name, float("nan")) for trial in ordered]
-            above.plot(rates, values, "o-", color=COLOURS[name], label=name, markersize=3.5, linewidth=1.2)
+            draw(above, name, lambda summary, name=name: float(summary["latency_ms"].get(name, float("nan"))))  # type: ignore[misc]
         above.axhline(slo_ms, color=INK, linestyle=":", linewidth=1, label="objective")
         above.set(ylabel="ms from due time", yscale="log")
         below.plot(rates, rates, color=COLOURS["offered"], label="offered", linewidth=1)
-        for name, key in (("answered", "answered_rps"), ("good", "goodput_rps")):
-            values = [trial["summary"][key] for trial in ordered]
-            below.plot(rates, values, "o-", color=COLOURS[name], label=name, markersize=3.5, linewidth=1.2)
+        draw(below, "answered", lambda summary: float(summary["answered_rps"]))
+        draw(below, "good", lambda summary: float(summary["goodput_rps"]))
         below.set(xlabel="offered requests / s", ylabel="requests / s")
         for axis in (above, below):
             if capacity_rps:
                 axis.axvline(capacity_rps, color=COLOURS["good"], linewidth=1, linestyle="--", label="capacity")
-            axis.legend(frameon=False, ncols=5, loc="upper left")
+            _legend(axis)
     return drawn.png
 
 

@@ -28,6 +28,7 @@ class SearchSettings:
     """From `start_rps` by factors of `growth` until it breaks, then halving the gap until it is below `precision`.
 
     The rate that is found has held `confirmations` times in all; one that fails later is lowered by `precision` and tried again.
+    `curve` are shares of the capacity that are measured afterwards, for the plot of latency against rate.
     """
 
     start_rps: float = 20.0
@@ -35,6 +36,7 @@ class SearchSettings:
     precision: float = 0.05
     confirmations: int = 3
     max_trials: int = 30
+    curve: tuple[float, ...] = (0.25, 0.5, 0.75, 1.25, 1.6)
 
 
 @dataclass(slots=True)
@@ -100,6 +102,8 @@ def search_server(
         return verdict
 
     found = search(trial, plan)
+    for share in plan.curve if found.capacity_rps else ():
+        found.trials.append((share * found.capacity_rps, trial(share * found.capacity_rps)))
     return {
         "format": 1,
         "kind": "search",
