@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from model.config import ContextAttention
-from weights import checkpoint, demonstration, published, writer
+from weights import checkpoint, demonstration, learning, published, writer
 from weights import measure as measuring
 from weights import synthetic as synthetic_weights
 from weights.checkpoint import CheckpointError
@@ -32,6 +32,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+learning.register(app)
 
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that lies there already.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]

@@ -122,7 +122,8 @@ def training_batch(
 
 def _with_fresh_ids(request: Request, rng: np.random.Generator, user_share: float, post_share: float) -> Request:
     context, candidates = request
-    user = int(rng.integers(1, 2**63)) if rng.random() < user_share else context.user_id
+    known, unseen = rng.random() >= user_share, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
+    user = context.user_id if known else unseen
     posts = [_refresh(ids, rng, post_share) for ids in (context.post_ids, candidates.post_ids)]
     context = Context(user, posts[0], context.author_ids, context.actions, context.surfaces, context.dwell_seconds)
     return context, Candidates(posts[1], candidates.author_ids, candidates.surfaces, candidates.age_buckets)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +36,26 @@ def train(
     Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
     Raises LogError for a log too small to split, StateError where `resume` finds no state of this run in `state`.
     """
-    torch.set_num_threads(settings.threads)
-    torch.use_deterministic_algorithms(True)
     examples = Examples(log if until_ts is None else log.take(log.impression_ts < until_ts), config)
     train_requests, validation = split(len(examples), settings.validation_requests)
-    trainer = Trainer(examples, train_requests, validation, settings)
-    if resume and state:
-        load_state(trainer, state)
-    return trainer.run(report, lambda current: save_state(current, state) if state else None)
+    with reproducible(settings.threads):
+        trainer = Trainer(examples, train_requests, validation, settings)
+        if resume and state:
+            load_state(trainer, state)
+        return trainer.run(report, lambda current: save_state(current, state) if state else None)
+
+
+@contextmanager
+def reproducible(threads: int) -> Iterator[None]:
+    """Deterministic algorithms on a fixed number of threads, for a while: sums split otherwise give other bits."""
+    before, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        torch.set_deterministic_debug_mode(mode)
 
 
 def split(requests: int, validation_requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

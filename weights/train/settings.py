@@ -24,14 +24,14 @@ class TrainSettings:
     table_decay: float = 0.0
     gradient_norm: float = 1.0
     continuous_weight: float = 1.0  # of the dwell loss against the mean of the discrete losses
-    fresh_user_share: float = 0.1  # users and posts shown under an id never seen, as new ones will be when served
-    fresh_post_share: float = 0.85
+    fresh_user_share: float = 0.1  # users shown as unknown: half under an id never seen, half without one
+    fresh_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
     max_candidates: int = 64  # of one request; longer ones lose a random part
     init: Literal["upstream", "unit"] = "upstream"
     evaluate_every: int = 500  # steps between looks at the validation requests
     validation_requests: int = 800
     patience: int = 5  # looks without a better validation loss before the run stops
-    threads: int = 2
+    threads: int = 1  # a second one gains little at this size, and other counts give other bits
 
 
 def demo_config(actions: int) -> ModelConfig:
