@@ -36,8 +36,10 @@ class Checkpoint:
     ranker: Ranker
 
 
-def load_checkpoint(path: str | Path, progress: Progress | None = None) -> Checkpoint:
+def load_checkpoint(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Checkpoint:
     """Verify everything and build the ranker: parameters in memory, tables mapped.
+
+    Files are read side by side in `threads`, one a core by default; 1 leaves the other cores to a model that is serving.
 
     Raises CheckpointError, whose sentence names file and reason, for anything that is not exactly what was saved: format
     version, manifest, digests, tensor names, shapes, dtypes, NaN or infinity, links, or a file that changes meanwhile.
@@ -47,7 +49,7 @@ def load_checkpoint(path: str | Path, progress: Progress | None = None) -> Check
         with open_directory(path) as directory:
             manifest = read_manifest(directory)
             ranker = ranker_for(manifest)
-            tensors = read_tensors(directory, manifest, progress)
+            tensors = read_tensors(directory, manifest, progress, threads)
     except (CheckpointError, OSError, MemoryError) as error:
         raise _refusal(path, error) from error
     ranker.load_state_dict(tensors, assign=True)

@@ -74,7 +74,11 @@ class Manifest:
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "score_weights", {name: float(weight) for name, weight in self.score_weights.items()})
+        try:
+            weights = {name: float(weight) for name, weight in self.score_weights.items()}
+        except OverflowError as error:
+            raise CheckpointError("a score weight is too large") from error
+        object.__setattr__(self, "score_weights", weights)
         if not self.version:
             object.__setattr__(self, "version", _sha256(self._content())[:12])
         for what in ("name", "version"):
@@ -164,10 +168,14 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         return dict(pairs)
 
     def refuse(text: str) -> float:
-        raise ValueError(f"{text} is not a JSON number")
+        raise ValueError(f"{text[:40]} is no finite number")
+
+    def finite(text: str) -> float:
+        number = float(text)
+        return number if math.isfinite(number) else refuse(text)
 
     try:
-        values = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        values = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"is not valid JSON ({str(error)[:120]})") from error
     if not isinstance(values, dict):

@@ -50,8 +50,13 @@ def read_manifest(directory: int) -> Manifest:
             raise CheckpointError(f"{MANIFEST_NAME} {error}") from error
 
 
-def read_tensors(directory: int, manifest: Manifest, progress: Progress | None) -> dict[str, Tensor]:
-    """Every tensor by name, files side by side in threads. Raises CheckpointError; with several bad files, for the first."""
+def read_tensors(
+    directory: int, manifest: Manifest, progress: Progress | None, threads: int | None
+) -> dict[str, Tensor]:
+    """Every tensor by name, files side by side in `threads` (one a core if None).
+
+    Raises CheckpointError; with several bad files, for the first.
+    """
     done, total, lock = 0, sum(entry.bytes for entry in manifest.files.values()), threading.Lock()
 
     def advance(count: int) -> None:
@@ -68,7 +73,7 @@ def read_tensors(directory: int, manifest: Manifest, progress: Progress | None) 
             raise CheckpointError(f"{name} {error}") from error
 
     tensors: dict[str, Tensor] = {}
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="verify") as pool:
+    with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1), thread_name_prefix="verify") as pool:
         for part in pool.map(read, sorted(manifest.files)):
             tensors.update(part)
     return tensors

@@ -23,6 +23,18 @@ from weights.published import labels_for
 from weights.synthetic import mini_config, random_chunks
 from weights.writer import write_checkpoint
 
+SHAPING = (
+    "width",
+    "layers",
+    "query_heads",
+    "kv_heads",
+    "head_width",
+    "actions",
+    "continuous_actions",
+    "product_surfaces",
+)
+"""Fields of which no other value fits the tensors. A well-signed change of another one, say `rope_base`, is another model."""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -237,8 +249,9 @@ def make_signed_bad_manifest(path: Path, rng: random.Random, _other: Path) -> No
         lambda m: m.pop(rng.choice(sorted(m))),
         lambda m: m.update(surprise=1),
         lambda m: m.update(format_version=rng.choice([0, 2, "1", True, None])),
-        lambda m: m.update({rng.choice(sorted(m)): rng.choice([None, [], {}, "", 0, -1, 1e308])}),
-        lambda m: m["architecture"].update({rng.choice(sorted(m["architecture"])): rng.choice([0, -1, 7, 10**9, "x"])}),
+        lambda m: m.update({rng.choice(sorted(set(m) - {"score_weights"})): rng.choice([None, [], {}, "", 0, -1, 1e308])}),
+        lambda m: m.update(score_weights=rng.choice([None, [], "", 1, {"favorite": None}, {"favorite": 2**2000}])),
+        lambda m: m["architecture"].update({rng.choice(SHAPING): rng.choice([0, -1, 7, 10**9, "x"])}),
         lambda m: m["files"].update({rng.choice(["../x.safetensors", "/etc/passwd", "a/b.safetensors"]): {"sha256": "0" * 64, "bytes": 1}}),
         lambda m: m["tensors"]["heads.norm"].update(file="../params.safetensors"),
         lambda m: m["action_names"].append("extra"),

@@ -111,7 +111,6 @@ def test_without_the_finite_check_a_nan_gets_in(small: Path, monkeypatch: pytest
 
 def test_without_a_second_look_a_late_change_gets_in(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write into the last table after its last byte was hashed."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # files one after another, tables.user last
     table = small / "tables.user.safetensors"
     left = sum(entry.bytes for entry in load_manifest(small).files.values()) - header_bytes(small)
 
@@ -122,10 +121,10 @@ def test_without_a_second_look_a_late_change_gets_in(small: Path, monkeypatch: p
                 file.write(random.randbytes(2) + b"\0\0")
 
     with pytest.raises(CheckpointError, match=r"tables\.user\.safetensors changed while it was being read"):
-        load_checkpoint(small, write)
+        load_checkpoint(small, write, threads=1)  # files one after another, tables.user last
     sign_again(small)
     monkeypatch.setattr(reader, "check_unchanged", nothing)
-    load_checkpoint(small, write)
+    load_checkpoint(small, write, threads=1)
 
 
 def header_bytes(path: Path) -> int:
@@ -171,6 +170,12 @@ def test_the_sentence_names_file_and_reason(small: Path, spoil: object, sentence
     assert str(small) in str(refused.value)
     assert str(refused.value).endswith(".")
     assert "\n" not in str(refused.value)
+
+
+def test_a_link_to_a_checkpoint_directory_is_followed(small: Path) -> None:
+    """The way to switch versions: `current` is a link that is renamed over."""
+    (small.parent / "current").symlink_to(small)
+    assert load_checkpoint(small.parent / "current").manifest == load_manifest(small)
 
 
 def test_what_is_no_checkpoint_directory_is_refused(tmp_path: Path) -> None:

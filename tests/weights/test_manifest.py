@@ -82,6 +82,15 @@ def test_any_other_value_of_any_key_is_refused_in_print_or_is_well_formed(key: s
     assert problem.isprintable()
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" * 5000])
+@pytest.mark.parametrize("before", [b'"rope_base": 10000.0', b'"favorite": 1.0', b'"scale": 30.0'])
+def test_a_number_that_is_not_finite_is_refused(before: bytes, number: str) -> None:
+    raw = MANIFEST.to_json()
+    assert before in raw
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        Manifest.from_json(raw.replace(before, before.split(b":")[0] + b": " + number.encode()))
+
+
 @pytest.mark.parametrize(
     "file", ["../a.safetensors", "/a.safetensors", "a/b.safetensors", "a\\b.safetensors", ".a.safetensors", "a.pkl", "a.safetensors\n", ""]
 )  # fmt: skip
@@ -104,6 +113,7 @@ def test_a_file_outside_of_the_directory_is_refused(file: str) -> None:
         ({"continuous": (ContinuousOutput("x", float("inf"), ""),)}, "bad name, scale"),
         ({"score_weights": {"nothing": 1.0}}, "no action of this checkpoint"),
         ({"score_weights": {"reply": float("nan")}}, "must be finite"),
+        ({"score_weights": {"reply": 2**2000}}, "too large"),
         ({"tensors": {"x": TensorEntry("b.safetensors", "float32", (1,))}}, "not among the files"),
     ],
 )
