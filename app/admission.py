@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from app.batching import BatchPolicy
+from app.forecast import ForwardTime, Load
+
 Clock = Callable[[], float]  # seconds that never run backwards
 Reason = Literal["queue_full", "deadline"]
 
@@ -53,28 +56,6 @@ class Refusal:
     retry_after_seconds: float
 
 
-class WorkRate:
-    """Cost finished per second of forward, over the last few busy seconds."""
-
-    def __init__(self, half_life_seconds: float = 2.0) -> None:
-        self.half_life_seconds = half_life_seconds
-        self._cost = 0.0
-        self._seconds = 0.0
-
-    def observe(self, cost: int, seconds: float) -> None:
-        """A forward of that cost took that long. One that took no measurable time says nothing."""
-        if seconds <= 0 or cost <= 0:
-            return
-        keep = 0.5 ** (seconds / self.half_life_seconds)
-        self._cost = self._cost * keep + cost
-        self._seconds = self._seconds * keep + seconds
-
-    @property
-    def cost_per_second(self) -> float | None:
-        """None until something was observed."""
-        return self._cost / self._seconds if self._seconds else None
-
-
 @dataclass(slots=True)
 class _Key:
     """One API key: its unfinished work, and a bucket of candidates that refills with time."""
@@ -91,21 +72,23 @@ class _Key:
 
 
 class Admission:
-    """Counts admitted, unfinished work. Used by the event loop only.
-
-    `running_seconds` tells for how long the present forward has been computing: that much of its work is done.
-    """
+    """Counts admitted, unfinished work. Used by the event loop only. `running` tells what is being computed right now."""
 
     def __init__(
-        self, policy: AdmissionPolicy, clock: Clock, running_seconds: Callable[[], float] = lambda: 0.0
+        self,
+        policy: AdmissionPolicy,
+        clock: Clock,
+        batch: BatchPolicy | None = None,
+        running: Callable[[], Load] = Load,
     ) -> None:
         self.policy = policy
         self.clock = clock
-        self._running_seconds = running_seconds
-        self.rate = WorkRate()
+        self.batch = batch or BatchPolicy()
+        self.forward_time = ForwardTime()
         self.requests = 0
         self.candidates = 0
         self.context_tokens = 0
+        self._running = running
         self._keys: dict[str, _Key] = {}
 
     @property
@@ -114,16 +97,26 @@ class Admission:
         return self.candidates + self.context_tokens
 
     def predicted_wait_seconds(self, key: str | None = None) -> float:
-        """How long a newcomer waits for its first forward: all that is unfinished, or its key's fair share where that is less."""
-        rate = self.rate.cost_per_second
-        if rate is None:
-            return 0.0
-        ahead = self.cost
-        if key is not None:
-            busy = sum(1 for other in self._keys.values() if other.cost)
-            own = self._keys[key].cost if key in self._keys else 0
-            ahead = min(ahead, own * busy + (ahead - own) // max(busy, 1))
-        return max(0.0, ahead / rate - self._running_seconds())
+        """Until a newcomer's first forward begins: what is left of the present one, and the full batches ahead of it."""
+        now, batch = self._running(), self.batch
+        left = max(0.0, (self.forward_time.seconds(now.cost) or 0.0) - now.seconds) if now.requests else 0.0
+        batches = max(
+            (self.requests - now.requests) / batch.requests,
+            (self.candidates - now.candidates) / batch.candidates,
+            (self.context_tokens - now.context_tokens) / batch.context_tokens,
+        )
+        if batches <= 0:
+            return left
+        full = self.forward_time.seconds((self.cost - now.cost) / batches) or 0.0
+        return left + int(batches * self._share_ahead(key) + 1e-9) * full
+
+    def _share_ahead(self, key: str | None) -> float:
+        """The part of the queue that is served before a newcomer of this key, whose turn comes by what its key has waiting."""
+        if key is None or not self.cost:
+            return 1.0
+        busy = sum(1 for other in self._keys.values() if other.cost)
+        own = self._keys[key].cost if key in self._keys else 0
+        return min(1.0, (own * max(busy, 1) + (self.cost - own) / max(busy, 1)) / self.cost)
 
     def full(self) -> Refusal | None:
         """Whether even the smallest request would be refused, whoever sends it."""
@@ -164,7 +157,7 @@ class Admission:
             self._forget_idle_keys()
 
     def _over_limit(self, work: Work, key: str | None) -> Refusal | None:
-        policy, rate = self.policy, self.rate.cost_per_second
+        policy = self.policy
         excess = max(
             self.candidates + work.candidates - policy.queue_candidates,
             self.context_tokens + work.context_tokens - policy.queue_context_tokens,
@@ -173,8 +166,7 @@ class Admission:
         if key is not None:
             excess = max(excess, self._over_share(work, key))
         if excess > 0:
-            seconds = excess / rate if rate else NO_RATE_RETRY_SECONDS
-            return Refusal("queue_full", "the queue is full", seconds)
+            return Refusal("queue_full", "the queue is full", self._seconds_of(excess))
         wait = self.predicted_wait_seconds(key)
         if policy.queue_seconds and wait > policy.queue_seconds:
             return Refusal("queue_full", "the predicted wait is over the limit", wait - policy.queue_seconds)
@@ -193,12 +185,18 @@ class Admission:
         )
 
     def _over_deadline(self, work: Work, deadline: float, key: str | None) -> Refusal | None:
-        rate = self.rate.cost_per_second
-        if rate is None:
+        own = self.forward_time.seconds(work.cost)
+        if own is None:
             return None
         wait = self.predicted_wait_seconds(key)
-        late = self.clock() + wait * work.parts + work.cost / rate - deadline
+        late = self.clock() + (wait + own) * work.parts - deadline
         return Refusal("deadline", "the predicted wait is longer than the deadline", wait) if late > 0 else None
+
+    def _seconds_of(self, cost: int) -> float:
+        """How long that much of the queue takes at the observed rate of full batches."""
+        full = min(self.cost, self.batch.candidates + self.batch.context_tokens)
+        seconds = self.forward_time.seconds(full)
+        return NO_RATE_RETRY_SECONDS if seconds is None else seconds * cost / max(full, 1)
 
     def _over_key_rate(self, work: Work, key: str) -> Refusal | None:
         per_second = self.policy.key_candidates_per_second

@@ -10,6 +10,7 @@ import torch
 
 from app.admission import Clock
 from app.batching import BatchPolicy
+from app.forecast import Load
 from app.metrics import add_stats
 from app.worker import EngineWorker, Events, RankJob
 from model.engine import CacheStats, Engine
@@ -122,10 +123,9 @@ class Fleet:
         """The longest time that work has waited while no forward finished."""
         return max((serving.worker.silent_seconds() for serving in self._all), default=0.0)
 
-    def running_seconds(self) -> float:
-        """For how long the present forward of the current engine has been computing; 0 between forwards."""
-        since = None if self.current is None else self.current.worker.running_since
-        return 0.0 if since is None else self.clock() - since
+    def running(self) -> Load:
+        """What the current engine is computing."""
+        return Load() if self.current is None else self.current.worker.running()
 
     def has_dead_thread(self) -> bool:
         """Whether an engine's thread ended without a word."""

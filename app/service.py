@@ -70,7 +70,7 @@ class RankingService:
         self.on_fatal = on_fatal
         self.lifecycle = Lifecycle()
         self.fleet = Fleet(policies.batch, self, clock)
-        self.admission = Admission(policies.admission, clock, self.fleet.running_seconds)
+        self.admission = Admission(policies.admission, clock, policies.batch, self.fleet.running)
         self._load = load
         self._load_error: BaseException | None = None
         self._last_forward_unix = 0.0
@@ -301,7 +301,7 @@ class RankingService:
         """A forward finished."""
         self._last_forward_unix = time.time()
         if not report.failed:
-            self.admission.rate.observe(report.cost, report.forward_seconds)
+            self.admission.forward_time.observe(report.cost, report.forward_seconds)
         self.metrics.record_batch(report)
 
     def worker_lost(self, worker: EngineWorker, reason: str) -> None:

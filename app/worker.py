@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from app.admission import Clock
 from app.batching import Batcher, BatchPolicy, Job, Part
 from app.errors import DeadlineExceeded, EngineDown, NonFiniteScores, ServiceError
+from app.forecast import Load
 from app.metrics import BatchReport
 from model.engine import CacheResult, Engine, EngineError, Item, Outcome
 from model.inputs import Candidates, Context, Scores
@@ -63,7 +64,7 @@ class EngineWorker:
         self.closed: asyncio.Future[None] = loop.create_future()
         self.last_forward: float | None = None  # clock seconds when a forward last finished
         self.running_since: float | None = None
-        self._running: list[RankJob] = []
+        self._running: list[Part[RankJob]] = []
         self.failure: str | None = None
         self._build = build
         self._events = events
@@ -98,6 +99,15 @@ class EngineWorker:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    def running(self) -> Load:
+        """What is being computed right now."""
+        with self._wake:
+            since, parts = self.running_since, self._running
+        if since is None:
+            return Load()
+        candidates = sum(part.stop - part.start for part in parts)
+        return Load(len(parts), candidates, sum(part.context_tokens for part in parts), self.clock() - since)
 
     def silent_seconds(self) -> float:
         """How long work has been waiting while no forward finished; 0 while there is no work."""
@@ -146,7 +156,7 @@ class EngineWorker:
                 now = self.clock()
                 take = self.batcher.take(now, idle=idle)
                 if take.parts:
-                    self.running_since, self._running = now, [part.job for part in take.parts]
+                    self.running_since, self._running = now, take.parts
                 if take.parts or take.expired:
                     return take.parts, take.expired
                 idle = idle or take.look_again is None
@@ -250,7 +260,7 @@ class EngineWorker:
     def abandon(self) -> list[RankJob]:
         """Every job that waits or is being computed; those that wait leave the queue."""
         with self._wake:
-            return self._running + self.batcher.clear()
+            return [part.job for part in self._running] + self.batcher.clear()
 
 
 def _lost_engine() -> EngineDown:

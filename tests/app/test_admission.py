@@ -6,27 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.admission import Admission, AdmissionPolicy, Work, WorkRate
+from app.admission import Admission, AdmissionPolicy, Work
+from app.batching import BatchPolicy
+from app.forecast import Load
 from tests.app.fakes import FakeClock
 
 FAR = 1e9
 
 
-def admission(**policy: float) -> Admission:
-    return Admission(AdmissionPolicy(**{"queue_seconds": 0.0, **policy}), FakeClock())  # type: ignore[arg-type]
-
-
-def test_the_rate_follows_what_was_observed_lately() -> None:
-    rate = WorkRate(half_life_seconds=1.0)
-    assert rate.cost_per_second is None
-    rate.observe(100, 0.0)
-    assert rate.cost_per_second is None  # nothing can be said of no time
-    for _ in range(100):
-        rate.observe(1000, 0.1)
-    assert rate.cost_per_second == pytest.approx(10_000)
-    for _ in range(100):
-        rate.observe(100, 0.1)
-    assert rate.cost_per_second == pytest.approx(1000, rel=0.05)
+def admission(batch: BatchPolicy | None = None, **policy: float) -> Admission:
+    return Admission(AdmissionPolicy(**{"queue_seconds": 0.0, **policy}), FakeClock(), batch)  # type: ignore[arg-type]
 
 
 def test_work_is_counted_and_not_requests() -> None:
@@ -48,21 +37,27 @@ def test_an_idle_engine_takes_whatever_one_request_may_be() -> None:
     assert queue.full() is not None
 
 
+def linear(queue: Admission, seconds_per_token: float) -> None:
+    """Teach it an engine whose time grows with its work."""
+    for cost in (100, 200, 400):
+        queue.forward_time.observe(cost, cost * seconds_per_token)
+
+
 def test_retry_after_is_when_it_would_fit_at_the_observed_rate() -> None:
     queue = admission(queue_candidates=1000)
-    queue.rate.observe(500, 1.0)
+    linear(queue, 0.002)
     queue.add(Work(1000, 0))
     refused = queue.refusal(Work(250, 0), deadline=FAR)
     assert refused is not None
     assert refused.reason == "queue_full"
-    assert refused.retry_after_seconds == pytest.approx(250 / 500)
+    assert refused.retry_after_seconds == pytest.approx(250 * 0.002)
 
 
 def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
-    queue = admission(queue_seconds=0.5)
+    queue = admission(BatchPolicy(candidates=100), queue_seconds=0.5)
     queue.add(Work(400, 0))
-    assert queue.full() is None  # no rate yet, nothing to predict
-    queue.rate.observe(1000, 1.0)
+    assert queue.full() is None  # nothing was observed yet, so nothing is predicted
+    linear(queue, 0.001)
     assert queue.full() is None
     queue.add(Work(200, 0))
     refused = queue.full()
@@ -70,10 +65,24 @@ def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
     assert refused.retry_after_seconds == pytest.approx(0.1)
 
 
+def test_who_joins_the_next_batch_does_not_wait_for_it_to_fill() -> None:
+    """An engine whose time does not grow with its batch: all of the next batch wait equally long."""
+    queue = admission(BatchPolicy(candidates=40), queue_seconds=0.04)
+    for _ in range(3):
+        queue.forward_time.observe(10, 0.05)
+    for _ in range(3):
+        queue.add(Work(10, 0))
+        assert queue.predicted_wait_seconds() == 0.0
+    queue.add(Work(10, 0))
+    assert queue.predicted_wait_seconds() == pytest.approx(0.05)  # that batch is full
+    assert queue.refusal(Work(10, 0), deadline=FAR) is not None
+
+
 def test_what_the_present_forward_has_done_shortens_the_wait() -> None:
     clock, began = FakeClock(), 100.0
-    queue = Admission(AdmissionPolicy(queue_seconds=0.4), clock, lambda: clock() - began)
-    queue.rate.observe(1000, 1.0)
+    policy = AdmissionPolicy(queue_seconds=0.4)
+    queue = Admission(policy, clock, running=lambda: Load(1, 500, 0, clock() - began))
+    linear(queue, 0.001)
     queue.add(Work(500, 0))
     assert queue.refusal(Work(1, 0), deadline=FAR) is not None
     clock.advance(0.2)
@@ -84,15 +93,15 @@ def test_what_the_present_forward_has_done_shortens_the_wait() -> None:
 
 
 def test_a_deadline_is_held_against_the_predicted_wait_and_all_parts() -> None:
-    queue = admission()
+    queue = admission(BatchPolicy(candidates=100))
     clock = queue.clock
-    queue.rate.observe(1000, 1.0)
+    linear(queue, 0.001)
     queue.add(Work(500, 0))
     assert queue.refusal(Work(100, 0), deadline=clock() + 0.61) is None
     late = queue.refusal(Work(100, 0), deadline=clock() + 0.59)
     assert late is not None
     assert late.reason == "deadline"
-    assert queue.refusal(Work(100, 0, parts=2), deadline=clock() + 1.09) is not None
+    assert queue.refusal(Work(100, 0, parts=2), deadline=clock() + 1.19) is not None
     past = queue.refusal(Work(1, 0), deadline=clock())
     assert past is not None
     assert past.reason == "deadline"
@@ -117,8 +126,8 @@ def test_with_a_share_of_one_a_key_may_fill_the_queue() -> None:
 
 
 def test_a_light_key_is_not_told_to_wait_for_a_heavy_one() -> None:
-    queue = admission(queue_seconds=0.6)
-    queue.rate.observe(1000, 1.0)
+    queue = admission(BatchPolicy(candidates=100), queue_seconds=0.6)
+    linear(queue, 0.001)
     queue.add(Work(1000, 0), "heavy")
     assert queue.refusal(Work(10, 0), deadline=FAR, key="heavy") is not None
     queue.add(Work(10, 0), "other")
