@@ -23,6 +23,7 @@ from model.config import ContextAttention
 from weights import checkpoint, demonstration, learning, published, writer
 from weights import measure as measuring
 from weights import synthetic as synthetic_weights
+from weights.actions import default_score_weights
 from weights.checkpoint import CheckpointError
 from weights.writer import TableDtype
 
@@ -69,7 +70,7 @@ def import_(
         byte_progress("Importing") as progress,
     ):
         config = ranker.config
-        names = read_json(actions, list) if actions else None
+        names = read_names(actions) if actions else None
         weights = read_json(score_weights, dict) if score_weights else None
         labels = published.labels_for(config, name or label_of(out), version, names, weights)
         manifest = published.import_published(
@@ -124,6 +125,29 @@ def inspect(
 
 
 @app.command()
+def relabel(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    name: Annotated[str, typer.Option(help="New name.")] = "",
+    version: Annotated[str, typer.Option(help="New version; a short digest where not given.")] = "",
+    actions: Annotated[Path | None, typer.Option(help="JSON file: list of action names in output order.")] = None,
+    score_weights: Annotated[Path | None, typer.Option(help="JSON file: action name → default weight.")] = None,
+) -> None:
+    """Change names or default weights of a checkpoint in place. The weights stay; version and digest become new ones."""
+    with refusals():
+        changes: dict[str, Any] = {"version": version}
+        if name:
+            changes["name"] = name
+        if actions:
+            changes["action_names"] = read_names(actions)
+            changes["score_weights"] = default_score_weights(changes["action_names"])
+        if score_weights:
+            changes["score_weights"] = read_json(score_weights, dict)
+        manifest = checkpoint.load_manifest(directory).relabelled(**changes)
+        writer.replace_manifest(directory, manifest)
+    say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     seed: Seed = 0,
@@ -175,6 +199,14 @@ def measure(
 def label_of(directory: Path) -> str:
     """A checkpoint name from the name of its directory."""
     return re.sub(r"[^A-Za-z0-9]+", "-", directory.absolute().name).strip("-")[:100] or "checkpoint"
+
+
+def read_names(path: Path) -> tuple[str, ...]:
+    """Action names from a JSON list of strings. Raises CheckpointError."""
+    names = read_json(path, list)
+    if any(type(name) is not str for name in names):
+        raise CheckpointError(f"{path} must hold a JSON list of strings.")
+    return tuple(names)
 
 
 def read_json(path: Path, kind: type) -> Any:

@@ -76,8 +76,8 @@ class Manifest:
     def __post_init__(self) -> None:
         try:
             weights = {name: float(weight) for name, weight in self.score_weights.items()}
-        except OverflowError as error:
-            raise CheckpointError("a score weight is too large") from error
+        except (OverflowError, TypeError, ValueError) as error:
+            raise CheckpointError("a score weight is no number, or too large") from error
         object.__setattr__(self, "score_weights", weights)
         if not self.version:
             object.__setattr__(self, "version", _sha256(self._content())[:12])

@@ -232,11 +232,7 @@ def labels_for(
 ) -> Labels:
     """Labels of a published checkpoint: what is given, else what is known of the release. Raises CheckpointError."""
     names = tuple(action_names or released_action_names(config.actions))
-    if any(type(name) is not str for name in names):
-        raise CheckpointError("Action names must be strings.")
     weights = default_score_weights(names) if score_weights is None else score_weights
-    if any(type(weight) not in (int, float) for weight in weights.values()):
-        raise CheckpointError("Score weights must be numbers.")
     return Labels(name, names, released_continuous(config.continuous_actions), weights, version)
 
 

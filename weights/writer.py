@@ -60,6 +60,21 @@ def write_checkpoint(
         raise CheckpointError(f"Checkpoint {path} is not written: {str(error).rstrip('.')}.") from error
 
 
+def replace_manifest(path: str | Path, manifest: Manifest) -> None:
+    """Give the checkpoint at `path` another manifest, in one step; its weights stay. Raises CheckpointError."""
+    path = Path(path)
+    partial = path / f".{MANIFEST_NAME}.{secrets.token_hex(4)}.partial"
+    try:
+        try:
+            _write_file(partial, manifest.to_json())
+            partial.replace(path / MANIFEST_NAME)
+            _sync_directory(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"Checkpoint {path} is not written: {error.strerror or error}.") from error
+
+
 def _write_beside(
     path: Path,
     config: ModelConfig,

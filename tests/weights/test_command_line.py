@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests import goldens
+from weights.checkpoint import load_checkpoint
 from weights.cli import app, label_of
 
 SOURCE = goldens.GOLDEN / "phoenix-jan-gqa" / "ranker"
@@ -59,6 +60,7 @@ def test_unknown_names_are_pointed_out(tmp_path: Path) -> None:
 def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "null.json").write_text('{"favorite": null}')
     out = tmp_path / "out"
     for arguments in (
         ("verify", tmp_path),
@@ -70,6 +72,7 @@ def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
         ("import", SOURCE, "--out", out, "--actions", tmp_path / "missing.json"),
         ("import", SOURCE, "--out", out, "--actions", tmp_path / "list.json"),
         ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "list.json"),
+        ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "null.json"),
         ("import", SOURCE, "--out", tmp_path),
         ("demo", "--out", tmp_path),
         ("synthetic", "--out", tmp_path),
@@ -88,9 +91,29 @@ def test_wrong_usage_is_code_2(arguments: tuple[str, ...]) -> None:
     assert call(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["import", "verify", "inspect", "demo", "synthetic", "measure"])
+@pytest.mark.parametrize("command", ["import", "verify", "inspect", "relabel", "demo", "synthetic", "measure"])
 def test_every_command_has_help(command: str) -> None:
     assert call(command, "--help").exit_code == 0
+
+
+def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert call("demo", "--out", out).exit_code == 0
+    before = load_checkpoint(out)
+    (tmp_path / "weights.json").write_text('{"report": -1}')
+    assert call("relabel", out, "--name", "night", "--score-weights", tmp_path / "weights.json").exit_code == 0
+    after = load_checkpoint(out)
+    assert (after.manifest.name, after.manifest.score_weights) == ("night", {"report": -1.0})
+    assert after.manifest.version != before.manifest.version
+    assert after.manifest.digest != before.manifest.digest
+    assert after.manifest.files == before.manifest.files
+    for value in ('{"nothing": 1}', '{"report": null}', '{"report": "x"}', "[]"):
+        (tmp_path / "weights.json").write_text(value)
+        assert call("relabel", out, "--score-weights", tmp_path / "weights.json").exit_code == 1
+    (tmp_path / "names.json").write_text(json.dumps([[]] * 19))
+    assert call("relabel", out, "--actions", tmp_path / "names.json").exit_code == 1
+    assert load_checkpoint(out).manifest == after.manifest
+    assert not list(out.glob(".*"))
 
 
 def test_synthetic_in_both_layouts(tmp_path: Path) -> None:
