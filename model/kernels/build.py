@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from model.config import HashSpec, ModelConfig
 from model.kernels.contract import Step, Tables
 from model.kernels.fused import FusedKernels, ProductKind
+from model.kernels.matmul import multiply_tiles
 from model.ranker import Ranker
 from model.split_step import TILE_ROWS, step_arrays, step_bytes
 from model.split_trunk import SplitTrunk
@@ -72,7 +73,7 @@ def _type_name(value: Any) -> str:
 def collect(
     config: ModelConfig, dtype: torch.dtype, products: Iterable[ProductKind] = ("narrow", "wide")
 ) -> list[Launch]:
-    """The launches of a whole forward of this architecture, once with each kind of matrix product. Holds no weights."""
+    """The launches of a whole forward of this architecture, once with each kind of bf16 matrix product. Holds no weights."""
     collector = Collector()
     with torch.device("meta"):
         ranker = Ranker(config)
@@ -84,10 +85,25 @@ def collect(
     arrays = step_arrays(buffer, config, TILE_ROWS, TILE_ROWS)
     step = Step(trunk.mixed, arrays, arrays, ())
     for kind in products:
-        kernels.products = {(tuple(w.shape), TILE_ROWS): kind for w in trunk.linear_weights()}
+        kernels.products = {
+            (tuple(w.shape), TILE_ROWS): kind for w in trunk.linear_weights() if w.dtype == torch.bfloat16
+        }
         trunk.body(step, TILE_ROWS)
         trunk.tail(step, TILE_ROWS)
     return list(collector.launches)
+
+
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
+    """One launch of each kind: matrix sizes count only by whether tiles divide them, and which count is read not at all."""
+    kinds: dict[Any, Launch] = {}
+    for launch in launches:
+        constants = {name: value for name, value in launch.constants if not name.endswith("_COUNT")}
+        for size, tile in (("IN", "TILE_IN"), ("OUT", "TILE_OUT")):
+            if launch.kernel is multiply_tiles:
+                constants[size] = constants[size] % constants[tile] == 0
+        key = (launch.kernel, launch.signature, launch.aligned, tuple(sorted(constants.items())), launch.options)
+        kinds.setdefault(key, launch)
+    return list(kinds.values())
 
 
 def compile_launch(launch: Launch, target: GPUTarget = HOPPER) -> Any:
@@ -123,7 +139,7 @@ def main() -> None:
         user_hashes=hashes, post_hashes=hashes, author_hashes=hashes, continuous_actions=8, has_dwell=True, has_post_age=True,
     )  # fmt: skip
     for dtype in (torch.bfloat16, torch.float32):
-        for launch in collect(config, dtype):
+        for launch in distinct(collect(config, dtype)):
             print(describe(launch, compile_launch(launch)))
 
 

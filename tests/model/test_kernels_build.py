@@ -1,0 +1,111 @@
+"""Every kernel that an engine launches compiles for Hopper here, without a card; the whole engine runs in the interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+COMPILE = """
+import json, sys, torch
+from model.kernels.build import collect, compile_launch, describe, distinct
+from tests.model.builders import random_config
+found = []
+for dtype, kernels, overrides in (
+    (torch.bfloat16, None, {"head_width": 128, "query_heads": 2, "kv_heads": 1}),
+    (torch.bfloat16, ("attend_tiles",), {"head_width": 16, "context_attention": "bidirectional", "layers": 1}),
+    (torch.bfloat16, ("attend_tiles",), {"head_width": 32, "layers": 1}),
+    (torch.bfloat16, ("attend_tiles",), {"head_width": 64, "layers": 1}),
+    (torch.float32, None, {"head_width": 64, "layers": 1, "has_dwell": False, "has_post_age": False}),
+):
+    for launch in distinct(collect(random_config(**{"width": 128, "layers": 2} | overrides), dtype)):
+        if kernels is None or launch.kernel.fn.__name__ in kernels:
+            found.append(describe(launch, compile_launch(launch)))
+print(json.dumps(found))
+"""
+
+BROKEN = """
+import torch, triton, triton.language as tl
+from model.kernels.build import Collector, compile_launch
+
+@triton.jit
+def misspelt(x, SIZE: tl.constexpr):
+    tl.store(x + tl.arange(0, SIZE), tl.softmix(tl.load(x + tl.arange(0, SIZE))))
+
+collector = Collector()
+collector(misspelt, (1,), (torch.zeros(16),), SIZE=16)
+compile_launch(next(iter(collector.launches)))
+"""
+
+
+def run(source: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = directory / "script.py"  # a file: Triton reads the source of its kernels
+    script.write_text(source)
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=110
+    )
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    finished = run(COMPILE, tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    found = json.loads(finished.stdout.splitlines()[-1])
+    names = {"attend_tiles", "embed_tiles", "gate_rows", "multiply_tiles", "norm_rows", "rotate_rows"}
+    assert {kernel["kernel"] for kernel in found} == names
+    for kernel in found:
+        assert kernel["shared_bytes"] <= 227 * 1024, kernel
+        assert kernel["local_memory"] == 0, "registers spill to memory"
+        matrix = kernel["kernel"] in ("attend_tiles", "multiply_tiles") and kernel["dtype"] == "*bf16"
+        if matrix:
+            assert kernel["wgmma"] > 0, "bf16 products must use Hopper's matrix units"
+            assert kernel["wide_loads"] > 0, "operands must be loaded 16 bytes at a time"
+
+
+def test_a_kernel_that_does_not_compile_is_caught(tmp_path: Path) -> None:
+    finished = run(BROKEN, tmp_path)
+    assert finished.returncode != 0
+    assert "softmix" in finished.stderr
+
+
+ENGINE = """
+import sys, numpy as np, torch
+from model.dense import DenseEngine
+from model.engine import Item
+from model.graphs import PlainRecorder
+from model.selftest import same_bits
+from model.split import SplitEngine
+from tests.model.builders import random_candidates, random_config, random_context, random_ranker
+for dtype, layers, tolerance in ((torch.float32, 2, 2e-4), (torch.bfloat16, 1, 0.12)):
+    config = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
+    ranker = random_ranker(config)
+    engine = SplitEngine(ranker, "cpu", dtype, cache_bytes=2**20, kernels="fused", capacity=64)
+    items = [
+        Item(random_context(config, history, seed), random_candidates(config, count, seed))
+        for seed, (history, count) in enumerate([(9, 3), (0, 1), (4, 62)])
+    ]
+    items[0].context.post_ids[2] = 0
+    outcomes = engine.forward(items)
+    for ours, theirs in zip(outcomes, DenseEngine(ranker, torch.float32).forward(items)):
+        assert np.abs(ours.scores.logits - theirs.scores.logits).max() < tolerance
+        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max() < tolerance
+    alone = engine.forward([Item(items[0].context, items[0].candidates.part(1, 2))])[0]
+    assert alone.cache == "hit"
+    assert np.array_equal(alone.scores.logits, outcomes[0].scores.logits[1:2])
+print("equal")
+"""
+
+
+def test_the_engine_runs_on_its_kernels_in_the_interpreter(tmp_path: Path) -> None:
+    finished = run(ENGINE, tmp_path, TRITON_INTERPRET="1")
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stdout.splitlines()[-1] == "equal"
