@@ -198,7 +198,7 @@ def measure(
 
 def label_of(directory: Path) -> str:
     """A checkpoint name from the name of its directory."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", directory.absolute().name).strip("-")[:100] or "checkpoint"
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", directory.absolute().name).strip("-._+")[:100] or "checkpoint"
 
 
 def read_names(path: Path) -> tuple[str, ...]:

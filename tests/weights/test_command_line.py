@@ -134,4 +134,5 @@ def test_it_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_a_directory_gives_a_usable_name(tmp_path: Path) -> None:
     assert label_of(tmp_path / "mein Modell, März!") == "mein-Modell-M-rz"
+    assert label_of(tmp_path / ".phoenix_mini-1.2") == "phoenix_mini-1.2"
     assert label_of(tmp_path / "§") == "checkpoint"
