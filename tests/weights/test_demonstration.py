@@ -25,6 +25,15 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) <= 4 * 10**6
 
 
+def test_the_one_in_the_repository_is_whole_and_small() -> None:
+    directory = Path(__file__).parents[2] / "weights" / "demo"
+    manifest = load_checkpoint(directory).manifest
+    assert manifest.name == "demo"
+    assert manifest.action_names == STANDARD_ACTIONS
+    assert sum(file.stat().st_size for file in directory.iterdir()) <= 8 * 10**6
+    assert json.loads((directory / "example.json").read_text())["candidates"]
+
+
 def test_every_part_of_the_example_moves_the_scores(tmp_path: Path) -> None:
     write_demo(tmp_path / "demo", 0)
     checkpoint = load_checkpoint(tmp_path / "demo")
