@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -30,6 +31,22 @@ def free_port() -> int:
         return port
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is ready, in a process group of its own."""
+
+    target: Target
+    group: int
+
+    def pause(self) -> None:
+        """Stop all its processes, so that an idle server takes nothing from the one that is measured."""
+        os.killpg(self.group, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        os.killpg(self.group, signal.SIGCONT)
+
+
 @contextmanager
 def ranking_server(
     *,
@@ -39,13 +56,22 @@ def ranking_server(
     python: str = sys.executable,
 ) -> Iterator[Target]:
     """`python -m app` of the checkout at `root`, ready; `environment` holds `RANKER_…` settings. Raises TargetError if it fails."""
+    with ranking_process(checkpoint, environment or {}, root=root, python=python) as running:
+        yield running.target
+
+
+@contextmanager
+def ranking_process(
+    checkpoint: Path | None, environment: Mapping[str, str], *, root: Path = ROOT, python: str = sys.executable
+) -> Iterator[Running]:
+    """The same, with a hold on its processes."""
     port = free_port()
     settings = {"RANKER_HOST": "127.0.0.1", "RANKER_PORT": str(port), "RANKER_LOGS__SUCCESS_SAMPLE": "0"}
-    settings |= {"RANKER_DRAIN__DELAY_SECONDS": "0", **(environment or {})}
+    settings |= {"RANKER_DRAIN__DELAY_SECONDS": "0", **environment}
     if checkpoint is not None:
         settings["RANKER_CHECKPOINT"] = str(checkpoint.resolve())
-    with process([python, "-m", "app"], settings, root=root, port=port, ready_path="/readyz"):
-        yield Target("127.0.0.1", port)
+    with process([python, "-m", "app"], settings, root=root, port=port, ready_path="/readyz") as server:
+        yield Running(Target("127.0.0.1", port), server.pid)
 
 
 @contextmanager
@@ -67,6 +93,8 @@ def process(
             _wait_ready(server, f"http://127.0.0.1:{port}{ready_path}", log.fileno())
             yield server
         finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGCONT)  # a paused process would not hear of its end
             server.terminate()
             with suppress(subprocess.TimeoutExpired):
                 server.wait(STOP_SECONDS)

@@ -7,8 +7,8 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from loadtest.figures import percentiles_ms
 from loadtest.generator import ClosedLoop, measured
 from loadtest.http_client import Client, post, precise_loop
-from loadtest.launch import free_port, process, ranking_server
+from loadtest.launch import Running, free_port, process, ranking_process
 from loadtest.samples import Samples
 from loadtest.target import ROOT, Target, TargetError, machine
 from loadtest.traffic import Traffic, TrafficSettings
@@ -79,17 +79,23 @@ def measure_peers(
     window = load_manifest(checkpoint).config.history_length
     loads: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
     with ExitStack() as stack:
-        targets = {}
+        servers: dict[str, Running] = {}
         for peer in peers:
             say(f"starting {peer.name}")
-            targets[peer.name] = stack.enter_context(_server(peer, checkpoint, dtype, threads))
-        largest = _check_alike(targets, candidates, window, TOLERANCE[dtype])
+            servers[peer.name] = stack.enter_context(_server(peer, checkpoint, dtype, threads))
+        largest = _check_alike(
+            {name: server.target for name, server in servers.items()}, candidates, window, TOLERANCE[dtype]
+        )
+        for server in servers.values():
+            server.pause()
         say(f"all score alike: probabilities differ by at most {largest:.2g}")
         for block in range(blocks):
             bodies = _bodies(block + 2, candidates, window, int((seconds + SINGLE_SECONDS) * MOST_RPS))
             for place in range(len(peers)):
                 peer = peers[(place + block) % len(peers)]
-                loads[peer.name].append(_block(targets[peer.name], bodies, seconds))
+                servers[peer.name].resume()
+                loads[peer.name].append(_block(servers[peer.name].target, bodies, seconds))
+                servers[peer.name].pause()
                 say(f"block {block + 1}/{blocks}  {peer.name:28s} {_brief(loads[peer.name][-1])}")
     rows = _rows(peers, loads)
     return {
@@ -120,8 +126,9 @@ def _chosen(only: Sequence[str], say: Callable[[str], None]) -> list[Peer]:
     return [peer for peer in peers if peer not in missing]
 
 
-def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Any:
-    """A context manager that gives the Target."""
+@contextmanager
+def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Iterator[Running]:
+    """The peer as a process."""
     if not peer.module:
         settings = {
             "RANKER_DTYPE": dtype,
@@ -129,7 +136,9 @@ def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Any:
             "RANKER_DEVICE": "cpu",
             **dict(peer.settings),
         }
-        return ranking_server(checkpoint=checkpoint, environment=settings)
+        with ranking_process(checkpoint, settings) as running:
+            yield running
+        return
     port = free_port()
     environment = {
         "PEER_CHECKPOINT": str(checkpoint.resolve()), "PEER_DTYPE": dtype, "PEER_THREADS": str(threads),
@@ -141,22 +150,8 @@ def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Any:
     if peer.module == "bento":
         command = [sys.executable, "-m", "bentoml", "serve", "loadtest.peers.bento:Ranker", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--working-dir", str(ROOT)]
-    return _Started(command, environment, port, ready)
-
-
-class _Started:
-    """`launch.process` that gives a Target instead of the process."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], port: int, ready: str) -> None:
-        self._process = process(command, environment, root=ROOT, port=port, ready_path=ready)
-        self._target = Target("127.0.0.1", port)
-
-    def __enter__(self) -> Target:
-        self._process.__enter__()
-        return self._target
-
-    def __exit__(self, *error: object) -> None:
-        self._process.__exit__(None, None, None)
+    with process(command, environment, root=ROOT, port=port, ready_path=ready) as server:
+        yield Running(Target("127.0.0.1", port), server.pid)
 
 
 def _bodies(seed: int, candidates: int, window: int, count: int) -> list[bytes]:

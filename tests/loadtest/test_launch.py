@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from loadtest.launch import free_port, process
+from loadtest.launch import Running, free_port, process
 from loadtest.sides import _worktree
-from loadtest.target import ROOT, TargetError, commit
+from loadtest.target import ROOT, Target, TargetError, commit
 
 SERVER = """
 import subprocess, sys, http.server
@@ -39,11 +39,18 @@ def test_a_server_and_its_children_end_with_the_block():
         child = int(httpx.get(f"http://127.0.0.1:{port}/").text)
         assert is_alive(server.pid)
         assert is_alive(child)
+        running = Running(Target("127.0.0.1", port), server.pid)
+        running.pause()
+        with pytest.raises(httpx.TimeoutException):
+            httpx.get(f"http://127.0.0.1:{port}/", timeout=0.2)
+        running.resume()
+        assert httpx.get(f"http://127.0.0.1:{port}/", timeout=5).status_code == 200
+        running.pause()  # and a paused one ends as well
     deadline = time.monotonic() + 5
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(child)
-    assert server.returncode is not None
+    assert not is_alive(server.pid)
 
 
 def test_a_server_that_does_not_start_is_quoted():
