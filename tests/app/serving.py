@@ -42,13 +42,6 @@ def good(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not ...}
 
 
-def in_arrays(items: list[dict[str, Any]], **defaults: Any) -> dict[str, list[Any]]:
-    """The array form of a list of objects."""
-    names = dict.fromkeys(name for item in items for name in item)
-    defaults = {"actions": [], "product_surface": 0, "dwell_time": 0, "created_at": 0} | defaults
-    return {name: [item.get(name, defaults.get(name)) for item in items] for name in names}
-
-
 @contextmanager
 def served(
     engine: Any = None, settings: Settings | None = None, policies: Policies | None = None

@@ -10,7 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.settings import Limits, Settings
-from tests.app.serving import good, in_arrays, served
+from loadtest.fuzz.bodies import in_arrays
+from tests.app.serving import good, served
 
 MARK = "zq9marker"
 JSON = {"content-type": "application/json"}

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from app import schema
 from app.features import candidates_of, context_of
 from app.schema import Vocabulary
-from tests.app import requests
+from loadtest.fuzz import bodies
+from loadtest.fuzz.bodies import in_arrays
 from tests.app.fakes import CONFIG, FakeEngine, loaded
-from tests.app.serving import good, in_arrays
+from tests.app.serving import good
 
 VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 CONFIG = replace(CONFIG, has_post_age=True)
@@ -25,7 +26,7 @@ def checked(body: dict[str, Any]) -> schema.Request:
 
 
 @settings(max_examples=100, deadline=None)
-@given(requests.valid)
+@given(bodies.valid)
 def test_every_event_in_the_window_arrives_whole(body: dict[str, Any]) -> None:
     context = context_of(checked(body), CONFIG)
     newest = body.get("history", [])[-CONFIG.history_length :]

@@ -16,9 +16,10 @@ from starlette.testclient import TestClient
 from app.factory import create_app
 from app.service import Policies, RankingService
 from app.settings import Auth, Limits, Probes, Settings
+from loadtest.fuzz.bodies import in_arrays
 from model.engine import Item, Outcome
 from tests.app.fakes import FakeEngine, expected, loaded, running
-from tests.app.serving import good, in_arrays, served
+from tests.app.serving import good, served
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,10 @@ from app import contract, jsonbody, schema
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.schema import Request, Vocabulary
 from app.settings import Limits
-from tests.app import requests
+from loadtest.fuzz import bodies
+from loadtest.fuzz.bodies import in_arrays
 from tests.app.fakes import FakeEngine, loaded
-from tests.app.serving import good, in_arrays
+from tests.app.serving import good
 
 VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 LOOP_SECONDS = 0.010  # what one body of 64 KiB may take
@@ -55,15 +56,15 @@ def plain_verdict(body: Any) -> bool:
 
 
 @settings(max_examples=400, deadline=None)
-@given(requests.nearly_valid())
+@given(bodies.nearly_valid())
 def test_fast_checks_agree_with_the_plain_definition(body: Any) -> None:
     assert (verdict(body) is not None) == plain_verdict(body)
 
 
 @settings(max_examples=100, deadline=None)
-@given(requests.valid)
+@given(bodies.valid)
 def test_both_shapes_mean_the_same(body: dict[str, Any]) -> None:
-    left, right = verdict(body), verdict(requests.columnar(body))
+    left, right = verdict(body), verdict(bodies.columnar(body))
     assert left is not None
     assert right is not None
     assert (left.user_id, left.echo_ids, left.top_k, left.wanted) == (
@@ -82,7 +83,7 @@ def test_both_shapes_mean_the_same(body: dict[str, Any]) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(requests.valid)
+@given(bodies.valid)
 def test_ids_keep_value_and_form(body: dict[str, Any]) -> None:
     request = verdict(body)
     assert request is not None

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 
 from app.factory import create_app
 from app.settings import Settings
+from loadtest.fuzz.bodies import in_arrays
 from tests import goldens
-from tests.app.serving import in_arrays
 from tests.e2e.process import serving
 from weights.published import PublishedRanker, import_published, labels_for
 

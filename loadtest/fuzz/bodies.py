@@ -1,4 +1,4 @@
-"""Random requests, right and nearly right, for property tests. Not a test itself."""
+"""Random requests, right and nearly right, as hypothesis strategies. Shared with the property tests; sends nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from app.contract import MAX_TIME
-from tests.app.serving import in_arrays
 
 ids = st.one_of(
     st.integers(0, 2**64 - 1),
@@ -40,6 +39,13 @@ valid = st.fixed_dictionaries(
     {"user_id": ids, "candidates": st.lists(candidate, min_size=1, max_size=5)},
     optional=options | {"history": st.lists(event, max_size=20)},
 )
+
+
+def in_arrays(items: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The array form of a list of objects; what some of them lack gets its default."""
+    defaults = {"actions": [], "product_surface": 0, "dwell_time": 0, "created_at": 0}
+    names = dict.fromkeys(name for item in items for name in item)
+    return {name: [item.get(name, defaults.get(name)) for item in items] for name in names}
 
 
 def columnar(body: dict[str, Any]) -> dict[str, Any]:
@@ -87,4 +93,6 @@ def nearly_valid(draw: st.DrawFn) -> Any:
 def _somewhere(draw: st.DrawFn, value: Any) -> Any:
     """One of the containers in it."""
     inner = [item for item in (value.values() if isinstance(value, dict) else value) if isinstance(item, dict | list)]
-    return _somewhere(draw, draw(st.sampled_from(inner))) if inner and draw(st.booleans()) else value
+    if not inner or draw(st.booleans()):
+        return value
+    return _somewhere(draw, inner[draw(st.integers(0, len(inner) - 1))])

@@ -1,0 +1,65 @@
+"""`python -m loadtest.fuzz`: fuzz the application around a checkpoint, one JSON line a row of the reliability matrix."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+
+from app import logs
+from app.factory import create_app
+from app.settings import Logs, Settings
+from loadtest.fuzz.run import Tally, fuzz, sources
+
+PROGRESS_SECONDS = 10.0
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="Stop after this many.")] = 1_000_000,
+    seconds: Annotated[float, typer.Option(help="Stop after this time, whatever was sent.")] = 3600.0,
+    checkpoint: Annotated[Path, typer.Option(help="What to serve.")] = Path("weights/demo"),
+    seed: Annotated[int, typer.Option(help="Another seed, other requests.")] = 0,
+) -> None:
+    """Exit code 1 when a promise was broken; the calls that broke it go to standard error."""
+    tally = asyncio.run(_run(requests, seconds, checkpoint, seed))
+    for row in tally.rows():
+        print(row.to_json(), flush=True)
+    for reason, call in tally.failures:
+        print(f"{reason}: {call!r}"[:4000], file=sys.stderr)
+    raise typer.Exit(0 if all(row.ok for row in tally.rows()) else 1)
+
+
+async def _run(requests: int, seconds: float, checkpoint: Path, seed: int) -> Tally:
+    logs.configure(Logs(level="error"))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    app = create_app(Settings(checkpoint=checkpoint, logs=Logs(success_sample=0)))
+    async with app.router.lifespan_context(app):
+        await app.state.service.wait_ready()
+        started = shown = time.monotonic()
+
+        def progress(tally: Tally) -> None:
+            nonlocal shown
+            if time.monotonic() - shown > PROGRESS_SECONDS:
+                shown = time.monotonic()
+                rate = tally.sent.total() / (shown - started)
+                statuses = dict(sorted(tally.statuses.items()))
+                print(
+                    f"{tally.sent.total()} sent, {rate:.0f} /s, {statuses}, failed {dict(tally.failed)}",
+                    file=sys.stderr,
+                )
+
+        def series() -> int:
+            return sum(not line.startswith(b"#") for line in app.state.metrics.render().splitlines())
+
+        calls = sources(app.openapi(), seed)
+        return await fuzz(app, calls, series, requests=requests, seconds=seconds, on_progress=progress)
+
+
+if __name__ == "__main__":
+    typer.run(main)

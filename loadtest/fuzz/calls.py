@@ -1,0 +1,96 @@
+"""One call as a fuzzer sends it, and what every reply to it must be. Not for making up calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp
+
+JSON_TYPE = (b"content-type", b"application/json")
+MARK = "zq9marker"  # part of many bad values; no reply may show it
+ALLOWED = {200, 400, 401, 404, 405, 413, 415, 422, 429, 504}
+MAX_PROBLEM_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request on the level of ASGI."""
+
+    body: bytes
+    path: str = "/rank"
+    method: str = "POST"
+    headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back; `fault` says what the application raised."""
+
+    status: int = 0
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    body: bytes = b""
+    fault: str = ""
+
+
+async def send(app: ASGIApp, call: Call) -> Answer:
+    """The application's answer to one call, without a socket between."""
+    answer = Answer()
+    messages = iter([{"type": "http.request", "body": call.body, "more_body": False}])
+
+    async def receive() -> Any:
+        for message in messages:
+            return message
+        return await asyncio.get_running_loop().create_future()  # the client waits
+
+    async def collect(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answer.status, answer.headers = message["status"], dict(message["headers"])
+        else:
+            answer.body += message.get("body", b"")
+
+    scope = {
+        "type": "http", "method": call.method, "path": call.path, "raw_path": call.path.encode(), "query_string": b"",
+        "headers": list(call.headers), "http_version": "1.1", "scheme": "http", "server": ("fuzz", 80),
+        "client": ("fuzz", 1), "root_path": "", "state": {},
+    }  # fmt: skip
+    try:
+        await app(scope, receive, collect)
+    except Exception as error:
+        answer.fault = type(error).__name__
+    return answer
+
+
+def complaint(answer: Answer) -> str:
+    """What is wrong with an answer, whatever the call was; empty when nothing is."""
+    if answer.fault:
+        return f"raised {answer.fault}"
+    if answer.status not in ALLOWED:
+        return f"status {answer.status}"
+    if b"x-request-id" not in answer.headers:
+        return "no request id"
+    if answer.status == 200:
+        return _complaint_about_scores(answer)
+    if answer.headers.get(b"content-type") != b"application/problem+json":
+        return "an error that is no problem object"
+    if len(answer.body) > MAX_PROBLEM_BYTES:
+        return "a long error"
+    if MARK.encode() in answer.body:
+        return "an error that shows the input"
+    problem = json.loads(answer.body)
+    if problem["status"] != answer.status or not problem["code"]:
+        return "an error without its code"
+    return ""
+
+
+def _complaint_about_scores(answer: Answer) -> str:
+    def refuse(text: str) -> float:
+        raise ValueError(text)
+
+    try:
+        content = json.loads(answer.body, parse_constant=refuse)
+    except ValueError:
+        return "scores that are no JSON"
+    return "scores that are null" if b"null" in answer.body and isinstance(content, dict) else ""
