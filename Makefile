@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: help install serve test bench load load-open load-search load-report load-compare peers test-bits check audit lock clean
+.PHONY: help install serve test bench load load-open load-search load-report load-compare peers test-bits check audit lock clean fuzz
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -50,6 +50,9 @@ bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
 
 test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000)
+
+fuzz: $(VENV)/.installed ## odd requests in process, REQUESTS=1000000 of them, for SECONDS=3600 at most
+	$(BIN)/python -m loadtest.fuzz --requests $(or $(REQUESTS),1000000) --seconds $(or $(SECONDS),3600) --checkpoint "$(CHECKPOINT)"
 
 # Load tests: a server has to run (make serve), or URL=start starts one for the time being. More options: ARGS='--help'.
 URL ?= http://$(HOST):$(PORT)
