@@ -137,9 +137,9 @@ class ModelVersion(Strict):
     """The checkpoint that computed the scores."""
 
     name: str
-    """Its name."""
+    """Name of the checkpoint."""
     version: str
-    """Its version."""
+    """Version of the checkpoint."""
 
 
 class RankedCandidate(Strict):
@@ -219,7 +219,7 @@ class Failed(Strict):
     """A request of a batch that got no scores."""
 
     error: Problem
-    """Why."""
+    """Why there are no scores."""
 
 
 class BatchReply(Strict):

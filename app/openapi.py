@@ -34,9 +34,10 @@ FAILURES: tuple[type[ServiceError], ...] = (
     InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
 )  # fmt: skip
 PREFERRED = ("favorite", "dwell", "reply", "repost")
+TIMEOUT = "X-Request-Timeout-Ms"
 HEADERS_IN = {
     "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
-    "X-Request-Timeout-Ms": "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
+    TIMEOUT: "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
     "traceparent": "W3C trace context.",
 }
 HEADERS_OUT = {
@@ -126,7 +127,13 @@ def _body(schema: dict[str, Any], examples: dict[str, Any]) -> dict[str, Any]:
 
 def _operation(summary: str, description: str, body: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
     inward = [
-        {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": text}
+        {
+            "name": name,
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string"} | ({"pattern": "^[0-9]{1,12}$"} if name == TIMEOUT else {}),
+            "description": text,
+        }
         for name, text in HEADERS_IN.items()
     ]
     outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in HEADERS_OUT.items()}

@@ -30,8 +30,6 @@ def main(
     tally = asyncio.run(_run(requests, seconds, checkpoint, seed))
     for row in tally.rows():
         print(row.to_json(), flush=True)
-    for reason, call in tally.failures:
-        print(f"{reason}: {call!r}"[:4000], file=sys.stderr)
     raise typer.Exit(0 if all(row.ok for row in tally.rows()) else 1)
 
 
@@ -42,9 +40,13 @@ async def _run(requests: int, seconds: float, checkpoint: Path, seed: int) -> Ta
     async with app.router.lifespan_context(app):
         await app.state.service.wait_ready()
         started = shown = time.monotonic()
+        told = 0
 
         def progress(tally: Tally) -> None:
-            nonlocal shown
+            nonlocal shown, told
+            for reason, call in tally.failures[told:]:
+                print(f"{reason}: {call!r}"[:4000], file=sys.stderr)
+            told = len(tally.failures)
             if time.monotonic() - shown > PROGRESS_SECONDS:
                 shown = time.monotonic()
                 rate = tally.sent.total() / (shown - started)

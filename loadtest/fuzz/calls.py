@@ -93,4 +93,10 @@ def _complaint_about_scores(answer: Answer) -> str:
         content = json.loads(answer.body, parse_constant=refuse)
     except ValueError:
         return "scores that are no JSON"
-    return "scores that are null" if b"null" in answer.body and isinstance(content, dict) else ""
+    return "scores that are null" if _holds_null(content) else ""
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_holds_null, value.values() if isinstance(value, dict) else value))
+    return value is None
