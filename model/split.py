@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -89,7 +90,8 @@ class SplitEngine:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile, capture, and prove that bits do not depend on the composition. Raises EngineError when a proof fails."""
-        self._runner.warm_up(self.info.notes, self._probe)
+        with self._on_device():
+            self._runner.warm_up(self.info.notes, self._probe)
         self.info.notes["isolation_self_test"] = prove_isolation(self)
         self._cache.clear()
         self._runner.counts = RowCounts()
@@ -102,12 +104,13 @@ class SplitEngine:
         works: list[Work] = []
         results: list[tuple[ContextState, CacheResult]] = []
         try:
-            for number, item in enumerate(items):
-                context, state, result = self._context_of(item, made)
-                works.append((context, number, item.candidates, state))
-                results.append((state, result))
-            plans = plan_steps(works, self._capacity)
-            outputs = self._runner.run(plans)
+            with self._on_device():
+                for number, item in enumerate(items):
+                    context, state, result = self._context_of(item, made)
+                    works.append((context, number, item.candidates, state))
+                    results.append((state, result))
+                plans = plan_steps(works, self._capacity)
+                outputs = self._runner.run(plans)
         except torch.cuda.OutOfMemoryError as error:
             raise EngineError("the device is out of memory") from error
         except torch.AcceleratorError as error:
@@ -116,6 +119,19 @@ class SplitEngine:
             self._cache.insert(key, state, state.nbytes)
         scores = self._scores(items, plans, outputs)
         return [Outcome(found, state, result) for found, (state, result) in zip(scores, results, strict=True)]
+
+    @torch.inference_mode()
+    def rehearse(self, items: Sequence[Item]) -> Callable[[], None]:
+        """The device's share of this forward, to be queued again by every call of the result; for measurements. Contexts are
+        computed unless an item brings its state. Raises EngineError where the engine does not run in padded sizes.
+        """
+        if not isinstance(self._runner, BucketRunner):
+            raise EngineError("only an engine with recorded steps can queue them again")
+        works: list[Work] = []
+        for number, item in enumerate(items):
+            context, state, _ = self._context_of(item, {})
+            works.append((context, number, item.candidates, state))
+        return self._runner.rehearse(plan_steps(works, self._capacity))
 
     def late_compilations(self) -> int:
         """Kernels compiled and graphs recorded since `warm_up`: none, or readiness was declared too early."""
@@ -134,6 +150,10 @@ class SplitEngine:
         """Drop the cache, the activations and the graphs. The engine must not be used afterwards."""
         self._cache.clear()
         del self._runner, self._trunk, self._kernels
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """The device is a property of the calling thread, and the engine's thread did not build the engine."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _compilations(self) -> int:
         return self._runner.recorded + self._kernels.compiled()

@@ -23,6 +23,7 @@ from model.split_step import (
     CANDIDATE_TILES,
     CANDIDATES,
     ROWS,
+    ContextState,
     StepArrays,
     StepPlan,
     StepWriter,
@@ -121,21 +122,45 @@ class BucketRunner:
         outputs.extend(collect() for collect in waiting)
         return outputs
 
+    def rehearse(self, plans: Sequence[StepPlan]) -> Callable[[], None]:
+        """The device's share of `run` alone, for measurements: steps are written now, every call queues them again and
+        returns at once. Raises EngineError where tables live on the host, whose share would be missing.
+        """
+        if self._source.placement != "device":
+            raise EngineError("only steps whose tables are on the device can be queued again")
+        queued = []
+        for plan in plans:
+            size = self._fitting(plan.rows, plan.tiles)
+            staged = self._recorder.pinned(self._frames[size].nbytes, dtype=torch.uint8)
+            host = step_arrays(staged, self._config, self._capacity, size).numpy()
+            self._writer.write(plan, host)
+            queued.append(partial(self._queue, size, staged, host, plan.states()))
+
+        def again() -> None:
+            for queue in queued:
+                queue()
+
+        return again
+
+    def _queue(self, size: int, staged: Tensor, host: StepArrays, states: Sequence[ContextState]) -> int:
+        """Copy one written step to the device and replay it; returns how many candidates it has."""
+        frame = self._frames[size]
+        self._arrived[: frame.nbytes].copy_(staged[: frame.nbytes], non_blocking=True)
+        step = Step(self._trunk.mixed, frame.device, host, states)
+        self._bodies[size](step)
+        candidates = int(host.counts[CANDIDATES])
+        if candidates:
+            self._tails[self._fitting(candidates, int(host.counts[CANDIDATE_TILES]))](step)
+        return candidates
+
     def _start(self, plan: StepPlan, slot: int) -> Collect:
         """Queue one step; the result waits for it and returns its outputs."""
         size = self._fitting(plan.rows, plan.tiles)
-        frame = self._frames[size]
-        host = frame.host[slot]
+        host = self._frames[size].host[slot]
         self._writer.write(plan, host)
+        self.counts.add(int(host.counts[ROWS]), size)
         self._source.prepare(host, slot)
-        self._arrived[: frame.nbytes].copy_(self._staging[slot][: frame.nbytes], non_blocking=True)
-        rows, candidates = int(host.counts[ROWS]), int(host.counts[CANDIDATES])
-        step = Step(self._trunk.mixed, frame.device, host, plan.states())
-        self._bodies[size](step)
-        self.counts.add(rows, size)
-        if candidates:
-            tail = self._fitting(candidates, int(host.counts[CANDIDATE_TILES]))
-            self._tails[tail](step)
+        candidates = self._queue(size, self._staging[slot], host, plan.states())
         output = self._outputs[slot][:candidates]
         output.copy_(self._trunk.logits[:candidates], non_blocking=True)
         wait = self._recorder.mark()
