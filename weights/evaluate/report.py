@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,26 +41,29 @@ def write_report(evaluation: Evaluation, directory: Path, title: str, command: s
 
 
 def figures(evaluation: Evaluation) -> dict[str, object]:
-    """The headline as plain JSON values."""
+    """The headline as plain JSON values; a figure without a meaning, such as the AUC of an action that never happens, is null."""
+    sources = evaluation.figures
     return {
         "requests": evaluation.requests,
         "impressions": evaluation.impressions,
         "frequent_actions": evaluation.frequent,
-        "mean_auc": {source: round(evaluation.mean_auc(source), 5) for source in evaluation.figures},
-        "way_to_optimum": {
-            source: round(evaluation.way(source), 4) for source in evaluation.figures if OPTIMUM in evaluation.figures
-        },
-        "ndcg": {source: round(value, 5) for source, value in evaluation.ndcg.items()},
-        "calibration_error": round(evaluation.calibration_error(MODEL), 5),
+        "mean_auc": {source: _number(evaluation.mean_auc(source)) for source in sources},
+        "way_to_optimum": {source: _number(evaluation.way(source)) for source in sources if OPTIMUM in sources},
+        "ndcg": {source: _number(value) for source, value in evaluation.ndcg.items()},
+        "calibration_error": _number(evaluation.calibration_error(MODEL)),
         "ablations": {
-            name: dict(zip(("mean_auc", "log_loss", "ndcg"), (round(v, 5) for v in values), strict=True))
-            for name, values in evaluation.ablations.items()
+            name: {"mean_auc": _number(auc), "log_loss": _number(loss), "ndcg": _number(ndcg)}
+            for name, (auc, loss, ndcg) in evaluation.ablations.items()
         },
         "actions": {
-            name: {k: round(v, 5) for k, v in asdict(values).items()}
-            for name, values in evaluation.figures[MODEL].items()
+            name: {key: _number(value) for key, value in asdict(values).items()}
+            for name, values in sources[MODEL].items()
         },
     }
+
+
+def _number(value: float) -> float | None:
+    return round(value, 5) if math.isfinite(value) else None
 
 
 def _headline(evaluation: Evaluation) -> str:

@@ -16,7 +16,7 @@ class TrainSettings:
     """`epochs` passes over the training period in batches of `batch_requests`; the rate warms up, then falls as a cosine."""
 
     seed: int = 1
-    epochs: float = 2.0
+    epochs: float = 1.25
     batch_requests: int = 32
     learning_rate: float = 3e-3
     warmup_steps: int = 100
