@@ -1,0 +1,163 @@
+"""The image: linted, pinned, not root, no more in it than it needs, and its commands do what they say here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from app.settings import names
+from model.native.build import SOURCES
+from tests.docker.dockerfile import (
+    ROOT,
+    copied_sources,
+    environment,
+    health_command,
+    is_sent,
+    lineage,
+    read_stages,
+    user_at_run_time,
+)
+
+TEXT = (ROOT / "Dockerfile").read_text()
+STAGES = read_stages(TEXT)
+FINAL = ("cpu", "cuda")
+LOCKED = {line.partition("==")[0] for line in (ROOT / "docker/requirements.lock").read_text().splitlines()}
+
+
+def hadolint(text: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("hadolint")), "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_the_linter_has_nothing_to_say() -> None:
+    verdict = hadolint(TEXT)
+    assert (verdict.returncode, verdict.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "fault", ["FROM python:latest", "RUN cd /tmp && ls | wc", "RUN pip install torch", "USER root"]
+)
+def test_the_linter_finds_a_planted_fault(fault: str) -> None:
+    assert hadolint(f"{TEXT}\n{fault}\n").returncode != 0
+
+
+def test_cuda_is_what_a_plain_build_makes() -> None:
+    assert list(STAGES)[-1] == "cuda"
+
+
+def test_every_foreign_base_is_pinned_to_a_release() -> None:
+    foreign = {stage.base for stage in STAGES.values()} - set(STAGES)
+    assert foreign
+    assert all(re.search(r":\d+\.\d+\.\d+-", base) for base in foreign)
+
+
+@pytest.mark.parametrize("name", FINAL)
+def test_the_final_image_runs_as_a_fixed_user_and_keeps_no_build_stage(name: str) -> None:
+    assert user_at_run_time(STAGES, name) == "10001:10001"
+    assert STAGES[name].steps[-1] == ("USER", "10001:10001")  # nothing runs or is copied as root after it
+    assert [stage.name for stage in lineage(STAGES, name)] == ["base", "runtime", name]
+    assert STAGES[name].of("COPY") == [f"--from=build-{name} /opt/ranker /opt/ranker"]
+    assert "useradd --uid 10001" in " ".join(STAGES["runtime"].of("RUN"))
+
+
+def test_a_user_that_was_dropped_would_be_noticed() -> None:
+    changed = read_stages(TEXT.replace("USER 10001:10001", ""))
+    assert user_at_run_time(changed, "cpu") == "root"
+
+
+@pytest.mark.parametrize("name", FINAL)
+def test_every_setting_of_the_image_is_one(name: str) -> None:
+    given = {key for key in environment(STAGES, name) if key.startswith("RANKER_")}
+    assert {"RANKER_HOST", "RANKER_PORT", "RANKER_CHECKPOINT", "RANKER_DEVICE"} == given
+    assert given <= set(names())
+
+
+def test_what_is_copied_exists_and_is_sent() -> None:
+    ignore = (ROOT / ".dockerignore").read_text()
+    sources = {source for stage in STAGES.values() for source in copied_sources(stage)}
+    assert sources == {"pyproject.toml", "docker/requirements.lock", "app", "model", "weights"}
+    for source in sources:
+        assert (ROOT / source).exists()
+        assert is_sent(source, ignore), source
+
+
+@pytest.mark.parametrize(
+    "path",
+    [".git/config", ".venv/bin/python", "tests/ops/boards.py", "weights/demo/params.safetensors", "docker/.env",
+     "app/__pycache__/rank.cpython-311.pyc", "README.md", "loadtest/report.py"],
+)  # fmt: skip
+def test_what_the_image_does_not_need_stays_out_of_the_build(path: str) -> None:
+    assert not is_sent(path, (ROOT / ".dockerignore").read_text())
+
+
+def test_the_list_of_requirements_is_made_and_every_one_is_locked(tmp_path: Path) -> None:
+    step = next(step for step in STAGES["build"].of("RUN") if "requirements.txt" in step)
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-euo", "pipefail", "-c", step], cwd=tmp_path, env={"PATH": search}, check=True)
+    wanted = [re.split(r"[\[<>=;~ ]", line)[0] for line in (tmp_path / "requirements.txt").read_text().splitlines()]
+    assert {"torch", "fastapi", "opentelemetry-sdk"} <= set(wanted)
+    assert set(wanted) <= LOCKED
+
+
+def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path: Path) -> None:
+    ignore = (ROOT / ".dockerignore").read_text()
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("the list of files comes from git, and this is no checkout")
+    context = tmp_path / "context"
+    for path in filter(lambda path: is_sent(path, ignore) and (ROOT / path).is_file(), listed.stdout.splitlines()):
+        (context / path).parent.mkdir(parents=True, exist_ok=True)
+        (context / path).write_bytes((ROOT / path).read_bytes())
+    (context / "README.md").touch()
+    # As in the image, but with the build tools of this environment, which spares a download.
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    subprocess.run(command, cwd=context, check=True, timeout=100)
+    held = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    sources = {
+        str(path.relative_to(context)) for top in ("app", "model", "weights") for path in (context / top).rglob("*.py")
+    }
+    assert sources <= held
+    assert {f"model/native/{name}" for name in SOURCES} <= held
+    assert {name.split("/")[0].split("-")[0] for name in held} == {"app", "model", "weights", "phoenix_ranking_server"}
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
+def test_the_health_check_believes_readiness(status: int | None, healthy: bool) -> None:
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status or 500)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        port = server.server_port
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        if status is None:
+            server.shutdown()
+            server.server_close()
+        environment = {"RANKER_PORT": str(port), "PATH": str(Path(sys.executable).parent)}
+        command = health_command(STAGES, "cuda")
+        result = subprocess.run(command, env=environment, capture_output=True, timeout=20, check=False)
+        server.shutdown()
+    assert (result.returncode == 0) is healthy
