@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: help install serve test bench load load-open load-search load-report load-compare peers test-bits check audit lock clean fuzz
+.PHONY: help install serve test demo bench load load-open load-search load-report load-compare peers test-bits check audit lock clean fuzz
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +44,9 @@ serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path HOST=127
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	$(BIN)/python -m pytest
+
+demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one machine: minutes of one core
+	$(BIN)/python -m weights train-demo --out weights/demo
 
 bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
 	$(BIN)/python -m loadtest.bench

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,9 @@ def test_training_leaves_torch_as_it_was(world: World) -> None:
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     train(world.log, small_config(), replace(TRAINING, epochs=0.1, threads=threads + 1))
     assert (torch.get_num_threads(), torch.get_deterministic_debug_mode()) == (threads, mode)
+
+
+def test_serving_and_verifying_need_none_of_the_training_libraries() -> None:
+    code = "import sys, weights.cli; print(sorted({'pyarrow', 'sklearn', 'matplotlib'} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
