@@ -57,7 +57,7 @@ test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOS
 fuzz: $(VENV)/.installed ## odd requests in process, REQUESTS=1000000 of them, for SECONDS=3600 at most
 	$(BIN)/python -m loadtest.fuzz --requests $(or $(REQUESTS),1000000) --seconds $(or $(SECONDS),3600) --checkpoint "$(CHECKPOINT)"
 
-# Load tests: a server has to run (make serve), or URL=start starts one for the time being. More options: ARGS='--help'.
+# Load tests: a server has to run (make serve); load-open and load-search start one with URL=start. More: ARGS='--help'.
 URL ?= http://$(HOST):$(PORT)
 LOCUST = $(BIN)/python -m locust -f loadtest/locustfile.py --host $(URL) --users $(or $(USERS),24) --spawn-rate $(or $(SPAWN),4)
 RESULTS := loadtest/results
