@@ -5,7 +5,9 @@ Each check returns the column in numpy, or an empty one after it noted a problem
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -54,8 +56,9 @@ def ids(values: Sequence[Any], where: Where, problems: Problems) -> NDArray[np.u
     if str in kinds and kinds <= {int, str}:
         found = _from_decimals(values)
         kinds = set(map(type, found))
-    if kinds <= {int} and (not found or (min(found) >= 0 and max(found) <= MAX_ID)):
-        return np.array(found, dtype=np.uint64)
+    if kinds <= {int}:
+        with suppress(OverflowError):  # an id is what fits
+            return np.asarray(array("Q", found))
     problems.locate(values, where, is_id, ID_RULE)
     return np.zeros(0, np.uint64)
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -84,13 +85,16 @@ def _from_objects(items: list[Any], name: str, kind: type[Post], problems: Probl
             refuse_unknown(item, kind.model_fields.keys(), f"{name}[{index}]", problems)
     defaults, found = _defaults(kind), {}
     for field in kind.model_fields:
-        if field not in defaults:
-            found[field] = [item.get(field, MISSING) for item in items]
-            if MISSING in found[field]:
-                _note_missing(found.pop(field), f"{name}[{{}}].{field}", problems)
-        elif field in present:
-            default = defaults[field]
-            found[field] = [item.get(field, default) for item in items]
+        if field in defaults and field not in present:
+            continue
+        try:
+            found[field] = list(map(itemgetter(field), items))
+        except KeyError:  # some items lack it
+            column = [item.get(field, defaults.get(field, MISSING)) for item in items]
+            if field in defaults:
+                found[field] = column
+            else:
+                _note_missing(column, f"{name}[{{}}].{field}", problems)
     return Table(name, found, len(items), False)
 
 
