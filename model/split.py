@@ -131,7 +131,7 @@ class SplitEngine:
         for number, item in enumerate(items):
             context, state, _ = self._context_of(item, {})
             works.append((context, number, item.candidates, state))
-        return self._runner.rehearse(plan_steps(works, self._capacity))
+        return torch.inference_mode()(self._runner.rehearse(plan_steps(works, self._capacity)))
 
     def late_compilations(self) -> int:
         """Kernels compiled and graphs recorded since `warm_up`: none, or readiness was declared too early."""

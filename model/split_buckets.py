@@ -138,7 +138,8 @@ class BucketRunner:
 
         def again() -> None:
             for queue in queued:
-                queue()
+                candidates = queue()
+                self._outputs[0][:candidates].copy_(self._trunk.logits[:candidates], non_blocking=True)
 
         return again
 

@@ -1,0 +1,97 @@
+"""One device's clock and ceilings: times by device events, the matrix rate and the copy bandwidth. Knows nothing of the model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Milliseconds: the median of several readings, the 10th and the 90th percentile."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, readings: list[float]) -> Spread:
+        """Needs one reading at least."""
+        ordered = sorted(readings)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the card was seen to do: dense bf16 products in TFLOP/s and device copies in GB/s, bytes read plus written."""
+
+    tflops: float
+    gigabytes_per_second: float
+
+
+class Card:
+    """A device to measure on. On a CPU the clock is the host's, so that the whole script can be tried anywhere."""
+
+    def __init__(self, device: torch.device, *, tiny: bool) -> None:
+        self.device = device
+        self.tiny = tiny
+        self.is_cuda = device.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def device_time(self, work: Callable[[], object], readings: int = 30, *, repeats: int = 1) -> Spread:
+        """Milliseconds of one `work` on the device; each reading is the mean of `repeats` runs queued back to back."""
+        readings, warm_up = (3, 1) if self.tiny else (readings, 5)
+        seen = []
+        for number in range(readings + warm_up):
+            elapsed = self._events(work, repeats) if self.is_cuda else _wall_ms(work, repeats)
+            if number >= warm_up:
+                seen.append(elapsed / repeats)
+        return Spread.of(seen)
+
+    def wall_time(self, work: Callable[[], object], readings: int = 30) -> Spread:
+        """Milliseconds of one `work` as its caller sees it; `work` must wait for its own result."""
+        readings, warm_up = (3, 1) if self.tiny else (readings, 5)
+        seen = [_wall_ms(work, 1) for _ in range(readings + warm_up)]
+        return Spread.of(seen[warm_up:])
+
+    def ceilings(self) -> Ceilings:
+        """A large square bf16 product on random data, and a copy much larger than any cache."""
+        side, copied = (128, 2**16) if self.tiny else (8192, 2**31)
+        left, right = (torch.randn(side, side, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(left)
+        product = self.device_time(lambda: torch.mm(left, right, out=out), 20)
+        source = torch.randint(0, 255, (copied,), device=self.device, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        copy = self.device_time(lambda: target.copy_(source), 20)
+        return Ceilings(2 * side**3 / product.median / 1e9, 2 * copied / copy.median / 1e6)
+
+    def _events(self, work: Callable[[], object], repeats: int) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.synchronize()
+        start.record()
+        for _ in range(repeats):
+            work()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
+
+
+def _wall_ms(work: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return 1e3 * (time.perf_counter() - start)

@@ -1,0 +1,94 @@
+"""What the engine is compared with on the same card: the dense definition, eager, and FlexAttention, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from loadtest.gpu.card import Card
+from model.batch import collate
+from model.engine import Item
+from model.layers import gated_ffn, linear, rms_norm, rope_tables, rotate
+from model.ranker import Ranker
+from model.trunk import DecoderLayer
+
+
+def dense_eager(ranker: Ranker, item: Item, card: Card, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """A forward of the plain definition, ids hashed and copied beforehand."""
+    batch = collate([(item.context, item.candidates)], ranker.config).to(card.device)
+    return torch.inference_mode()(lambda: ranker(batch, dtype)[0])
+
+
+class FlexRanker:
+    """The ranker over one sequence with FlexAttention: soft cap as a score modification, isolation as a block mask.
+
+    `ranker` is in the trunk's dtype already. One context length and number of candidates; another one compiles again.
+    """
+
+    def __init__(self, ranker: Ranker, item: Item, card: Card, dtype: torch.dtype) -> None:
+        self._ranker = ranker
+        self._dtype = dtype
+        self._batch = collate([(item.context, item.candidates)], ranker.config).to(card.device)
+        self._context = 1 + len(item.context)
+        self._length = self._context + len(item.candidates)
+        self._device = card.device
+        torch.compiler.reset()  # every shape compiles anew; a limit on that would fall back to eager unnoticed
+        self._layers = torch.compile(self._trunk, dynamic=False) if card.is_cuda else self._trunk
+
+    def block_mask(self) -> BlockMask:
+        """Context rows see the past, candidates the context and themselves. Built per request: its cost is timed apart."""
+        context = self._context
+
+        def seen(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return ((column < context) & (column <= row)) | (row == column)
+
+        length = self._length
+        return create_block_mask(seen, None, None, length, length, device=self._device)
+
+    @torch.inference_mode()
+    def forward(self, block_mask: BlockMask) -> Tensor:
+        """Logits `[1, C, A]`."""
+        hidden, _ = self._ranker.embed(self._batch)
+        hidden = self._layers(hidden.to(self._dtype), self._batch.positions, block_mask)
+        logits: Tensor = self._ranker.heads(hidden[:, self._context :])[0]
+        return logits
+
+    def _trunk(self, hidden: Tensor, positions: Tensor, block_mask: BlockMask) -> Tensor:
+        config = self._ranker.config
+        cos, sin = rope_tables(positions, config.head_width, config.rope_base)
+        for layer in self._ranker.trunk.layers:
+            assert isinstance(layer, DecoderLayer)
+            hidden = self._layer(layer, hidden, cos, sin, block_mask)
+        return hidden
+
+    def _layer(self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask) -> Tensor:
+        config, epsilon = self._ranker.config, self._ranker.config.norm_epsilon
+        cap = config.attention_cap
+        normed = rms_norm(hidden, layer.attention_norm, epsilon)
+        heads = [
+            linear(normed, weight).unflatten(-1, (-1, config.head_width))
+            for weight in (layer.query, layer.key, layer.value)
+        ]
+        query, key = (rotate(x, cos, sin).transpose(1, 2) for x in heads[:2])
+
+        def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return cap * torch.tanh(score / cap)
+
+        mixed = flex_attention(
+            query,
+            key,
+            heads[2].transpose(1, 2),
+            score_mod=capped,
+            block_mask=block_mask,
+            scale=config.attention_multiplier,
+            enable_gqa=True,
+        )
+        hidden = hidden + rms_norm(
+            linear(mixed.transpose(1, 2).flatten(-2), layer.output), layer.attention_post_norm, epsilon
+        )
+        normed = rms_norm(hidden, layer.ffn_norm, epsilon)
+        mixed = gated_ffn(normed, layer.ffn_gate, layer.ffn_value, layer.ffn_output)
+        return hidden + rms_norm(mixed, layer.ffn_post_norm, epsilon)

@@ -1,0 +1,176 @@
+"""The GPU table: one geometry at a time, times by device events, beside what the card can do and what the peers need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from loadtest.geometries import GEOMETRIES, in_dtype
+from loadtest.gpu.card import Card, Ceilings, Spread
+from loadtest.gpu.checks import equal_bits, make_engine
+from loadtest.gpu.peers import FlexRanker, dense_eager
+from loadtest.gpu.work import Work, forward_work
+from model.config import ModelConfig
+from model.engine import Item
+from model.ranker import Ranker
+from model.split import SplitEngine
+from model.synthetic import random_candidates, random_context, random_ranker
+
+COUNTS = {"mini": (64, 512), "nano": (64, 512), "seed": (1024,), "flagship": (64, 1400)}
+# geometry, candidates, cold or cached → target and floor in milliseconds of device time
+TARGETS_MS: dict[tuple[str, int, str], tuple[float, float | None]] = {
+    ("seed", 1024, "cold"): (5.6, 4.5),
+    ("flagship", 64, "cached"): (0.5, 0.16),
+    ("mini", 64, "cold"): (0.1, None),
+    ("mini", 64, "cached"): (0.1, None),
+}
+CANDIDATES_PER_SECOND = {("seed", 1024, "cold"): 183e3, ("seed", 1024, "cached"): 260e3}
+BATCH_REQUESTS, BATCH_REQUESTS_PER_SECOND = 64, 250e3
+PADDING_TARGET = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line. Shares are of the card's own measured ceilings; `target` is in the figure's unit, None where there is none."""
+
+    name: str
+    figure: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    target: float | None = None
+    met: bool | None = None
+    floor: float | None = None
+    matrix_share: float | None = None
+    bandwidth_share: float | None = None
+    wall_ms: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def tiny(config: ModelConfig) -> ModelConfig:
+    """The same architecture with everything small, for a machine without a card."""
+    group = config.query_heads // config.kv_heads
+    return replace(config, width=64, layers=2, query_heads=2 * group, kv_heads=2, head_width=16, history_length=20)
+
+
+class Geometry:
+    """One architecture with random weights on the card, a warm engine, and the peers."""
+
+    def __init__(self, name: str, card: Card, ceilings: Ceilings) -> None:
+        self.name = name
+        self.card = card
+        self.ceilings = ceilings
+        self.config = tiny(GEOMETRIES[name]) if card.tiny else GEOMETRIES[name]
+        self.ranker: Ranker = random_ranker(self.config).to(card.device)
+        self.peer_errors: list[str] = []
+        self.engine: SplitEngine = make_engine(self.ranker, card)
+
+    def rows(self) -> Iterator[Row]:
+        """Everything that is measured of this geometry."""
+        for candidates in COUNTS[self.name]:
+            item = self.item(candidates)
+            for kind in ("cold", "cached"):
+                yield from self._forward_rows(item, kind)
+            try:
+                yield from self._peer_rows(item)
+            except Exception as error:  # a peer that fails on this machine must not cost the engine's own figures
+                self.peer_errors.append(f"{self.name} C={candidates}: {type(error).__name__}: {error}"[:500])
+        if self.name == "mini":
+            yield from self._batch_rows()
+            yield self._padding_row()
+        yield Row(f"{self.name}: compiled or recorded after warm-up", self.engine.late_compilations(), "", target=0,
+                  met=self.engine.late_compilations() == 0)  # fmt: skip
+
+    def item(self, candidates: int, seed: int = 0, history: int | None = None) -> Item:
+        """A request, with a full history unless told otherwise."""
+        count = min(candidates, 40 + candidates % 7) if self.card.tiny else candidates
+        history = self.config.history_length if history is None else history
+        return Item(random_context(self.config, history, seed), random_candidates(self.config, count, seed))
+
+    def bits(self, compositions: int) -> dict[str, int]:
+        """Equal bits on this architecture, with a cache of its own; shares nothing with what is timed but the weights."""
+        return equal_bits(make_engine(self.ranker, self.card, cache_bytes=2**28), compositions)
+
+    def _forward_rows(self, item: Item, kind: str) -> Iterator[Row]:
+        asked = self._cached(item) if kind == "cached" else item
+        candidates = len(item.candidates)
+        time = self.card.device_time(self.engine.rehearse([asked]), repeats=1 if self.card.tiny else 10)
+        wall = self.card.wall_time(lambda: self.engine.forward([asked]))
+        work = forward_work(self.config, 1 + len(item.context), candidates, cached=kind == "cached")
+        key = (self.name, candidates, kind)  # no target is meant for tiny shapes, and none of their counts has one
+        target, floor = TARGETS_MS.get(key, (None, None))
+        label = f"{self.name} C={candidates} {kind}"
+        yield self._timed(label, time, work, target=target, floor=floor, wall_ms=wall.median)
+        per_second = candidates / time.median * 1e3
+        wanted = CANDIDATES_PER_SECOND.get(key)
+        met = None if wanted is None else per_second >= wanted
+        yield Row(f"{label}: candidates", per_second, "1/s", target=wanted, met=met)
+
+    def _timed(
+        self, name: str, time: Spread, work: Work, *, target: float | None, floor: float | None, wall_ms: float | None
+    ) -> Row:
+        return Row(
+            name, time.median, "ms", time.low, time.high, target, None if target is None else time.median <= target, floor,
+            matrix_share=work.flops / time.median / 1e9 / self.ceilings.tflops,
+            bandwidth_share=work.nbytes / time.median / 1e6 / self.ceilings.gigabytes_per_second,
+            wall_ms=wall_ms,
+        )  # fmt: skip
+
+    def _cached(self, item: Item) -> Item:
+        return Item(item.context, item.candidates, self.engine.forward([item])[0].state)
+
+    def _batch_rows(self) -> Iterator[Row]:
+        requests = 3 if self.card.tiny else BATCH_REQUESTS
+        items = [self.item(64, seed) for seed in range(requests)]
+        for kind in ("cold", "cached"):
+            batch = [self._cached(item) for item in items] if kind == "cached" else items
+            time = self.card.device_time(self.engine.rehearse(batch))
+            per_second = requests / time.median * 1e3
+            target = None if self.card.tiny else BATCH_REQUESTS_PER_SECOND
+            yield Row(
+                f"mini C=64 {kind}, {requests} requests a forward: requests", per_second, "1/s",
+                target=target, met=None if target is None else per_second >= target,
+                wall_ms=self.card.wall_time(lambda batch=batch: self.engine.forward(batch), 10).median,  # type: ignore[misc]
+            )  # fmt: skip
+
+    def _padding_row(self) -> Row:
+        """Forwards of 64 requests of mixed lengths on an engine that has served nothing else."""
+        generator = np.random.default_rng(5)
+        engine = make_engine(self.ranker, self.card)
+        longest = 20 if self.card.tiny else 200
+        for _ in range(3 if self.card.tiny else 20):
+            sizes = zip(
+                generator.integers(0, self.config.history_length + 1, BATCH_REQUESTS),
+                generator.integers(1, longest, BATCH_REQUESTS),
+                strict=True,
+            )
+            engine.forward([self.item(int(c), seed, int(h)) for seed, (h, c) in enumerate(sizes)])
+        waste = engine.padding_ratio()
+        return Row(
+            "mini, 64 mixed requests a forward: padding", waste, "", target=PADDING_TARGET, met=waste <= PADDING_TARGET
+        )
+
+    def _peer_rows(self, item: Item) -> Iterator[Row]:
+        label = f"{self.name} C={len(item.candidates)}"
+        ranker = in_dtype(random_ranker(self.config), torch.bfloat16).to(self.card.device)
+        work = forward_work(self.config, 1 + len(item.context), len(item.candidates), cached=False)
+        time = self.card.device_time(dense_eager(ranker, item, self.card, torch.bfloat16), 10)
+        yield self._timed(f"{label}: dense definition, eager", time, work, target=None, floor=None, wall_ms=None)
+        flex = FlexRanker(ranker, item, self.card, torch.bfloat16)
+        mask = flex.block_mask()
+        time = self.card.device_time(lambda: flex.forward(mask), 10)
+        yield self._timed(f"{label}: FlexAttention, compiled", time, work, target=None, floor=None, wall_ms=None)
+
+        def build_mask() -> None:
+            flex.block_mask()
+            self.card.synchronize()
+
+        build = self.card.wall_time(build_mask, 5)
+        yield Row(f"{label}: FlexAttention's block mask, a request", build.median, "ms", build.low, build.high)
