@@ -51,6 +51,9 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
 	$(BIN)/python -m loadtest.bench
 
+bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
+	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
+
 test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000)
 
