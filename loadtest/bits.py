@@ -121,6 +121,10 @@ def _picked(pool: Candidates, places: np.ndarray[Any, np.dtype[np.int64]]) -> Ca
     return Candidates(pool.post_ids[places], pool.author_ids[places], pool.surfaces[places], pool.age_buckets[places])
 
 
+def _say(done: int) -> None:
+    print(f"\r{done} compositions", end="", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 1 when a bit differed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -139,14 +143,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make,
             options.compositions // 2,
             options.seed,
-            progress=lambda done: print(f"\r{done} compositions", end="", file=sys.stderr, flush=True),
+            progress=_say if sys.stderr.isatty() else None,
         )
         failed |= tally.different > 0
         figures = {
             "dtype": str(dtype).removeprefix("torch."),
             **{name: getattr(tally, name) for name in tally.__slots__},
         }
-        print("\r", end="", file=sys.stderr)
         print(json.dumps({**figures, "seconds": round(time.perf_counter() - start, 1)}))
     return int(failed)
 

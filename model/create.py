@@ -17,14 +17,14 @@ from model.ranker import Ranker
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
-Backend = Literal["auto", "dense", "native", "split"]
+Backend = Literal["auto", "dense", "native", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What an operator may choose.
 
-    `backend`: `native` is the C++ kernel (CPU only), `split` the torch engine (CUDA, and CPUs without a compiler), `dense`
+    `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
     the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off.
     `threads` 0 leaves torch's choice. Compiled code is kept in `kernel_directory`, by default the user's cache.
     """
@@ -60,7 +60,7 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
 
 def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
     if device.type != "cpu":
-        raise EngineError("backend 'native' runs on the CPU only: choose device 'cpu', or backend 'split'")
+        raise EngineError("backend 'native' runs on the CPU only: choose device 'cpu', or backend 'torch'")
     return NativeEngine(
         ranker,
         None if options.dtype == "auto" else getattr(torch, options.dtype),
@@ -68,6 +68,7 @@ def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
         cache_bytes=options.cache_bytes,
         threads=options.threads,
         kernel_directory=options.kernel_directory,
+        only_if_fast=options.backend == "auto",
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from model.engine import EngineError
 
-SOURCES = ("kernel.cpp", "vector.h", "pool.h")
+SOURCES = ("kernel.cpp", "amx.h", "vector.h", "pool.h")
 # Contraction is off so that only the fused multiply-adds written in the source are fused: the same bits in every tile.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
@@ -22,10 +22,10 @@ class KernelUnavailable(EngineError):
     """The kernel cannot be built or loaded here; the text says what is missing."""
 
 
-def load_kernel(directory: Path | None = None) -> ctypes.CDLL:
+def load_kernel(directory: Path | None = None, *defines: str) -> ctypes.CDLL:
     """The compiled kernel, from `directory` (default: the user's cache) or built into it, which takes about ten seconds.
 
-    Raises KernelUnavailable without a C++ compiler or where the result does not load.
+    `defines` are preprocessor symbols, for tests. Raises KernelUnavailable without a C++ compiler or where the result does not load.
     """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -37,14 +37,16 @@ def load_kernel(directory: Path | None = None) -> ctypes.CDLL:
             raise PermissionError(directory)
     except OSError:
         directory = Path(tempfile.mkdtemp(prefix="phoenix-ranking-server-"))
-    library = directory / f"kernel-{_fingerprint(compiler)}.so"
+    flags = (*FLAGS, *(f"-D{define}" for define in defines))
+    library = directory / f"kernel-{_fingerprint(compiler, flags)}.so"
     if not library.exists():
-        _compile(compiler, library)
+        _compile(compiler, flags, library)
     try:
         kernel = ctypes.CDLL(str(library))
     except OSError as error:
         raise KernelUnavailable(f"the compiled kernel {library} does not load: {error}") from error
     kernel.ranker_create.restype = ctypes.c_void_p
+    kernel.ranker_vector_bits.restype = kernel.ranker_enable_amx.restype = ctypes.c_int64
     kernel.ranker_probe.restype = ctypes.c_double
     return kernel
 
@@ -54,10 +56,10 @@ def probe(kernel: ctypes.CDLL) -> dict[str, float]:
     return {name: 1e3 * kernel.ranker_probe(ctypes.c_int64(bf16)) for name, bf16 in (("float32", 0), ("bfloat16", 1))}
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     """Names what the binary depends on: sources, flags, compiler, processor."""
     here = Path(__file__).parent
-    hashed = hashlib.sha256(" ".join(FLAGS).encode())
+    hashed = hashlib.sha256(" ".join(flags).encode())
     for name in SOURCES:
         hashed.update((here / name).read_bytes())
     hashed.update(subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout)
@@ -74,11 +76,11 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     source = Path(__file__).parent / "kernel.cpp"
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
-        command = [compiler, *FLAGS, str(source), "-o", str(built)]
+        command = [compiler, *flags, str(source), "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")

@@ -18,7 +18,7 @@ from model.config import CandidatePositions
 from model.engine import CacheResult, CacheStats, EngineInfo, Item, Outcome
 from model.hashing import hash_rows
 from model.inputs import Candidates, Context, Scores
-from model.native.build import load_kernel, probe
+from model.native.build import KernelUnavailable, load_kernel, probe
 from model.native.packing import LANES, PANEL, CandidateJob, ContextJob, pack, round_up
 from model.ranker import Ranker
 from model.selftest import prove_isolation
@@ -37,7 +37,8 @@ class NativeEngine:
     """The engine contract on a CPU. The bits of a candidate's scores depend on nothing but its request's own features.
 
     `dtype` None takes what a short measured probe finds faster; `threads` 0 takes torch's number. Raises KernelUnavailable
-    where the kernel cannot be built. `ranker` must live on the CPU; its tables are read in place.
+    where the kernel cannot be built or, with `only_if_fast`, where the processor lacks the vectors it is written for.
+    `ranker` must live on the CPU; its tables are read in place.
     """
 
     def __init__(
@@ -49,10 +50,14 @@ class NativeEngine:
         cache_bytes: int = 0,
         threads: int = 0,
         kernel_directory: Path | None = None,
+        only_if_fast: bool = False,
     ) -> None:
         self.config = ranker.config
         self._positions = candidate_positions
         self._kernel = load_kernel(kernel_directory)
+        if only_if_fast and self._kernel.ranker_vector_bits() < 512:
+            raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
+        tiles = bool(self._kernel.ranker_enable_amx())
         measured = probe(self._kernel)
         if dtype is None:
             dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
@@ -68,7 +73,11 @@ class NativeEngine:
         self._key_elements = PANEL * config.head_width
         self._value_elements = PANEL * round_up(config.head_width, LANES)
         name = str(dtype).removeprefix("torch.")
-        notes = {"threads": threads, "probe_milliseconds": {key: round(value, 4) for key, value in measured.items()}}
+        notes = {
+            "threads": threads,
+            "tile_registers": tiles,
+            "probe_milliseconds": {key: round(value, 4) for key, value in measured.items()},
+        }
         self.info = EngineInfo("cpu", name, "native", candidate_positions, notes)
 
     def warm_up(self) -> None:

@@ -13,8 +13,8 @@
 #include <memory>
 #include <vector>
 
+#include "amx.h"
 #include "pool.h"
-#include "vector.h"
 
 namespace ranker {
 
@@ -320,7 +320,7 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
     const T* head_values = head_keys + blocks * PANEL * m_.head_width;
     const Index last_limit = first_limit + (rows - 1) * limit_step;
     for (Index b = 0; b * PANEL < last_limit; ++b) {
-        panel<T, 4, false>(queries, queries_, rows, head_keys + b * PANEL * m_.head_width, m_.head_width, s.logits.get(), PANEL);
+        product<T, 4, false>(queries, queries_, rows, head_keys + b * PANEL * m_.head_width, m_.head_width, s.logits.get(), PANEL);
         for (Index r = 0; r < rows; ++r) {
             const Index seen = first_limit + r * limit_step - b * PANEL;
             Vec denominator = load(denominators + r * LANES);
@@ -347,7 +347,7 @@ void Engine<T>::finish_layer(const Layer& layer, float* hidden, Index rows, Scra
     norm(hidden, rows, layer.ffn_norm, s.normed.get());
     const Index ffn = half_panels_ * 32;
     for (Index p = 0; p < half_panels_; ++p) {
-        panel<T, 4, false>(s.normed.get(), padded_, rows, static_cast<const T*>(layer.gate_value) + p * padded_ * PANEL, padded_,
+        product<T, 4, false>(s.normed.get(), padded_, rows, static_cast<const T*>(layer.gate_value) + p * padded_ * PANEL, padded_,
                            s.wide.get(), PANEL);
         for (Index r = 0; r < rows; ++r)
             for (Index i = 0; i < 32; i += LANES) {
@@ -527,6 +527,18 @@ struct Handle {
 }  // namespace ranker
 
 extern "C" {
+
+// Bits of the vectors the kernel was compiled for; below 512 it is right, but slower than torch's own products.
+std::int64_t ranker_vector_bits() {
+#if defined(__AVX512F__)
+    return 512;
+#else
+    return 128;
+#endif
+}
+
+// Whether bf16 products run on tile registers from now on. To be called before anything else.
+std::int64_t ranker_enable_amx() { return ranker::enable_amx(); }
 
 // Seconds that one product of typical shape takes on one core: the best of a few.
 double ranker_probe(std::int64_t use_bf16) {

@@ -200,27 +200,4 @@ void panel(const T* a, long a_stride, long rows, const T* b, long depth, float* 
     }
 }
 
-// c[rows, columns] = a[rows, depth] * b, b packed in panels of 64 columns (columns is a multiple of 64).
-template <class T>
-void multiply(const T* a, long a_stride, long rows, const T* b, long depth, long columns, float* c, long c_stride) {
-    for (long j = 0; j < columns; j += PANEL, b += depth * PANEL)
-        panel<T, 4, false>(a, a_stride, rows, b, depth, c + j, c_stride);
-}
-
-// c[rows, columns] += a[rows, 64] * b for the value block of one head: b packed as one panel of `columns` (a multiple of 16)
-// cut into chunks of at most 64 columns.
-template <class T>
-void accumulate(const T* a, long a_stride, long rows, const T* b, long depth, long columns, float* c, long c_stride) {
-    for (long j = 0; j < columns; j += PANEL) {
-        const long width = columns - j < PANEL ? columns - j : PANEL;
-        switch (width / LANES) {
-            case 4: panel<T, 4, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
-            case 3: panel<T, 3, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
-            case 2: panel<T, 2, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
-            case 1: panel<T, 1, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
-        }
-        b += depth * width;
-    }
-}
-
 }  // namespace ranker

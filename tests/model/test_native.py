@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from loadtest.bits import Compositions, run, small_config
+from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
+from model.native.build import KernelUnavailable, load_kernel
 from model.native.engine import NativeEngine
 from model.selftest import prove_isolation, same_bits
 from tests.model.builders import random_config, random_ranker, random_request
@@ -112,6 +114,40 @@ def test_a_planted_leak_is_caught() -> None:
 
     ranker = random_ranker(small_config())
     assert run(lambda cache_bytes: Leaky(ranker, torch.float32, cache_bytes=cache_bytes), 20).different > 0
+
+
+@pytest.mark.parametrize("width", [48, 80])
+def test_tile_registers_by_emulation(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for tile registers, its instructions emulated: right numbers, and no bit that depends on company."""
+    kernel = load_kernel(None, "RANKER_EMULATE_AMX")
+    monkeypatch.setattr("model.native.engine.load_kernel", lambda directory: kernel)
+    ranker = random_ranker(small_config(width=width, head_width=width // 4 - 2))
+    engine = NativeEngine(ranker, torch.bfloat16)
+    assert engine.info.notes["tile_registers"]
+    item = Item(*random_request(ranker.config, 17, 9))
+    expected, actual = DenseEngine(ranker, torch.float32).forward([item])[0].scores, engine.forward([item])[0].scores
+    np.testing.assert_allclose(actual.logits, expected.logits, atol=PARITY[torch.bfloat16].logits, rtol=0)
+    assert prove_isolation(engine, (1, 17, 40))["different_bits"] == 0
+
+
+def test_without_wide_vectors_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Narrow:
+        def __getattr__(self, name: str) -> object:
+            return (lambda: 128) if name == "ranker_vector_bits" else getattr(kernel, name)
+
+    kernel = load_kernel()
+    monkeypatch.setattr("model.native.engine.load_kernel", lambda directory: Narrow())
+    engine = create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))
+    assert engine.info.backend == "torch"
+    assert "AVX-512" in engine.info.notes["fallback"]
+
+
+def test_without_a_compiler_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    ranker = random_ranker(random_config())
+    assert "install g++" in create_engine(ranker, EngineOptions(device="cpu")).info.notes["fallback"]
+    with pytest.raises(KernelUnavailable, match=r"install g\+\+"):
+        create_engine(ranker, EngineOptions(device="cpu", backend="native"))
 
 
 def test_warm_up_proves_isolation_and_says_so() -> None:

@@ -1,0 +1,192 @@
+// The bf16 matrix kernel on tile registers (Intel AMX): sixteen rows by up to 64 columns at once, the same packed panels.
+// A row's sums run along the depth in one order whatever the other rows, so the rule of vector.h holds here too.
+// With RANKER_EMULATE_AMX the tile instructions are emulated, so that the indexing can be tested on any machine.
+#pragma once
+
+#include <type_traits>
+
+#include "vector.h"
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define RANKER_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(RANKER_EMULATE_AMX)
+#define RANKER_AMX 1
+#endif
+
+namespace ranker {
+
+inline bool amx_enabled = false;  // set once, before the first product: the two kernels round differently
+
+#if defined(RANKER_AMX)
+
+constexpr long TILE_ROWS = 16, TILE_DEPTH = 32;
+
+struct alignas(64) TileShapes {  // what `ldtilecfg` reads
+    std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    std::uint16_t row_bytes[16] = {};
+    std::uint8_t rows[16] = {};
+};
+
+#if defined(RANKER_EMULATE_AMX)
+struct EmulatedTile {
+    alignas(64) std::uint8_t bytes[16][64];
+};
+inline thread_local TileShapes shapes;
+inline thread_local EmulatedTile tiles[8];
+inline void tile_shapes(const TileShapes* wanted) { shapes = *wanted; }
+inline void tile_load(int t, const void* base, long stride) {
+    for (int r = 0; r < shapes.rows[t]; ++r)
+        std::memcpy(tiles[t].bytes[r], static_cast<const char*>(base) + r * stride, shapes.row_bytes[t]);
+}
+inline void tile_store(int t, void* base, long stride) {
+    for (int r = 0; r < shapes.rows[t]; ++r)
+        std::memcpy(static_cast<char*>(base) + r * stride, tiles[t].bytes[r], shapes.row_bytes[t]);
+}
+inline void tile_clear(int t) { std::memset(tiles[t].bytes, 0, sizeof tiles[t].bytes); }
+inline void tile_multiply(int c, int a, int b) {
+    for (int m = 0; m < shapes.rows[c]; ++m)
+        for (int n = 0; n < shapes.row_bytes[c] / 4; ++n) {
+            float sum;
+            std::memcpy(&sum, &tiles[c].bytes[m][4 * n], 4);
+            for (int k = 0; k < shapes.row_bytes[a] / 2; ++k) {
+                bf16 left, right;
+                std::memcpy(&left, &tiles[a].bytes[m][2 * k], 2);
+                std::memcpy(&right, &tiles[b].bytes[k / 2][4 * n + 2 * (k % 2)], 2);
+                sum += widen(left) * widen(right);
+            }
+            std::memcpy(&tiles[c].bytes[m][4 * n], &sum, 4);
+        }
+}
+inline bool amx_permitted() { return true; }
+#else
+#define tile_shapes(wanted) _tile_loadconfig(wanted)
+#define tile_load(t, base, stride) _tile_loadd(t, base, stride)
+#define tile_store(t, base, stride) _tile_stored(t, base, stride)
+#define tile_clear(t) _tile_zero(t)
+#define tile_multiply(c, a, b) _tile_dpbf16ps(c, a, b)
+inline bool amx_permitted() {  // Linux hands the large tile state out on request, once for the process
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
+// Tiles 0-3 hold sums, 4 and 5 a full step of a and b, 6 and 7 the last step where the depth leaves one.
+inline void shape_tiles(long rows, long rest) {
+    static thread_local long shaped = -1;
+    if (shaped == rows * TILE_DEPTH + rest) return;
+    TileShapes wanted;
+    for (int t = 0; t < 4; ++t) wanted.rows[t] = std::uint8_t(rows), wanted.row_bytes[t] = 64;
+    wanted.rows[4] = wanted.rows[6] = std::uint8_t(rows);
+    wanted.row_bytes[4] = wanted.row_bytes[5] = wanted.row_bytes[7] = 64;
+    wanted.rows[5] = TILE_DEPTH / 2;
+    wanted.row_bytes[6] = std::uint16_t(2 * (rest ? rest : TILE_DEPTH));
+    wanted.rows[7] = std::uint8_t((rest ? rest : TILE_DEPTH) / 2);
+    tile_shapes(&wanted);
+    shaped = rows * TILE_DEPTH + rest;
+}
+
+#define RANKER_EACH_COLUMN(action)    \
+    do {                              \
+        action(0);                    \
+        if constexpr (V > 1) action(1); \
+        if constexpr (V > 2) action(2); \
+        if constexpr (V > 3) action(3); \
+    } while (false)
+
+template <int V, bool ADD>
+void tile_panel(const bf16* a, long a_stride, long rows, const bf16* b, long depth, float* c, long c_stride) {
+    const long rest = depth % TILE_DEPTH, full = depth - rest;
+    for (; rows > 0; rows -= TILE_ROWS, a += TILE_ROWS * a_stride, c += TILE_ROWS * c_stride) {
+        shape_tiles(rows < TILE_ROWS ? rows : TILE_ROWS, rest);
+#define RANKER_BEGIN(j)                                    \
+    do {                                                   \
+        if constexpr (ADD)                                 \
+            tile_load(j, c + j * LANES, c_stride * 4);     \
+        else                                               \
+            tile_clear(j);                                 \
+    } while (false)
+        RANKER_EACH_COLUMN(RANKER_BEGIN);
+        for (long k = 0; k < full; k += TILE_DEPTH) {
+            tile_load(4, a + k, a_stride * 2);
+#define RANKER_STEP(j)                                           \
+    do {                                                         \
+        tile_load(5, b + k * LANES * V + j * 2 * LANES, V * 64); \
+        tile_multiply(j, 4, 5);                                  \
+    } while (false)
+            RANKER_EACH_COLUMN(RANKER_STEP);
+        }
+        if (rest) {
+            tile_load(6, a + full, a_stride * 2);
+#define RANKER_LAST(j)                                              \
+    do {                                                            \
+        tile_load(7, b + full * LANES * V + j * 2 * LANES, V * 64); \
+        tile_multiply(j, 6, 7);                                     \
+    } while (false)
+            RANKER_EACH_COLUMN(RANKER_LAST);
+        }
+#define RANKER_END(j) tile_store(j, c + j * LANES, c_stride * 4)
+        RANKER_EACH_COLUMN(RANKER_END);
+    }
+}
+
+// Turns the tile kernel on when the system grants it and it agrees with the vector kernel, remainders included.
+inline bool enable_amx() {
+    static bool tried = false;
+    if (tried) return amx_enabled;
+    tried = true;
+    if (!amx_permitted()) return false;
+    constexpr long ROWS_TRIED = 23, DEPTH = 80;
+    static bf16 a[ROWS_TRIED * DEPTH], b[DEPTH * PANEL];
+    static float plain[ROWS_TRIED * PANEL], tiled[ROWS_TRIED * PANEL];
+    for (long i = 0; i < ROWS_TRIED * DEPTH; ++i) a[i] = narrow<bf16>(float(i * 37 % 101) / 50 - 1);
+    for (long i = 0; i < DEPTH * PANEL; ++i) b[i] = narrow<bf16>(float(i * 53 % 97) / 48 - 1);
+    panel<bf16, 4, false>(a, DEPTH, ROWS_TRIED, b, DEPTH, plain, PANEL);
+    tile_panel<4, false>(a, DEPTH, ROWS_TRIED, b, DEPTH, tiled, PANEL);
+    tile_panel<4, true>(a, DEPTH, ROWS_TRIED, b, DEPTH, tiled, PANEL);
+    for (long i = 0; i < ROWS_TRIED * PANEL; ++i) {
+        const float error = tiled[i] - 2 * plain[i];
+        if (!(error < 1e-3f && error > -1e-3f)) return false;
+    }
+    return amx_enabled = true;
+}
+
+#else
+inline bool enable_amx() { return false; }
+#endif
+
+// The product that everything calls: tiles where they are on, vectors elsewhere.
+template <class T, int V, bool ADD>
+inline void product(const T* a, long a_stride, long rows, const T* b, long depth, float* c, long c_stride) {
+#if defined(RANKER_AMX)
+    if constexpr (std::is_same_v<T, bf16>)
+        if (amx_enabled) return tile_panel<V, ADD>(a, a_stride, rows, b, depth, c, c_stride);
+#endif
+    panel<T, V, ADD>(a, a_stride, rows, b, depth, c, c_stride);
+}
+
+// c[rows, columns] = a[rows, depth] * b, b packed in panels of 64 columns (columns is a multiple of 64).
+template <class T>
+void multiply(const T* a, long a_stride, long rows, const T* b, long depth, long columns, float* c, long c_stride) {
+    for (long j = 0; j < columns; j += PANEL, b += depth * PANEL)
+        product<T, 4, false>(a, a_stride, rows, b, depth, c + j, c_stride);
+}
+
+// c[rows, columns] += a[rows, 64] * b for the value block of one head: b packed as one panel of `columns` (a multiple of 16)
+// cut into chunks of at most 64 columns.
+template <class T>
+void accumulate(const T* a, long a_stride, long rows, const T* b, long depth, long columns, float* c, long c_stride) {
+    for (long j = 0; j < columns; j += PANEL) {
+        const long width = columns - j < PANEL ? columns - j : PANEL;
+        switch (width / LANES) {
+            case 4: product<T, 4, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
+            case 3: product<T, 3, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
+            case 2: product<T, 2, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
+            case 1: product<T, 1, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
+        }
+        b += depth * width;
+    }
+}
+
+}  // namespace ranker
