@@ -91,7 +91,7 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """`clients` of them, each sending its next request when its last one is answered; due is when it could send.
+    """`clients` of them, each sending its next request when its last one is answered, or after the Retry-After of a refusal.
 
     Runs until `seconds` passed or the payloads are used up. Hides waiting: a slow server is asked less. For peers and contrast.
     """
@@ -132,7 +132,21 @@ class ClosedLoop:
 
     def _done(self, row: int, reply: Reply) -> None:
         self.samples.record(row, reply, self._start)
-        self._loop.call_soon(self._send)
+        pause = retry_after_seconds(reply)  # a client that hammers on after a refusal is an attack, not a load
+        if pause:
+            self._loop.call_later(min(pause, self._seconds), self._send)
+        else:
+            self._loop.call_soon(self._send)
+
+
+def retry_after_seconds(reply: Reply) -> float:
+    """When a refused client may come back, in seconds; 0 for any other reply."""
+    if reply.status not in (429, 503):
+        return 0.0
+    try:
+        return max(0.0, float(reply.headers.get(b"retry-after", b"0")))
+    except ValueError:
+        return 0.0
 
 
 async def measured(loop: OpenLoop | ClosedLoop, client: Client) -> tuple[Samples, GeneratorLoad]:

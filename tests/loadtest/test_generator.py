@@ -117,6 +117,18 @@ def test_rejections_carry_their_retry_after():
     assert samples.retry_after.all()
 
 
+def test_a_closed_loop_heeds_the_retry_after():
+    async def refused():
+        server = ToyServer(status=429, headers=["Retry-After: 0.2"])
+        async with server.serving():
+            client = Client("127.0.0.1", server.port)
+            samples = await ClosedLoop(client, payloads(1_000), clients=2, seconds=0.5).run()
+            await client.close()
+            return samples
+
+    assert 4 <= len(run(refused())) <= 6
+
+
 def test_a_lagging_generator_says_so():
     """Negative control: a loop that is blocked for 30 ms at a time cannot keep the schedule."""
 
