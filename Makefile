@@ -54,6 +54,9 @@ bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
 bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
 
+profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
+	$(BIN)/python -m loadtest.profile
+
 test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000)
 

@@ -54,7 +54,7 @@ def service_rows(dtype: str, seconds: float) -> Iterator[Row]:
 
 def overhead_row(target: Target) -> Row:
     """Latency at one client minus the server's own forward time, mini, C = 64, median of 400 requests."""
-    samples = _closed(target, _bodies(target, 64, 400), clients=1)
+    samples = closed_samples(target, ranking_bodies(target, 64, 400), clients=1)
     extra_ms = 1e3 * samples.service_seconds - samples.stages_ms[:, STAGES.index("forward")]
     return Row(
         "HTTP p50 minus forward, mini C=64, one client",
@@ -69,7 +69,7 @@ def overhead_row(target: Target) -> Row:
 
 def json_row(target: Target) -> Row:
     """The server's own parse and serialize time for C = 512 in the column form, checks and features included."""
-    samples = _closed(target, _bodies(target, 512, 200), clients=1)
+    samples = closed_samples(target, ranking_bodies(target, 512, 200), clients=1)
     both = samples.stages_ms[:, STAGES.index("parse")] + samples.stages_ms[:, STAGES.index("serialize")]
     return Row("JSON in and out, C=512", Figure.of(both.tolist()), "ms", 1.5, at_least=False)
 
@@ -82,21 +82,21 @@ def batching_row(checkpoint: Path, environment: Environment, seconds: float, rou
         ranking_server(checkpoint=checkpoint, environment=off) as single,
     ):
         rates: dict[str, list[float]] = {"on": [], "off": []}
-        bodies = _bodies(batched, 64, 4000)
+        bodies = ranking_bodies(batched, 64, 4000)
         for _ in range(rounds):
             for name, target in (("on", batched), ("off", single)):
-                samples = _closed(target, bodies, clients=32, seconds=seconds)
+                samples = closed_samples(target, bodies, clients=32, seconds=seconds)
                 rates[name].append(float((samples.status == 200).sum() / samples.done.max()))
     gain = ratio(rates["on"], rates["off"])
     return Row("throughput at 32 clients, mini C=64, vs batching off", gain, "×", 2.0, at_least=True)
 
 
-def _bodies(target: Target, candidates: int, count: int) -> list[bytes]:
+def ranking_bodies(target: Target, candidates: int, count: int) -> list[bytes]:
     settings = fit_traffic(TrafficSettings(objects_share=0.0), target.info()).with_fixed_candidates(candidates)
     return [post(target.host, target.path, request.body) for request in Traffic(settings).take(count)]
 
 
-def _closed(target: Target, payloads: list[bytes], *, clients: int, seconds: float = 60.0) -> Samples:
+def closed_samples(target: Target, payloads: list[bytes], *, clients: int, seconds: float = 60.0) -> Samples:
     """Samples of a closed loop, its first requests left out. Raises RuntimeError when a reply is not 200."""
 
     async def go(wanted: list[bytes], limit: float) -> Samples:

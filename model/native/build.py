@@ -13,7 +13,7 @@ from pathlib import Path
 
 from model.engine import EngineError
 
-SOURCES = ("kernel.cpp", "amx.h", "vector.h", "pool.h")
+SOURCES = ("kernel.cpp", "amx.h", "vector.h", "pool.h", "stages.h")
 # Contraction is off so that only the fused multiply-adds written in the source are fused: the same bits in every tile.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
@@ -25,7 +25,8 @@ class KernelUnavailable(EngineError):
 def load_kernel(directory: Path | None = None, *defines: str) -> ctypes.CDLL:
     """The compiled kernel, from `directory` (default: the user's cache) or built into it, which takes about ten seconds.
 
-    `defines` are preprocessor symbols, for tests. Raises KernelUnavailable without a C++ compiler or where the result does not load.
+    `defines` are preprocessor symbols, for tests and profiles. Raises KernelUnavailable without a C++ compiler or where the
+    result does not load.
     """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:

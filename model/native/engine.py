@@ -38,7 +38,7 @@ class NativeEngine:
 
     `dtype` None takes what a short measured probe finds faster; `threads` 0 takes torch's number. Raises KernelUnavailable
     where the kernel cannot be built or, with `only_if_fast`, where the processor lacks the vectors it is written for.
-    `ranker` must live on the CPU; its tables are read in place.
+    `ranker` must live on the CPU; its tables are read in place. `kernel` is a build of one's own, for profiles and tests.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class NativeEngine:
         threads: int = 0,
         kernel_directory: Path | None = None,
         only_if_fast: bool = False,
+        kernel: ctypes.CDLL | None = None,
     ) -> None:
         self.config = ranker.config
         self._positions = candidate_positions
-        self._kernel = load_kernel(kernel_directory)
+        self._kernel = kernel or load_kernel(kernel_directory)
         if only_if_fast and self._kernel.ranker_vector_bits() < 512:
             raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
         tiles = bool(self._kernel.ranker_enable_amx())

@@ -15,6 +15,7 @@
 
 #include "amx.h"
 #include "pool.h"
+#include "stages.h"
 
 namespace ranker {
 
@@ -286,10 +287,13 @@ void Engine<T>::rotate(const float* in, Index position, T* out) const {
 template <class T>
 void Engine<T>::query_key_value(const Layer& layer, const float* hidden, Index rows, const Index* positions, T* queries,
                                 Scratch& s) const {
+    mark(NORMS);
     norm(hidden, rows, layer.attention_norm, s.normed.get());
+    mark(QUERY_KEY_VALUE);
     const Index skip = queries ? 0 : queries_ / PANEL * PANEL;  // whole panels of queries that nobody asks for
     const T* weights = static_cast<const T*>(layer.query_key_value) + skip * padded_;
     multiply(s.normed.get(), padded_, rows, weights, padded_, qkv_columns_ - skip, s.wide.get() + skip, qkv_columns_);
+    mark(ROPE);
     const Index width = m_.head_width, kv = m_.kv_heads * width;
     for (Index r = 0; r < rows; ++r) {
         const float* wide = s.wide.get() + r * qkv_columns_;
@@ -320,7 +324,9 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
     const T* head_values = head_keys + blocks * PANEL * m_.head_width;
     const Index last_limit = first_limit + (rows - 1) * limit_step;
     for (Index b = 0; b * PANEL < last_limit; ++b) {
+        mark(LOGITS);
         product<T, 4, false>(queries, queries_, rows, head_keys + b * PANEL * m_.head_width, m_.head_width, s.logits.get(), PANEL);
+        mark(SOFTMAX);
         for (Index r = 0; r < rows; ++r) {
             const Index seen = first_limit + r * limit_step - b * PANEL;
             Vec denominator = load(denominators + r * LANES);
@@ -333,6 +339,7 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
             }
             store(denominators + r * LANES, denominator);
         }
+        mark(VALUES);
         accumulate(s.weights.get(), PANEL, rows, head_values + b * PANEL * value_width_, PANEL, value_width_, s.sums.get(),
                    value_width_);
     }
@@ -341,21 +348,26 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
 // After attention: output projection and residual, then the gated feed-forward network and its residual.
 template <class T>
 void Engine<T>::finish_layer(const Layer& layer, float* hidden, Index rows, Scratch& s) const {
+    mark(OUTPUT);
     multiply(s.mixed.get(), queries_, rows, static_cast<const T*>(layer.output), queries_, out_columns_, s.wide.get(), out_columns_);
+    mark(NORMS);
     add_normed(hidden, s.wide.get(), out_columns_, rows, layer.attention_post_norm);
-
     norm(hidden, rows, layer.ffn_norm, s.normed.get());
     const Index ffn = half_panels_ * 32;
     for (Index p = 0; p < half_panels_; ++p) {
+        mark(GATE);
         product<T, 4, false>(s.normed.get(), padded_, rows, static_cast<const T*>(layer.gate_value) + p * padded_ * PANEL, padded_,
                            s.wide.get(), PANEL);
+        mark(GELU);
         for (Index r = 0; r < rows; ++r)
             for (Index i = 0; i < 32; i += LANES) {
                 const float* both = s.wide.get() + r * PANEL + i;
                 narrow_store(s.activated.get() + r * ffn + p * 32 + i, gelu(load(both)) * load(both + 32));
             }
     }
+    mark(FFN_OUTPUT);
     multiply(s.activated.get(), ffn, rows, static_cast<const T*>(layer.ffn_output), ffn, out_columns_, s.wide.get(), out_columns_);
+    mark(NORMS);
     add_normed(hidden, s.wide.get(), out_columns_, rows, layer.ffn_post_norm);
 }
 
@@ -369,8 +381,10 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
     const Index elements = job.blocks * block_elements(), width = m_.head_width, kv = m_.kv_heads * width;
     T* layer_keys = static_cast<T*>(job.keys) + layer * m_.kv_heads * elements;
     if (layer == 0) {
+        mark(TOKENS);
         context_tokens(job, tile, hidden, s);
     } else {
+        mark(WAIT);
         const Index reads = m_.bidirectional ? Index(work.tiles.size()) : index + 1;
         for (Index t = 0; t < reads; ++t)
             for (long spins = 0; work.layers_written[t].load(std::memory_order_acquire) < layer; ++spins) pause_briefly(spins);
@@ -394,6 +408,7 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
     }
     query_key_value(m_.layer[layer], hidden, tile.rows, job.positions + tile.first,
                     layer + 1 < m_.layers ? queries : nullptr, s);
+    mark(STORE_KEYS);
     constexpr Index STEP = Step<T>::DEPTH;  // elements that lie together along the depth of a packed panel
     for (Index r = 0; r < tile.rows; ++r) {
         const Index row = job.start + tile.first + r, block = row / PANEL, place = row % PANEL;
@@ -417,6 +432,7 @@ void Engine<T>::candidate_tile(const CandidateJob& job, const Tile& tile, Scratc
     const Index group = m_.query_heads / m_.kv_heads;
     const CappedExp capped(m_.attention_multiplier, m_.attention_cap);
     float* hidden = s.hidden.get();
+    mark(TOKENS);
     candidate_tokens(job, tile, hidden, s);
     for (Index layer = 0; layer < m_.layers; ++layer) {
         query_key_value(m_.layer[layer], hidden, tile.rows, job.positions + tile.first, s.queries.get(), s);
@@ -426,6 +442,7 @@ void Engine<T>::candidate_tile(const CandidateJob& job, const Tile& tile, Scratc
             alignas(64) float denominators[MAX_TILE_ROWS * LANES] = {};
             std::fill_n(s.sums.get(), tile.rows * value_width_, 0.0f);
             attend(s.queries.get() + n * width, tile.rows, head_keys, job.blocks, job.keys_count, 0, s, denominators);
+            mark(OWN_KEY);
             for (Index r = 0; r < tile.rows; ++r) {  // the candidate's own key, the diagonal of the mask
                 const T *query = s.queries.get() + r * queries_ + n * width, *key = s.keys.get() + r * kv + g * width;
                 const float own = capped(broadcast(dot(query, key, width)))[0], weight = widen(narrow<T>(own));
@@ -441,6 +458,7 @@ void Engine<T>::candidate_tile(const CandidateJob& job, const Tile& tile, Scratc
         }
         finish_layer(m_.layer[layer], hidden, tile.rows, s);
     }
+    mark(HEADS);
     norm(hidden, tile.rows, m_.final_norm, s.normed.get());
     for (Index i = 0; i < tile.rows * padded_; ++i) hidden[i] = widen(s.normed.get()[i]);
     multiply(static_cast<const float*>(hidden), padded_, tile.rows, m_.heads, padded_, head_columns_, s.wide.get(), head_columns_);
@@ -491,8 +509,10 @@ void Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
     pool_.run(n_steps + Index(tiles.size()), [&](long index, long thread) {
         if (index < n_steps) {
             const Step& step = steps[index];
-            return context_task(contexts[step.job], works[step.job], step.tile, step.layer, scratch_[thread]);
+            context_task(contexts[step.job], works[step.job], step.tile, step.layer, scratch_[thread]);
+            return mark(OUTSIDE);
         }
+        mark(WAIT);
         const Tile& tile = tiles[index - n_steps];
         const CandidateJob& job = candidates[tile.job];
         if (job.context >= 0)
@@ -500,6 +520,7 @@ void Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
                 for (long spins = 0; works[job.context].layers_written[t].load(std::memory_order_acquire) < m_.layers; ++spins)
                     pause_briefly(spins);
         candidate_tile(job, tile, scratch_[thread]);
+        mark(OUTSIDE);
     });
 }
 
@@ -543,6 +564,15 @@ std::int64_t ranker_enable_amx() { return ranker::enable_amx(); }
 // Seconds that one product of typical shape takes on one core: the best of a few.
 double ranker_probe(std::int64_t use_bf16) {
     return use_bf16 ? ranker::probe<ranker::bf16>() : ranker::probe<float>();
+}
+
+// Nanoseconds of all threads in each stage since the last call; only in a build with RANKER_STAGES.
+void ranker_stages(std::int64_t* nanoseconds) {
+#if defined(RANKER_STAGES)
+    for (int i = 0; i < ranker::STAGES; ++i) nanoseconds[i] = ranker::stage_nanoseconds[i].exchange(0);
+#else
+    std::fill_n(nanoseconds, int(ranker::STAGES), 0);
+#endif
 }
 
 void* ranker_create(const ranker::Model* model, std::int64_t threads, std::int64_t use_bf16) {

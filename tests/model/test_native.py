@@ -117,12 +117,10 @@ def test_a_planted_leak_is_caught() -> None:
 
 
 @pytest.mark.parametrize("width", [48, 80])
-def test_tile_registers_by_emulation(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_registers_by_emulation(width: int) -> None:
     """The kernel for tile registers, its instructions emulated: right numbers, and no bit that depends on company."""
-    kernel = load_kernel(None, "RANKER_EMULATE_AMX")
-    monkeypatch.setattr("model.native.engine.load_kernel", lambda directory: kernel)
     ranker = random_ranker(small_config(width=width, head_width=width // 4 - 2))
-    engine = NativeEngine(ranker, torch.bfloat16)
+    engine = NativeEngine(ranker, torch.bfloat16, kernel=load_kernel(None, "RANKER_EMULATE_AMX"))
     assert engine.info.notes["tile_registers"]
     item = Item(*random_request(ranker.config, 17, 9))
     expected, actual = DenseEngine(ranker, torch.float32).forward([item])[0].scores, engine.forward([item])[0].scores

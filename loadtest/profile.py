@@ -1,0 +1,110 @@
+"""Where each microsecond of one request goes, as Markdown: the kernel's stages, Python around it, the service around that.
+
+`python -m loadtest.profile` (`make profile`) writes the tables of docs/profile.md. Builds a kernel with timers; serves nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from loadtest.bench.engines import CACHE_BYTES, item_of
+from loadtest.bench.service import closed_samples, mini_checkpoint, ranking_bodies
+from loadtest.geometries import GEOMETRIES
+from loadtest.launch import ranking_server
+from loadtest.samples import STAGES
+from loadtest.target import machine
+from model.native.build import load_kernel
+from model.native.engine import NativeEngine
+from model.synthetic import random_ranker
+
+# In the order of the kernel's own list, model/native/stages.h.
+KERNEL_STAGES = (
+    "between tasks", "tokens: gather and projection", "norms and residuals", "QKV product", "RoPE", "QKᵀ product",
+    "soft cap and softmax", "weights × V product", "own key and normalising", "output product", "gate and value product",
+    "gelu", "FFN output product", "final norm and heads", "packing keys and values", "waiting for another tile",
+)  # fmt: skip
+
+
+def kernel_tables(rounds: int) -> Iterator[str]:
+    """One table a geometry: microseconds of one thread by stage, cold and cached, C = 64 and 512, bf16."""
+    kernel = load_kernel(None, "RANKER_STAGES")
+    for name in ("mini", "nano"):
+        config = GEOMETRIES[name]
+        ranker = random_ranker(config)
+        columns = {}
+        for candidates in (64, 512):
+            for side, cache_bytes in (("cold", 0), ("cached", CACHE_BYTES)):
+                engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=cache_bytes, threads=1, kernel=kernel)
+                item = item_of(config, candidates)
+                columns[f"C={candidates} {side}"] = _stages(engine, kernel, [item], rounds)
+        yield _table(f"{name}, one thread, µs (median of {rounds})", columns)
+
+
+def _stages(engine: NativeEngine, kernel: ctypes.CDLL, items: list, rounds: int) -> dict[str, float]:  # type: ignore[type-arg]
+    nanoseconds = (ctypes.c_int64 * len(KERNEL_STAGES))()
+    readings: list[list[float]] = []
+    for _ in range(rounds + 2):
+        kernel.ranker_stages(nanoseconds)
+        start = time.perf_counter()
+        engine.forward(items)
+        elapsed = time.perf_counter() - start
+        kernel.ranker_stages(nanoseconds)
+        stages = [value / 1e3 for value in nanoseconds]
+        stages[0] = 0.0  # the time between forwards belongs to nobody
+        readings.append([*stages, 1e6 * elapsed - sum(stages)])
+    medians = [statistics.median(column) for column in zip(*readings[2:], strict=True)]
+    return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))
+
+
+def service_table(requests: int) -> str:
+    """One request through HTTP, one client, mini, contexts of the traffic model."""
+    columns = {}
+    with mini_checkpoint() as checkpoint, ranking_server(checkpoint=checkpoint) as target:
+        for candidates in (64, 512):
+            samples = closed_samples(target, ranking_bodies(target, candidates, requests), clients=1)
+            stages = dict(zip(STAGES, (1e3 * np.median(samples.stages_ms, axis=0)).tolist(), strict=True))
+            total = 1e6 * float(np.median(samples.service_seconds))
+            columns[f"C={candidates}"] = {**stages, "socket, HTTP, routing, client": total - sum(stages.values())}
+    return _table(f"POST /rank, mini, one client, two threads, µs (median of {requests})", columns)
+
+
+def _table(title: str, columns: dict[str, dict[str, float]]) -> str:
+    rows = next(iter(columns.values()))
+    lines = [f"### {title}", "", f"| stage | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    lines += [
+        f"| {row} | {' | '.join(f'{column[row]:,.0f}' for column in columns.values())} |"
+        for row in rows
+        if _shown(row, columns)
+    ]
+    lines.append(f"| **all** | {' | '.join(f'{sum(column.values()):,.0f}' for column in columns.values())} |")
+    return "\n".join([*lines, ""])
+
+
+def _shown(row: str, columns: dict[str, dict[str, float]]) -> bool:
+    return any(column[row] >= 0.5 for column in columns.values())
+
+
+def main() -> None:
+    """Print everything."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.profile", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--requests", type=int, default=400)
+    options = parser.parse_args()
+    run = machine()
+    print(
+        f"{run['cpu']}, commit {run['commit']}, torch {torch.__version__}, load average {run['load_average_1m']}, {run['at']}\n"
+    )
+    for table in kernel_tables(options.rounds):
+        print(table)
+    print(service_table(options.requests))
+
+
+if __name__ == "__main__":
+    main()
