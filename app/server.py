@@ -27,10 +27,11 @@ from app.metrics import Metrics
 from app.reload import Reloader
 from app.service import RankingService
 from app.settings import Connections, Settings
+from app.wire import refuse_handshakes
 
 EXIT_ENGINE_LOST = 70  # EX_SOFTWARE: a supervisor should start the process again
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ACCEPT_ROUNDS = 3  # turns of the loop in which connections that wait in the backlog are taken before it is closed
+HANDSHAKE_SECONDS = 0.1  # longer than the way there and back of any client near
 
 log = structlog.get_logger("app.server")
 
@@ -88,8 +89,10 @@ class RankingServer(uvicorn.Server):
         """Stop accepting, answer every request that was begun, end the application."""
         self.observer.draining = True
         self.reloader.stop()
-        for _ in range(ACCEPT_ROUNDS):  # what waits in the backlog would be reset by the close
-            await asyncio.sleep(0)
+        for server in self.servers:
+            for sock in server.sockets:
+                refuse_handshakes(sock.fileno())
+        await asyncio.sleep(HANDSHAKE_SECONDS)  # handshakes under way end, and their connections are accepted
         for server in self.servers:
             server.close()
         await asyncio.sleep(0)

@@ -1,10 +1,14 @@
-"""Bytes around the HTTP parser: replies that no application makes, a request line made anew, a look into a socket."""
+"""What lies below HTTP: replies that no application makes, a request head made anew, sockets. Not for what a request means."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
 import socket
+import struct
+import sys
 from collections.abc import Sequence
 
 REFUSALS = {  # status, code, title, sentence
@@ -53,3 +57,27 @@ def has_unread(transport: asyncio.Transport) -> bool:
             return bool(same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError:
         return False
+
+
+SO_ATTACH_FILTER = 26  # Linux; the socket module has no name for it
+DROP_SYN = (  # classic BPF over the TCP header: drop a segment with SYN and without ACK, pass all others
+    (0x30, 0, 0, 13),  # load the byte with the flags
+    (0x54, 0, 0, 0x12),  # keep ACK and SYN
+    (0x15, 0, 1, 0x02),  # SYN alone?
+    (0x06, 0, 0, 0),  # drop
+    (0x06, 0, 0, 0xFFFFFFFF),  # pass
+)
+
+
+def refuse_handshakes(fileno: int) -> None:
+    """Let a listening socket begin no more connections while those begun are accepted: its close would reset them.
+
+    Who comes later is not answered, tries again, and then finds the port closed. Does nothing where that is not possible.
+    """
+    if sys.platform != "linux":
+        return
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in DROP_SYN)
+    program = ctypes.create_string_buffer(code, len(code))
+    packed = struct.pack("HL", len(DROP_SYN), ctypes.addressof(program))
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fileno)) as same:
+        same.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, packed)

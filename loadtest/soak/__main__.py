@@ -1,0 +1,59 @@
+"""`python -m loadtest.soak --seconds 1800`: every long form in a bounded time, one JSON line a row, then a Markdown table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from loadtest.soak import endings, leak, overload, swaps
+from loadtest.soak.row import Row, table
+
+Part = Callable[[float], list[Row]]
+
+PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what runs
+    "overload": (0.15, lambda seconds: overload.overload(seconds)),
+    "recovery": (0.05, lambda seconds: [overload.recovery(seconds)]),
+    "deadlines": (0.05, lambda seconds: [overload.deadlines(_count(seconds, 100, 200))]),
+    "leak": (0.10, lambda seconds: [leak.leak(seconds)]),
+    "reloads": (0.20, lambda seconds: leak.reload_leak(seconds, min(60.0, seconds / 8))),
+    "swaps": (0.20, lambda seconds: swaps.swaps(seconds)),
+    "terminations": (0.08, lambda seconds: [endings.terminations(_count(seconds, 1 / 6, 4))]),
+    "kills": (0.05, lambda seconds: [endings.kills(_count(seconds, 1 / 10, 2))]),
+    "stuck": (0.04, lambda seconds: [endings.stuck(_count(seconds, 1 / 12, 1))]),
+    "raising": (0.03, lambda seconds: endings.raising(_count(seconds, 50, 200))),
+    "vanishing": (0.05, lambda seconds: [endings.vanishing(_count(seconds, 80, 500))]),
+}
+
+
+def _count(seconds: float, per_second: float, least: int) -> int:
+    return max(least, int(seconds * per_second))
+
+
+def run(seconds: float, names: list[str]) -> Iterator[Row]:
+    """The rows as they come. A part that breaks is a failed row, and the others still run."""
+    whole = sum(PARTS[name][0] for name in names)
+    for name in names:
+        share, part = PARTS[name]
+        try:
+            yield from part(seconds * share / whole)
+        except Exception as error:
+            yield Row(name, f"broke: {type(error).__name__}: {error}"[:200], 1, 1, 0, 0, "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="time for all parts together")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="these parts alone")
+    options = parser.parse_args()
+    began, rows = time.monotonic(), []
+    for row in run(options.seconds, options.only):
+        rows.append(row)
+        print(row.to_json(), flush=True)
+    print(f"\n{table(rows)}\n\n{time.monotonic() - began:.0f} s in all")
+    return int(not all(row.ok for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""F3, F4, F5, F6: a process that is asked to stop, is killed, hangs, or loses its device, each under load."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections import Counter
+
+from loadtest.http_client import Client, Reply
+from loadtest.soak.oracle import vanish
+from loadtest.soak.overload import ask
+from loadtest.soak.row import Row
+from loadtest.soak.servers import HOST, Server, fake, payload
+
+RAISE, STICKY, HANG = 2**40, 2**40 + 1, 2**40 + 2  # as planted in tests/reliability/fake_server.py
+CLIENTS = 16
+STUCK_SECONDS = 5.0
+RESTART_SECONDS = 2.0
+EXIT_SECONDS = 20.0
+LOST_SECONDS = 3.0  # a request that got no reply for so long got none at all
+
+
+async def _until_refused(client: Client, found: Counter[str], seed: int) -> None:
+    """One client that asks until nobody listens any more. A request that was sent and got no reply is lost."""
+    draw = random.Random(seed)
+    while True:
+        reply = await ask(client, payload(draw.randrange(1, 10**6), draw.choice((1, 16, 64))))
+        if reply.failure and not reply.sent_at:
+            return
+        found[str(reply.status) if reply.status else f"lost: {reply.failure}"] += 1
+        if reply.failure:
+            return
+
+
+def terminations(runs: int, signals: int = 1, **settings: object) -> Row:
+    """F3: SIGTERM under load. Every request that was sent is answered 200, and the process exits 0."""
+    found: Counter[str] = Counter()
+    failed = 0
+    for run in range(runs):
+        delay = 0.3 if run % 2 else 0.0
+        with fake("--forward-ms=5", drain__delay_seconds=delay, **settings) as server, asyncio.Runner() as runner:
+            before = sum(found.values()) - found["200"]
+            code = runner.run(_terminated(server, found, random.Random(run).uniform(0.1, 0.4), signals))
+            failed += code != 0 or sum(found.values()) - found["200"] != before
+    lost = sum(found.values()) - found["200"]
+    return Row("F3", f"SIGTERM under load, {found['200']} answered", runs, failed, lost, 0, "requests lost or refused")
+
+
+async def _terminated(server: Server, found: Counter[str], after_seconds: float, signals: int) -> int:
+    client = Client(HOST, server.port, max_connections=CLIENTS, timeout_seconds=LOST_SECONDS)
+    clients = [asyncio.create_task(_until_refused(client, found, seed)) for seed in range(CLIENTS)]
+    await asyncio.sleep(after_seconds)
+    for _ in range(signals):
+        server.popen.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.02)
+    code = await asyncio.to_thread(server.popen.wait, EXIT_SECONDS)
+    await asyncio.wait(clients, timeout=EXIT_SECONDS)
+    await client.close()
+    return code
+
+
+def kills(runs: int) -> Row:
+    """F4: `kill -9` and a start again. No client hangs; ready again within the load time + 2 s."""
+    hung, slowest = 0, 0.0
+    for _ in range(runs):
+        began = time.monotonic()
+        with fake("--forward-ms=5") as server, asyncio.Runner() as runner:
+            load_seconds = time.monotonic() - began
+            hung += runner.run(_killed(server))
+        began = time.monotonic()
+        with fake("--forward-ms=5") as server:
+            slowest = max(slowest, time.monotonic() - began - load_seconds)
+    return Row(
+        "F4",
+        "kill -9 under load, start again",
+        runs,
+        hung,
+        max(0.0, slowest),
+        RESTART_SECONDS,
+        "s beyond the load time",
+    )
+
+
+async def _killed(server: Server) -> int:
+    client = Client(HOST, server.port, max_connections=CLIENTS, timeout_seconds=5)
+    found: Counter[str] = Counter()
+    clients = [asyncio.create_task(_until_refused(client, found, seed)) for seed in range(CLIENTS)]
+    await asyncio.sleep(0.3)
+    server.popen.kill()
+    _, hanging = await asyncio.wait(clients, timeout=3)
+    await client.close()
+    return len(hanging) + found["lost: timeout"]
+
+
+def stuck(runs: int) -> Row:
+    """F5: a forward that never ends. readyz says 503 within 5 s, callers get 504 at their deadline, the process restarts."""
+    failed, slowest = 0, 0.0
+    for _ in range(runs):
+        settings = {"deadline__default_seconds": 1.0, "queue__stall_exit_seconds": 6.0}
+        with fake(**settings) as server, asyncio.Runner() as runner:
+            seconds, statuses, code = runner.run(_stuck(server))
+            slowest = max(slowest, seconds)
+            failed += statuses != {504} or code != 70
+    return Row(
+        "F5",
+        "engine stuck: 504 at the deadline, then exit 70",
+        runs,
+        failed,
+        slowest,
+        STUCK_SECONDS,
+        "s until readyz 503",
+    )
+
+
+async def _stuck(server: Server) -> tuple[float, set[int], int]:
+    client = Client(HOST, server.port, timeout_seconds=10)
+    began = time.monotonic()
+    waiting = [asyncio.create_task(ask(client, payload(user))) for user in (HANG, 1, 2, 3)]
+    async with asyncio.timeout(4 * STUCK_SECONDS):
+        while await asyncio.to_thread(server.readiness) == 200:  # noqa: ASYNC110  # another process has no event
+            await asyncio.sleep(0.05)
+    seconds = time.monotonic() - began
+    replies = await asyncio.gather(*waiting)
+    await client.close()
+    code = await asyncio.to_thread(server.popen.wait, EXIT_SECONDS)
+    return seconds, {reply.status for reply in replies}, code
+
+
+def raising(requests: int) -> list[Row]:
+    """F6: one request in ten raises in its forward, the others of its batch get their scores; then the device is lost."""
+    with fake("--forward-ms=2", queue__max_wait_seconds=10) as server, asyncio.Runner() as runner:
+        wrong = runner.run(_raising(server, requests))
+        statuses, code = runner.run(_lost(server))
+    return [
+        Row("F6", "a forward raises for one request in ten: 503 for it, 200 for the others", requests, wrong, 0, 0, ""),
+        Row(
+            "F6",
+            "sticky error: everyone is answered 503, then exit 70",
+            len(statuses),
+            statuses.count(200) + statuses.count(0),
+            code,
+            70,
+            "exit code",
+        ),
+    ]
+
+
+async def _raising(server: Server, requests: int) -> int:
+    client = Client(HOST, server.port, max_connections=64)
+    users = [RAISE if row % 10 == 0 else row + 1 for row in range(requests)]
+    replies = await asyncio.gather(*(ask(client, payload(user)) for user in users))
+    await client.close()
+    return sum(reply.status != (503 if user == RAISE else 200) for user, reply in zip(users, replies, strict=True))
+
+
+async def _lost(server: Server) -> tuple[list[int], int]:
+    client = Client(HOST, server.port, max_connections=16)
+    replies: list[Reply] = await asyncio.gather(*(ask(client, payload(user)) for user in (STICKY, *range(1, 9))))
+    await client.close()
+    return [reply.status for reply in replies if reply.status != 200], await asyncio.to_thread(
+        server.popen.wait, EXIT_SECONDS
+    )
+
+
+def vanishing(clients: int) -> Row:
+    """F7: clients vanish at random moments. The loop survives, the gauges return to 0."""
+    with fake("--forward-ms=2", "--candidate-us=20", queue__max_wait_seconds=10) as server, asyncio.Runner() as runner:
+        runner.run(_vanishing(server, clients))
+        left = server.metric("ranker_queue_requests") + server.metric("ranker_queue_candidates")
+        alive = server.readiness() == 200
+        seen = server.metric("ranker_cancelled_total")
+    return Row(
+        "F7",
+        f"clients vanish ({seen:.0f} noticed at work)",
+        clients,
+        int(not alive or not seen),
+        left,
+        0,
+        "left in the queue",
+    )
+
+
+async def _vanishing(server: Server, clients: int) -> None:
+    room = asyncio.Semaphore(64)
+
+    async def one(number: int) -> None:
+        draw = random.Random(number)
+        async with room:
+            sent = payload(number + 1, draw.choice((1, 16, 600)))
+            await vanish(
+                server.port, sent[: draw.randrange(len(sent))] if draw.random() < 0.3 else sent, draw.random() * 0.02
+            )
+
+    await asyncio.gather(*(one(number) for number in range(clients)))
+    await asyncio.sleep(1.0)

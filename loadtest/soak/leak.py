@@ -1,0 +1,111 @@
+"""L4: memory, descriptors, threads and cache of a server that works and reloads for a long time. Around real or planted leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from loadtest.launch import free_port
+from loadtest.soak.oracle import Checked, make_checkpoints, oracles, requests
+from loadtest.soak.row import Row
+from loadtest.soak.servers import HOST, Server, fake, real
+from loadtest.soak.swaps import TOKEN, learn_from
+
+CLIENTS = 8
+SAMPLES = 60
+BYTES_PER_REQUEST_LIMIT = 512.0  # the planted leak is 1024
+SPREAD_LIMIT = 8  # descriptors and threads more than after warm-up: connections come and go
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A process at one moment."""
+
+    answered: int
+    resident_bytes: int
+    descriptors: int
+    threads: int
+
+
+def usage(server: Server, answered: int) -> Usage:
+    """Read from /proc."""
+    status = Path(f"/proc/{server.popen.pid}/status").read_text()
+    values = dict(line.split(":", 1) for line in status.splitlines())
+    return Usage(
+        answered,
+        int(values["VmRSS"].split()[0]) * 1024,
+        len(os.listdir(f"/proc/{server.popen.pid}/fd")),
+        int(values["Threads"]),
+    )
+
+
+def leak(seconds: float, *faults: str) -> Row:
+    """Resident memory a request, around the fake engine; `--leak-bytes=1024` among the faults must turn it red."""
+    with fake(*faults, queue__max_wait_seconds=5) as server, asyncio.Runner() as runner:
+        payloads = requests(30)
+        traffic = Checked(runner.run(learn_from(server, payloads)), payloads)
+        seen = runner.run(_watched(traffic, server, seconds))
+    return _row("L4", "requests", seen, traffic)
+
+
+def reload_leak(seconds: float, every_seconds: float) -> list[Row]:
+    """The real service with a reload every so often; memory is compared between reloads of the second half."""
+    payloads = requests(60)
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoints = make_checkpoints(Path(directory), 2)
+        known = oracles(checkpoints, payloads)
+        admin = free_port()
+        settings = {
+            "checkpoint": checkpoints[0],
+            "admin__port": admin,
+            "admin__token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest(),
+            "queue__max_wait_seconds": 5,
+            "cache__bytes": 16 * 2**20,
+        }
+        with real(**settings) as server, asyncio.Runner() as runner:
+            traffic = Checked(known, payloads, cancel_share=0.02)
+            seen = runner.run(_watched(traffic, server, seconds, admin, every_seconds))
+            cache = server.metric("ranker_context_cache_bytes")
+    over = Row("L4", "context cache within its budget", 1, 0, cache / 2**20, 16, "MiB")
+    return [_row("L4", f"requests, a reload every {every_seconds:.0f} s", seen, traffic), over]
+
+
+async def _watched(
+    traffic: Checked, server: Server, seconds: float, admin: int | None = None, every_seconds: float = 0.0
+) -> list[Usage]:
+    running = asyncio.create_task(traffic.run(server, CLIENTS))
+    began = reloaded = time.monotonic()
+    seen, turn = [], 0
+    while time.monotonic() < began + seconds:
+        await asyncio.sleep(seconds / SAMPLES)
+        seen.append(usage(server, traffic.answered))
+        if admin is not None and time.monotonic() > reloaded + every_seconds:
+            reloaded, turn = time.monotonic(), turn + 1
+            await _reload(admin, f"v{1 + turn % 2}")
+    traffic.stop = True
+    await running
+    return seen
+
+
+async def _reload(admin: int, name: str) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        url, headers = f"http://{HOST}:{admin}/admin/reload", {"Authorization": f"Bearer {TOKEN}"}
+        (await client.post(url, json={"checkpoint": name}, headers=headers)).raise_for_status()
+
+
+def _row(name: str, what: str, seen: list[Usage], traffic: Checked) -> Row:
+    """The slope of memory over requests in the second half, when pools and caches have filled."""
+    half = seen[len(seen) // 2 :]
+    slope = float(np.polyfit([each.answered for each in half], [each.resident_bytes for each in half], 1)[0])
+    first, last = half[0], half[-1]
+    grown = max(last.descriptors - first.descriptors, last.threads - first.threads)
+    failed = traffic.crossed + traffic.lost + int(grown > SPREAD_LIMIT)
+    return Row(name, what, traffic.answered, failed, slope, BYTES_PER_REQUEST_LIMIT, "resident bytes a request")

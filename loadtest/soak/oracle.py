@@ -1,0 +1,119 @@
+"""Replies known beforehand: each payload asked alone of a server without a cache. Not for the traffic that is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loadtest.http_client import Client, Reply
+from loadtest.soak.overload import ask
+from loadtest.soak.servers import HOST, Server, payload, real
+from loadtest.target import ROOT
+
+Fingerprint = bytes
+
+
+def fingerprint(reply: Reply) -> Fingerprint:
+    """Names the part of a reply that must be the same bits each time: everything but the timings."""
+    scored, _, _ = reply.body.partition(b'"timings_ms"')
+    return hashlib.blake2b(scored, digest_size=16).digest()
+
+
+def requests(count: int) -> list[bytes]:
+    """Payloads of odd sizes; a few users come back with other candidates, so that their contexts can be cached."""
+    sizes = (1, 7, 33, 64, 65, 100, 513)
+    return [payload(1 + row % (count // 2 + 1) + 10**6 * (row % 3), sizes[row % len(sizes)]) for row in range(count)]
+
+
+def make_checkpoints(directory: Path, count: int) -> list[Path]:
+    """So many small checkpoints with different weights."""
+    made = []
+    for seed in range(1, count + 1):
+        path = directory / f"v{seed}"
+        command = [sys.executable, "-m", "weights", "demo", "--out", str(path), "--seed", str(seed)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        made.append(path)
+    return made
+
+
+async def learn(server: Server, payloads: list[bytes]) -> tuple[str, list[Fingerprint]]:
+    """The version that a server names, and the fingerprint of each payload's reply when it is asked alone."""
+    client = Client(HOST, server.port, max_connections=1, keep_bodies=True)
+    replies = [await ask(client, each) for each in payloads]
+    await client.close()
+    bad = [reply.status for reply in replies if reply.status != 200]
+    if bad:
+        raise RuntimeError(f"the oracle answered {bad[0]}")
+    return replies[0].headers[b"x-model-version"].decode(), [fingerprint(reply) for reply in replies]
+
+
+def oracles(checkpoints: list[Path], payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
+    """Version → expected fingerprint of each payload, from servers without cache and batching."""
+    known = {}
+    for checkpoint in checkpoints:
+        with (
+            real(checkpoint=checkpoint, cache__bytes=0, batching__enabled="false") as server,
+            asyncio.Runner() as runner,
+        ):
+            version, expected = runner.run(learn(server, payloads))
+            known[version] = expected
+    return known
+
+
+@dataclass
+class Checked:
+    """Closed-loop traffic, each reply held against the oracle. `crossed` counts replies that are right for nobody who asked."""
+
+    known: Mapping[str, list[Fingerprint]]
+    payloads: list[bytes]
+    cancel_share: float = 0.0
+    answered: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    crossed: int = 0
+    lost: int = 0
+    versions: dict[str, int] = field(default_factory=dict)
+    stop: bool = False
+
+    async def run(self, server: Server, clients: int) -> None:
+        """Ask at random until `stop` is set."""
+        client = Client(HOST, server.port, max_connections=clients, keep_bodies=True, timeout_seconds=20)
+        await asyncio.gather(*(self._ask_on(client, server.port, random.Random(seed)) for seed in range(clients)))
+        await client.close()
+
+    async def _ask_on(self, client: Client, port: int, draw: random.Random) -> None:
+        while not self.stop:
+            row = draw.randrange(len(self.payloads))
+            if draw.random() < self.cancel_share:
+                await vanish(port, self.payloads[row], draw.random() * 0.01)
+                self.cancelled += 1
+            else:
+                self._check(row, await ask(client, self.payloads[row]))
+
+    def _check(self, row: int, reply: Reply) -> None:
+        if reply.status in (429, 503):
+            self.refused += 1
+        elif reply.status != 200:
+            self.lost += 1
+        else:
+            version = reply.headers[b"x-model-version"].decode()
+            self.answered += 1
+            self.versions[version] = self.versions.get(version, 0) + 1
+            self.crossed += self.known[version][row] != fingerprint(reply)
+
+
+async def vanish(port: int, request: bytes, after_seconds: float) -> None:
+    """Send a request and go away without waiting for the reply."""
+    try:
+        _, writer = await asyncio.open_connection(HOST, port)
+    except OSError:
+        return
+    writer.write(request)
+    await asyncio.sleep(after_seconds)
+    writer.transport.abort()

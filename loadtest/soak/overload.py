@@ -1,0 +1,200 @@
+"""L1, L2, L3: more load than the engine can take, and deadlines shorter than the queue. Around a fake engine of known capacity."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadtest.arrivals import schedule
+from loadtest.generator import OpenLoop
+from loadtest.http_client import Client, Reply, precise_loop
+from loadtest.samples import Samples
+from loadtest.soak.row import Row
+from loadtest.soak.servers import HOST, Server, fake, payload
+
+FORWARD_SECONDS = 0.05
+BATCH = 4  # requests a forward
+CANDIDATES = 16
+CAPACITY_RPS = BATCH / FORWARD_SECONDS
+ENGINE = (f"--forward-ms={FORWARD_SECONDS * 1e3}",)
+SETTINGS = {
+    "batching__max_candidates": BATCH * CANDIDATES,
+    "batching__part_candidates": BATCH * CANDIDATES,
+    "queue__max_wait_seconds": 0.8 * FORWARD_SECONDS,  # a newcomer joins the next forward or is refused
+    "queue__max_candidates": 2 * BATCH * CANDIDATES,  # one forward computing, one waiting
+}
+REJECTION_LIMIT_SECONDS = 0.020
+STRETCH_LIMIT = 2.0
+GOODPUT_LIMIT = 0.95
+RECOVERY_SECONDS = 5.0
+RETRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one offered load did: requests and replies a second, seconds at the 99th percentile."""
+
+    multiple: float
+    offered_rps: float
+    goodput_rps: float
+    admitted_p99: float
+    rejected_p99: float
+    tried: int
+    broken: int  # neither 200 nor 429 with Retry-After
+
+
+async def offer(server: Server, multiple: float, seconds: float, seed: int = 1) -> Load:
+    """Poisson arrivals at a multiple of the capacity."""
+    client = Client(HOST, server.port, max_connections=256, timeout_seconds=10)
+    due = schedule("poisson", multiple * CAPACITY_RPS, seconds, seed)
+    samples = await OpenLoop(client, [payload(row + 1, CANDIDATES) for row in range(len(due))], due).run()
+    await client.close()
+    return _load(multiple, samples, seconds)
+
+
+def _load(multiple: float, samples: Samples, seconds: float) -> Load:
+    took = samples.service_seconds
+    good = samples.status == 200
+    refused = (samples.status == 429) & samples.retry_after
+    return Load(
+        multiple,
+        len(samples) / seconds,
+        float(good.sum()) / max(seconds, float(samples.done[good].max(initial=0.0))),
+        _p99(took[good]),
+        _p99(took[refused]),
+        len(samples),
+        int((~good & ~refused).sum()),
+    )
+
+
+def _p99(seconds: NDArray[np.float64]) -> float:
+    return float(np.percentile(seconds, 99)) if len(seconds) else 0.0
+
+
+async def unloaded(server: Server, requests: int) -> float:
+    """The 99th percentile of requests that come one by one, in seconds."""
+    client = Client(HOST, server.port, max_connections=1)
+    took = []
+    for user in range(1, requests + 1):
+        reply = await ask(client, payload(user, CANDIDATES))
+        took.append(reply.done_at - reply.sent_at)
+    await client.close()
+    return _p99(np.array(took))
+
+
+async def ask(client: Client, request: bytes) -> Reply:
+    """One request and its reply."""
+    found: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+    def done(reply: Reply) -> None:
+        if not found.done():
+            found.set_result(reply)
+
+    client.send(request, done)
+    return await found
+
+
+def overload(seconds: float, settings: dict[str, object] | None = None) -> list[Row]:
+    """L1: 1×, 5× and 10× of the capacity."""
+    with fake(*ENGINE, **(settings or SETTINGS)) as server, asyncio.Runner(loop_factory=precise_loop) as runner:
+        alone = runner.run(unloaded(server, max(20, int(seconds / 4 / FORWARD_SECONDS))))
+        loads = [runner.run(offer(server, multiple, seconds / 4)) for multiple in (1, 5, 10)]
+    peak = max(load.goodput_rps for load in loads)
+    tried = sum(load.tried for load in loads)
+    broken = sum(load.broken for load in loads)
+    stretch = max(load.admitted_p99 for load in loads) / alone
+    least = min(load.goodput_rps for load in loads[1:]) / peak
+    slowest = max(load.rejected_p99 for load in loads) * 1e3
+    return [
+        Row(
+            "L1",
+            "1×, 5×, 10×: 200, or 429 with Retry-After",
+            tried,
+            broken,
+            slowest,
+            1e3 * REJECTION_LIMIT_SECONDS,
+            "ms p99 of refusals",
+        ),
+        Row("L1", "latency of the admitted", tried, 0, stretch, STRETCH_LIMIT, "× unloaded p99"),
+        Row("L1", "goodput at 5× and 10×", tried, 0, least, GOODPUT_LIMIT, "of peak", at_least=True),
+    ]
+
+
+def recovery(seconds: float) -> Row:
+    """L2: 10× with three retries a client, then 0.5×: when do all succeed again?"""
+    with fake(*ENGINE, **SETTINGS) as server, asyncio.Runner(loop_factory=precise_loop) as runner:
+        tried, last_failure, failed = runner.run(_storm_then_calm(server, seconds))
+    return Row(
+        "L2",
+        "10× with retries, then 0.5×: last failure after the fall",
+        tried,
+        failed,
+        last_failure,
+        RECOVERY_SECONDS,
+        "s",
+    )
+
+
+async def _storm_then_calm(server: Server, seconds: float) -> tuple[int, float, int]:
+    client = Client(HOST, server.port, max_connections=400, timeout_seconds=5)
+    storm = asyncio.gather(
+        *(_persistent(client, due, row) for row, due in enumerate(schedule("poisson", 10 * CAPACITY_RPS, seconds / 2)))
+    )
+    await asyncio.sleep(seconds / 2)
+    calm_seconds = max(seconds / 2, 2.0)
+    due = schedule("poisson", 0.5 * CAPACITY_RPS, calm_seconds, seed=2)
+    samples = await OpenLoop(client, [payload(row + 1, CANDIDATES) for row in range(len(due))], due).run()
+    await storm
+    await client.close()
+    bad = samples.done[samples.status != 200]
+    late = int((samples.due[samples.status != 200] > RECOVERY_SECONDS).sum())
+    return len(samples) + len(storm.result()), float(bad.max(initial=0.0)), late
+
+
+async def _persistent(client: Client, due: float, row: int) -> int:
+    """One client of the storm, which tries again at once when refused."""
+    await asyncio.sleep(float(due))
+    for _ in range(1 + RETRIES):
+        reply = await ask(client, payload(row + 1, CANDIDATES))
+        if reply.status == 200:
+            break
+        await asyncio.sleep(random.uniform(0, 0.1))
+    return reply.status
+
+
+def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
+    """L3: deadlines shorter than the queue. What was answered 504 must not have been computed."""
+    loose = {
+        "batching__max_candidates": CANDIDATES,
+        "batching__part_candidates": CANDIDATES,
+        "queue__max_wait_seconds": 0,
+    }
+    with fake("--forward-ms=2", **{**loose, **(settings or {})}) as server, asyncio.Runner() as runner:
+        statuses = runner.run(_hurried(server, requests))
+        computed = int(server.metric("ranker_candidates_scored_total")) // CANDIDATES
+    answered = statuses.count(200)
+    late = statuses.count(504)
+    odd = len(statuses) - answered - late
+    wasted = computed - answered  # the reply to one that was in its forward at its deadline is late, and only that one
+    return Row(
+        "L3",
+        f"deadline shorter than the queue: 504 ({late}), never computed",
+        requests,
+        odd,
+        max(0, wasted) / max(1, late),
+        0.1,
+        "computed in vain per 504",
+    )
+
+
+async def _hurried(server: Server, requests: int) -> list[int]:
+    client = Client(HOST, server.port, max_connections=200)
+    replies = await asyncio.gather(
+        *(ask(client, payload(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"})) for user in range(1, requests + 1))
+    )
+    await client.close()
+    return [reply.status for reply in replies]

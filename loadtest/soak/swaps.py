@@ -1,0 +1,105 @@
+"""F1 and C2: checkpoints change under load while clients come, go and share batches; every reply is held against an oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from loadtest.launch import free_port
+from loadtest.soak.oracle import Checked, Fingerprint, learn, make_checkpoints, oracles, requests
+from loadtest.soak.row import Row
+from loadtest.soak.servers import HOST, Server, fake, real
+
+TOKEN = "soak"
+TINY_CACHE_BYTES = 2**20  # evicts all the time
+CANCEL_SHARE = 0.1
+CLIENTS = 16
+
+
+def swaps(seconds: float, *, payload_count: int = 60) -> list[Row]:
+    """Two checkpoints in turns, a cache that is always too small, one client in ten gone before its reply."""
+    payloads = requests(payload_count)
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoints = make_checkpoints(Path(directory), 2)
+        known = oracles(checkpoints, payloads)
+        admin = free_port()
+        settings = {
+            "checkpoint": checkpoints[0],
+            "cache__bytes": TINY_CACHE_BYTES,
+            "admin__port": admin,
+            "admin__token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest(),
+            "queue__max_wait_seconds": 5,
+        }
+        with real(**settings) as server, asyncio.Runner() as runner:
+            traffic = Checked(known, payloads, CANCEL_SHARE)
+            done, refused = runner.run(
+                _swap_under(traffic, server, admin, [path.name for path in checkpoints], seconds)
+            )
+            left = server.metric("ranker_queue_requests")
+    tried = traffic.answered + traffic.lost
+    return [
+        Row(
+            "F1",
+            f"swaps under load ({len(traffic.versions)} versions answered)",
+            done,
+            refused,
+            traffic.lost + traffic.refused,
+            0,
+            "dropped requests",
+        ),
+        Row(
+            "C2",
+            f"replies against the oracle, {traffic.cancelled} cancelled",
+            tried,
+            traffic.crossed,
+            left,
+            0,
+            "requests left over",
+        ),
+    ]
+
+
+async def _swap_under(
+    traffic: Checked, server: Server, admin: int, names: list[str], seconds: float
+) -> tuple[int, int]:
+    """Swap as fast as it goes; returns swaps done and swaps refused."""
+    running = asyncio.create_task(traffic.run(server, CLIENTS))
+    until, done, refused = time.monotonic() + seconds, 0, 0
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
+        while time.monotonic() < until or done < 2:
+            name = {"checkpoint": names[(done + 1) % len(names)]}
+            reply = await client.post(f"http://{HOST}:{admin}/admin/reload", json=name)
+            done += 1
+            refused += reply.status_code != 200
+            await asyncio.sleep(0.05)
+    traffic.stop = True
+    await running
+    await asyncio.sleep(0.2)
+    return done, refused
+
+
+def crossing(seconds: float, *faults: str) -> Row:
+    """C2 around the fake engine; with `--cross` among the faults it must find every swapped pair."""
+    payloads = requests(30)
+    with fake("--forward-ms=3", *faults, queue__max_wait_seconds=5) as server, asyncio.Runner() as runner:
+        traffic = Checked(runner.run(learn_from(server, payloads)), payloads)
+        runner.run(_for_a_while(traffic, server, seconds))
+    return Row("C2", "fake engine", traffic.answered, traffic.crossed, traffic.lost, 0, "lost")
+
+
+async def learn_from(server: Server, payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
+    """The server is its own oracle: each payload asked alone, while nothing else goes on."""
+    version, expected = await learn(server, payloads)
+    return {version: expected}
+
+
+async def _for_a_while(traffic: Checked, server: Server, seconds: float) -> None:
+    running = asyncio.create_task(traffic.run(server, CLIENTS))
+    await asyncio.sleep(seconds)
+    traffic.stop = True
+    await running

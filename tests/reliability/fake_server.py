@@ -1,0 +1,63 @@
+"""The whole service in a process, around an engine whose time and faults are planted. Faults go by the user's id."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from app.factory import create_app
+from app.loading import policies
+from app.metrics import Metrics
+from app.server import serve
+from app.service import RankingService
+from app.settings import load_settings
+from model.engine import EngineError, Item, Outcome
+from tests.app.fakes import FakeEngine, loader
+
+RAISE, STICKY, HANG = 2**40, 2**40 + 1, 2**40 + 2  # users whose requests break the engine
+leaked: list[bytearray] = []
+
+
+class FaultyEngine(FakeEngine):
+    """Takes its time, breaks for the chosen users, and has whatever planted faults the command line names."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, items: Sequence[Item]) -> list[Outcome]:
+        options, users = self.options, {item.context.user_id for item in items}
+        work = sum(len(item.candidates) for item in items)
+        time.sleep((options.forward_ms + options.candidate_us * work / 1000) / 1000)
+        if HANG in users:
+            time.sleep(options.hang_seconds)
+        if STICKY in users:
+            raise EngineError("the device is gone", sticky=True)
+        if RAISE in users:
+            raise MemoryError("planted")
+        outcomes = super().forward(items)
+        del self.forwards[:], self.parts[:]
+        if options.leak_bytes:
+            leaked.extend(bytearray(options.leak_bytes) for _ in items)
+        if options.cross and len(outcomes) > 1 and len({len(outcome.scores) for outcome in outcomes}) == 1:
+            outcomes = outcomes[1:] + outcomes[:1]
+        return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--forward-ms", type=float, default=0.0)
+    parser.add_argument("--candidate-us", type=float, default=0.0)
+    parser.add_argument("--hang-seconds", type=float, default=3600.0)
+    parser.add_argument("--leak-bytes", type=int, default=0)
+    parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
+    options = parser.parse_args()
+    settings = load_settings([])
+    service = RankingService(loader(FaultyEngine(options)), policies(settings), Metrics())
+    return serve(create_app(settings, service), settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
