@@ -20,7 +20,8 @@ from app.metrics import Metrics
 from app.observe import Observe
 from app.openapi import PREFERRED, describe_app
 from app.problems import on_http_exception, on_service_error
-from app.rank import BatchEndpoint, RankEndpoint, Ranker
+from app.rank import RankEndpoint, Ranker
+from app.rank_batch import BatchEndpoint
 from app.service import RankingService
 from app.settings import Settings
 from app.tracing import RequestTracer, create_tracer
@@ -46,7 +47,7 @@ def create_app(settings: Settings, service: RankingService | None = None) -> Fas
     ranker = Ranker(service, settings)
     # First in the list: what is asked most is found first.
     app.router.routes.insert(0, Route("/rank", RankEndpoint(ranker), methods=["POST"]))
-    app.router.routes.insert(1, Route("/rank/batch", BatchEndpoint(ranker), methods=["POST"]))
+    app.router.routes.insert(1, Route("/rank/batch", BatchEndpoint(ranker, settings.batching), methods=["POST"]))
     _observe(app, settings, operations, tracer)
     app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
     if settings.probes.port is not None:

@@ -1,11 +1,10 @@
-"""POST /rank and POST /rank/batch: the path of a request from bytes to reply, in the order in which things may fail.
+"""POST /rank: the path of a request from bytes to reply, in the order in which things may fail. Batches: `rank_batch`.
 
-Plain ASGI: FastAPI's own validation costs more than the small models take. Not for the documentation of these endpoints.
+Plain ASGI: FastAPI's own validation costs more than the small models take. Not for the documentation of the endpoints.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from app import features, jsonbody, schema, scores
 from app.auth import KeyRing
-from app.errors import InvalidRequest, ServiceError, TooLarge
+from app.errors import ServiceError, TooLarge
 from app.exchange import (
     ClientGone,
     Exchange,
@@ -53,7 +52,7 @@ class Job:
 
 
 class Ranker:
-    """What both endpoints share: bytes → value → job → scores → bytes."""
+    """What one request and a batch share: bytes → value → job → scores → bytes."""
 
     def __init__(self, service: RankingService, settings: Settings) -> None:
         self.service = service
@@ -188,50 +187,3 @@ class RankEndpoint(Endpoint):
             ranked = await ranker.rank(job)
         body = ranker.render(job, ranked, exchange.stages["parse"], exchange)
         return body, ranker.headers(job.model, [ranked], exchange)
-
-
-class BatchEndpoint(Endpoint):
-    """Several requests, each on its own terms: one that fails carries its own problem, and each names its model."""
-
-    async def answer(
-        self, scope: Scope, receive: Receive, exchange: Exchange
-    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-        ranker = self.ranker
-        value, deadline = await ranker.read(scope, receive, exchange)
-        items = self._items(value)
-        exchange.requests = len(items)
-        tasks: list[asyncio.Task[tuple[bytes, Job | None, Ranked | None]]] = []
-        with watching(receive):
-            try:
-                for item in items:
-                    tasks.append(asyncio.ensure_future(self._one(item, deadline, exchange)))
-                    await asyncio.sleep(0)  # other requests go between
-                outcomes = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-        body = b"[%b]" % b",".join(body for body, _, _ in outcomes)
-        results = [ranked for _, _, ranked in outcomes if ranked is not None]
-        models = [job.model for _, job, _ in outcomes if job is not None]
-        headers = ranker.headers(models[-1] if models else ranker.service.model, results, exchange)
-        return (body if type(value) is list else b'{"results":%b}' % body), headers
-
-    def _items(self, value: Any) -> list[Any]:
-        items = value.get("requests") if type(value) is dict and len(value) == 1 else value
-        if type(items) is not list or not items:
-            raise InvalidRequest([("requests", "must be a list of requests that is not empty, and nothing else")])
-        limit = self.ranker.limits.max_batch_requests
-        if len(items) > limit:
-            raise TooLarge(f"requests: {len(items)}, and at most {limit} are taken.")
-        return items
-
-    async def _one(
-        self, item: Any, deadline: float | None, exchange: Exchange
-    ) -> tuple[bytes, Job | None, Ranked | None]:
-        ranker = self.ranker
-        try:
-            job = ranker.prepare(item, deadline, exchange)
-            ranked = await ranker.rank(job)
-            return ranker.render(job, ranked, job.check_seconds, exchange), job, ranked
-        except ServiceError as error:
-            return orjson.dumps({"error": problem(error)}), None, None

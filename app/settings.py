@@ -216,7 +216,7 @@ class Settings(BaseSettings):
     """Where the model runs."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """What the trunk computes in."""
-    backend: Literal["auto", "dense", "native", "split"] = "auto"
+    backend: Literal["auto", "dense", "native", "torch"] = "auto"
     """Which engine runs it; `dense` is the slow reference."""
     candidate_positions: Literal["shared", "sequential"] = "shared"
     """`shared`: a score does not depend on the candidate's slot. `sequential`: the published pipeline's numbers."""

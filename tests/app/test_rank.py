@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -13,9 +17,10 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from app.admission import AdmissionPolicy
 from app.factory import create_app
 from app.service import Policies, RankingService
-from app.settings import Auth, Limits, Probes, Settings
+from app.settings import Auth, Batching, Limits, Probes, Settings
 from loadtest.fuzz.bodies import in_arrays
 from model.engine import Item, Outcome
 from tests.app.fakes import FakeEngine, expected, loaded, running
@@ -132,8 +137,6 @@ def test_a_bad_request_id_is_replaced(client: TestClient, sent: str) -> None:
     ],
 )
 def test_headers_that_change_nothing(client: TestClient, headers: dict[str, str]) -> None:
-    import json
-
     sent = {"content-type": "application/json"} | headers
     assert client.post("/rank", content=json.dumps(good()), headers=sent).status_code == 200
 
@@ -157,6 +160,57 @@ def test_a_whole_batch_may_fail_one_by_one(client: TestClient) -> None:
     reply = client.post("/rank/batch", json=[{}, {}])
     assert reply.status_code == 200
     assert [item["error"]["status"] for item in reply.json()] == [422, 422]
+
+
+def test_a_batch_is_not_refused_for_the_room_that_it_takes_up_itself() -> None:
+    items = [good(user_id=user, candidates=[{"post_id": n, "author_id": 1} for n in range(10)]) for user in range(1, 9)]
+    tight = Policies(AdmissionPolicy(queue_candidates=15, queue_seconds=0))
+    for settings in (Settings(), Settings(batching=Batching(max_candidates=10))):
+        engine = FakeEngine()
+        with served(engine, settings, tight) as (client, service):
+            results = client.post("/rank/batch", json=items).json()
+            assert all("error" not in result for result in results)
+            assert sorted(chain.from_iterable(engine.forwards)) == list(range(1, 9))
+            assert service.admission.requests == 0
+
+
+def test_a_batch_is_refused_for_the_room_that_others_take_up() -> None:
+    gate = threading.Event()
+    engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
+    with (
+        served(engine, policies=Policies(AdmissionPolicy(queue_candidates=5))) as (client, _),
+        ThreadPoolExecutor() as pool,
+    ):
+        first = pool.submit(client.post, "/rank", json=good())
+        while not value_of(client.get("/metrics").text, "ranker_queue_requests"):
+            time.sleep(0.005)
+        results = client.post("/rank/batch", json=[good(), good()]).json()
+        assert [result["error"]["code"] for result in results] == ["overloaded"] * 2
+        alone = client.post("/rank", json=good())
+        assert alone.status_code == 429
+        assert int(alone.headers["retry-after"]) >= 1
+        gate.set()
+        assert first.result(10).status_code == 200
+
+
+def test_a_batch_whose_client_leaves_is_dropped() -> None:
+    gate = threading.Event()
+    engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
+
+    async def main() -> None:
+        async with running(engine) as service:
+            app = create_app(Settings(), service)
+            first = asyncio.create_task(ask(app, [chunk(json.dumps(good(user_id=1)).encode(), False)]))
+            await asyncio.sleep(0.05)
+            raw = json.dumps([good(user_id=2), good(user_id=3)]).encode()
+            messages = [chunk(raw, False), {"type": "http.disconnect"}]
+            assert await ask(app, messages, path="/rank/batch") == []
+            gate.set()
+            assert (await first)[0]["status"] == 200
+            assert engine.forwards == [[1]]
+            assert service.admission.requests == 0
+
+    asyncio.run(main())
 
 
 def test_nan_fails_one_request_alone() -> None:
@@ -270,8 +324,10 @@ def test_probes_and_metrics_need_no_key(locked: TestClient) -> None:
 # bodies and clients that leave
 
 
-async def ask(app: Any, messages: list[dict[str, Any]], headers: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Play these ASGI messages to POST /rank; after them, silence. Returns what was sent."""
+async def ask(
+    app: Any, messages: list[dict[str, Any]], headers: dict[str, str] | None = None, path: str = "/rank"
+) -> list[dict[str, Any]]:
+    """Play these ASGI messages to a path; after them, silence. Returns what was sent."""
     sent: list[dict[str, Any]] = []
     given = iter(messages)
     silence = asyncio.Event()
@@ -290,7 +346,7 @@ async def ask(app: Any, messages: list[dict[str, Any]], headers: dict[str, str] 
         for name, value in ({"content-type": "application/json"} | (headers or {})).items()
     ]
     scope = {
-        "type": "http", "method": "POST", "path": "/rank", "raw_path": b"/rank", "query_string": b"", "headers": raw,
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": raw,
         "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
     }  # fmt: skip
     await app(scope, receive, send)
@@ -323,8 +379,6 @@ def test_a_long_body_is_refused_while_it_is_read() -> None:
 
 
 def test_a_body_in_many_chunks_is_one_body() -> None:
-    import json
-
     async def main() -> None:
         async with running(FakeEngine()) as service:
             app = create_app(Settings(), service)
@@ -337,8 +391,6 @@ def test_a_body_in_many_chunks_is_one_body() -> None:
 
 
 def test_a_client_that_leaves_costs_nothing_more() -> None:
-    import json
-
     gate = threading.Event()
     engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
 
@@ -366,8 +418,6 @@ def test_a_client_that_leaves_costs_nothing_more() -> None:
 
 
 def test_a_server_that_cancels_is_no_client_that_leaves() -> None:
-    import json
-
     gate = threading.Event()
     engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from app.settings import Settings, SettingsProblem, load_settings, names
+from model.create import EngineOptions
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 
@@ -108,3 +111,9 @@ def test_settings_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().port = 1  # type: ignore[misc]
     assert Settings().checkpoint == Path("weights/demo")
+
+
+def test_choices_of_the_engine_are_the_models() -> None:
+    wanted = {field.name: get_args(get_type_hints(EngineOptions)[field.name]) for field in fields(EngineOptions)}
+    for name in ("device", "dtype", "backend", "candidate_positions"):
+        assert get_args(Settings.model_fields[name].annotation) == wanted[name], name
