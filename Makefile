@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: help install serve test demo bench load load-open load-search load-report load-compare peers test-bits check audit lock clean fuzz
+.PHONY: help install serve test demo bench bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check audit files lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -102,6 +102,9 @@ check: $(VENV)/.installed ## lint, format, types, import direction
 
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
 	$(BIN)/pip-audit --progress-spinner off --disable-pip --no-deps -r $(LOCK)
+
+files: ## the list of files in README.md, from the modules' first sentences
+	$(PYTHON) .ci/list-files
 
 lock: $(VENV)/.installed ## resolve docker/requirements.lock anew
 	.ci/lock $(BIN) $(LOCK)
