@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ class ClientGone(Exception):
 class Exchange:
     """What one line of the log says. Nothing here comes from a history; ids have been checked.
 
-    `stages` are seconds; `status` 499 means that the client went away; `code` is a problem's.
+    `stages` are seconds; `status` 499 means that the client went away; `code` is a problem's. A request that was not named
+    by its caller's header takes the name in its body, if there is one.
     """
 
     request_id: str
@@ -42,6 +42,7 @@ class Exchange:
     requests: int = 0
     cache: str = ""
     stages: dict[str, float] = field(default_factory=dict)
+    is_named_by_caller: bool = False
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -50,10 +51,10 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
-def request_id_of(headers: Headers) -> str:
-    """The caller's X-Request-ID if it may go into headers and logs, else a new one."""
+def request_id_of(headers: Headers) -> str | None:
+    """The caller's X-Request-ID, if it may go into headers and logs."""
     sent = headers.get(b"x-request-id", b"").decode("latin-1")
-    return sent if is_request_id(sent) else uuid.uuid4().hex
+    return sent if is_request_id(sent) else None
 
 
 def timeout_seconds_of(headers: Headers) -> float | None:

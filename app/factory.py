@@ -81,6 +81,7 @@ def _application(
         description=DESCRIPTION,
         lifespan=lifespan,
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
         exception_handlers={ServiceError: on_service_error, HTTPException: on_http_exception},
     )
     for router in operations:

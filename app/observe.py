@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import uuid
 from collections.abc import Collection
 
 import orjson
@@ -47,11 +48,11 @@ class Observe:
             await self.app(scope, receive, send)
             return
         exchange = self._begin(scope)
-        name = (b"x-request-id", exchange.request_id.encode())
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                name = (b"x-request-id", exchange.request_id.encode())
                 message["headers"] = [*message.get("headers", ()), name]
             await send(message)
 
@@ -70,8 +71,10 @@ class Observe:
 
     def _begin(self, scope: Scope) -> Exchange:
         method, path = scope["method"], scope["path"]
+        sent = request_id_of(dict(scope["headers"]))
         exchange = Exchange(
-            request_id=request_id_of(dict(scope["headers"])),
+            request_id=sent or uuid.uuid4().hex,
+            is_named_by_caller=sent is not None,
             started=time.perf_counter(),
             method=method if method in METHODS else OTHER,
             route=path if path in self.routes else UNMATCHED,

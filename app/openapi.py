@@ -131,7 +131,7 @@ def _operation(summary: str, description: str, body: dict[str, Any], reply: dict
             "name": name,
             "in": "header",
             "required": False,
-            "schema": {"type": "string"} | ({"pattern": "^[0-9]{1,12}$"} if name == TIMEOUT else {}),
+            "schema": {"type": "string"} | ({"pattern": "^[1-9][0-9]{0,11}$"} if name == TIMEOUT else {}),
             "description": text,
         }
         for name, text in HEADERS_IN.items()

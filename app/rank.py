@@ -183,6 +183,8 @@ class RankEndpoint(Endpoint):
         ranker = self.ranker
         value, deadline = await ranker.read(scope, receive, exchange)
         job = ranker.prepare(value, deadline, exchange)
+        if job.request.request_id is not None and not exchange.is_named_by_caller:
+            exchange.request_id = job.request.request_id
         with watching(receive):
             ranked = await ranker.rank(job)
         body = ranker.render(job, ranked, exchange.stages["parse"], exchange)

@@ -15,17 +15,20 @@ from loadtest.fuzz.bodies import nearly_valid, valid
 from loadtest.fuzz.calls import JSON_TYPE, Call
 
 BATCH = 50  # examples drawn at a time
-SETTINGS = settings(
-    max_examples=BATCH, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-)
 
 
-def drawn(strategy: SearchStrategy[Any], number: int) -> list[Any]:
-    """Examples of a strategy; another number gives others."""
+def drawn(strategy: SearchStrategy[Any], number: int, count: int = BATCH) -> list[Any]:
+    """That many examples of a strategy; another number gives others."""
     found: list[Any] = []
 
     @seed(number)
-    @SETTINGS
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(strategy)
     def collect(value: Any) -> None:
         found.append(value)

@@ -164,6 +164,7 @@ OTHER: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
     "odd method": ("FROB", "/rank/batch", b"", {}, 405, "method_not_allowed"),
     "unknown path": ("GET", f"/{MARK}", b"", {}, 404, "not_found"),
     "path below": ("POST", f"/rank/{MARK}", b"{}", JSON, 404, "not_found"),
+    "trailing slash": ("POST", "/rank/", b"{}", JSON | {"host": MARK}, 404, "not_found"),
     "encoded path": ("GET", "/%2e%2e/%00", b"", {}, 404, "not_found"),
 }  # fmt: skip
 

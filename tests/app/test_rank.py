@@ -115,9 +115,15 @@ def test_a_request_id_is_echoed_or_made(client: TestClient, path: str) -> None:
     assert len(made) == 3
 
 
+def test_a_name_in_the_body_is_the_requests(client: TestClient) -> None:
+    assert client.post("/rank", json=good()).headers["x-request-id"] == "page-7"
+    both = client.post("/rank", json=good(), headers={"x-request-id": "call-1"})
+    assert (both.headers["x-request-id"], both.json()["request_id"]) == ("call-1", "page-7")
+
+
 @pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "é", "a\x1b[31m", "<script>"])
 def test_a_bad_request_id_is_replaced(client: TestClient, sent: str) -> None:
-    reply = client.post("/rank", json=good(), headers={"x-request-id": sent.encode()})
+    reply = client.post("/rank", json=good(request_id=...), headers={"x-request-id": sent.encode()})
     assert reply.status_code == 200
     assert reply.headers["x-request-id"].isalnum()
     assert len(reply.headers["x-request-id"]) == 32

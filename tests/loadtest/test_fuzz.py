@@ -87,7 +87,7 @@ PLANTS: dict[str, Plant] = {
 }
 
 
-@pytest.mark.parametrize(("plant", "found"), zip(PLANTS.values(), PLANTS, strict=True), ids=PLANTS)
+@pytest.mark.parametrize(("plant", "found"), [(plant, found) for found, plant in PLANTS.items()], ids=list(PLANTS))
 def test_what_is_planted_is_found(plant: Plant, found: str) -> None:
     tally = run(400, plant, only="mutations")
     assert tally.failed[found] > 0

@@ -1,0 +1,82 @@
+"""What the running server answers is what its own `/openapi.json` promises: status, media type, headers, every field."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from loadtest.fuzz.sources import drawn
+from tests.e2e.process import Server, serving
+
+EXAMPLES = 12
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("weights/demo", threads=1) as server:
+        yield server
+
+
+def operations(document: dict[str, Any]) -> list[Any]:
+    """The endpoints that rank."""
+    found = [result.ok() for result in schemathesis.openapi.from_dict(document).get_all_operations()]
+    return [operation for operation in found if operation.method == "post"]
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> dict[str, Any]:
+    content: dict[str, Any] = httpx.get(f"{server.url}/openapi.json").json()
+    return content
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_replies_keep_to_the_document(server: Server, document: dict[str, Any], mode: GenerationMode) -> None:
+    for operation in operations(document):
+        for case in drawn(operation.as_strategy(generation_mode=mode), 1, EXAMPLES):
+            case.headers = {
+                name: value for name, value in case.headers.items() if value.isprintable() and value.isascii()
+            }
+            case.call_and_validate(base_url=server.url, checks=CHECKS)
+
+
+def ranked(server: Server, document: dict[str, Any]) -> None:
+    """Every example of the document, with its reply held against the document."""
+    for operation in operations(document):
+        examples = document["paths"][operation.path]["post"]["requestBody"]["content"]["application/json"]["examples"]
+        for example in examples.values():
+            case = operation.Case(body=copy.deepcopy(example["value"]), media_type="application/json")
+            response = case.call_and_validate(base_url=server.url, checks=CHECKS)
+            assert response.status_code == 200
+
+
+def test_rankings_keep_to_the_document(server: Server, document: dict[str, Any]) -> None:
+    ranked(server, document)
+
+
+@pytest.mark.parametrize("field", ["score", "probabilities", "continuous", "post_id"])
+def test_a_ranking_that_breaks_the_document_is_noticed(server: Server, document: dict[str, Any], field: str) -> None:
+    other = copy.deepcopy(document)
+    other["components"]["schemas"]["RankedCandidate"]["properties"][field] = {"type": "boolean"}
+    with pytest.raises(FailureGroup):
+        ranked(server, other)
