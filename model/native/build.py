@@ -13,7 +13,6 @@ from pathlib import Path
 
 from model.engine import EngineError
 
-SOURCES = ("kernel.cpp", "amx.h", "vector.h", "pool.h", "stages.h")
 # Contraction is off so that only the fused multiply-adds written in the source are fused: the same bits in every tile.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
@@ -61,8 +60,8 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     """Names what the binary depends on: sources, flags, compiler, processor."""
     here = Path(__file__).parent
     hashed = hashlib.sha256(" ".join(flags).encode())
-    for name in SOURCES:
-        hashed.update((here / name).read_bytes())
+    for source in sorted([*here.glob("*.cpp"), *here.glob("*.h")]):
+        hashed.update(source.read_bytes())
     hashed.update(subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout)
     hashed.update(_processor().encode())
     return hashed.hexdigest()[:16]

@@ -1,0 +1,55 @@
+// What Python hands to the kernel: the C mirror of model/native/packing.py. Structs only.
+#pragma once
+
+#include <cstdint>
+
+namespace ranker {
+
+using Index = std::int64_t;
+
+inline Index round_up(Index n, Index step) { return (n + step - 1) / step * step; }
+
+// All widths are in elements; every matrix is packed in panels of 64 columns, depth padded with zero rows.
+struct Layer {
+    const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm;  // [padded width]
+    const void* query_key_value;                                                   // [padded width, (N + 2G) K]
+    const void* output;                                                            // [N K, width]
+    const void* gate_value;  // [padded width, F] twice, a panel holding 32 gate columns and their 32 value columns
+    const void* ffn_output;  // [32 * panels of gate_value, width]
+};
+
+struct Entity {
+    const void* table;  // [rows, width] fp32 or bf16, never copied
+    Index hashes;
+};
+
+struct Model {
+    Index width, layers, query_heads, kv_heads, head_width, ffn_width, actions, continuous, tables_bf16, bidirectional;
+    float attention_multiplier, attention_cap, norm_epsilon;
+    float unused;
+    const Layer* layer;
+    Entity user, post, author;
+    const float *user_projection, *history_projection, *candidate_projection;  // packed fp32; the hash embeddings' rows only
+    const float *action_tokens, *history_surfaces, *candidate_surfaces;         // the other features, already projected
+    const float *dwell_input, *dwell_output;  // [64]; [64, padded width], projected; null without the feature
+    const float* post_ages;                   // [buckets, padded width], projected; null without the feature
+    const float *final_norm, *heads;          // [padded width]; packed fp32 [padded width, A + Z]
+    const float *cosines, *sines;             // [positions, head width]
+};
+
+// Rows of a context that are not in its keys yet. `keys` holds the rows before `start` already.
+struct ContextJob {
+    Index rows, start, blocks, has_user;  // blocks: capacity of `keys`; has_user: the first row is the user
+    void* keys;
+    const Index *user_rows, *post_rows, *author_rows, *surfaces, *positions;  // per row; the user row's history entries unread
+    const float *actions, *dwell_seconds;
+};
+
+struct CandidateJob {
+    Index rows, keys_count, blocks, context;  // context: index of the job that makes the keys, or -1
+    const void* keys;
+    const Index *post_rows, *author_rows, *surfaces, *ages, *positions;
+    float *logits, *probabilities, *continuous;
+};
+
+}  // namespace ranker
