@@ -57,7 +57,11 @@ PEERS = (
     Peer("LitServe, batches of 8", "dense reference", "lit", "litserve", batch=8),
     Peer("BentoML", "dense reference", "bento", "bentoml"),
     Peer("plain FastAPI + our engine", "ours, no cache", "plain", peer_engine="auto"),
-    Peer("ours, dense engine", "dense reference", settings=(("RANKER_BACKEND", "dense"),)),
+    Peer(
+        "ours, dense engine",
+        "dense reference",
+        settings=(("RANKER_BACKEND", "dense"), ("RANKER_BATCHING__ENABLED", "false")),
+    ),
     Peer("ours, batching off", "ours", settings=(("RANKER_BATCHING__ENABLED", "false"),)),
     Peer("ours, context cache off", "ours, no cache", settings=(("RANKER_CACHE__BYTES", "0"),)),
     Peer("ours", "ours"),
@@ -188,13 +192,15 @@ def _block(target: Target, bodies: list[bytes], seconds: float) -> dict[str, flo
     payloads = [post(f"{target.host}:{target.port}", target.path, body) for body in bodies]
     many = _closed(target, payloads, CLIENTS, seconds)
     one = _closed(target, payloads[4 * CLIENTS + len(many) :], 1, SINGLE_SECONDS)
-    ok = many.where(many.status == 200)
-    latency, alone = percentiles_ms(ok.service_seconds), percentiles_ms(one.service_seconds[one.status == 200])
+    ok, ok_alone = many.where(many.status == 200), one.where(one.status == 200)
+    if not len(ok) or not len(ok_alone):
+        raise TargetError(f"{target.origin} answered nothing in a block")
+    latency = percentiles_ms(ok.service_seconds)
     return {
         "throughput_rps": len(ok) / float(many.done.max()),
-        "p50_ms": latency.get("p50", float("nan")),
-        "p99_ms": latency.get("p99", float("nan")),
-        "single_p50_ms": alone.get("p50", float("nan")),
+        "p50_ms": latency["p50"],
+        "p99_ms": latency["p99"],
+        "single_p50_ms": percentiles_ms(ok_alone.service_seconds)["p50"],
         "failed": float((many.status != 200).sum() + (one.status != 200).sum()),
     }
 
