@@ -100,8 +100,9 @@ check: $(VENV)/.installed ## lint, format, types, import direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# --strict: a dependency that could not be looked up is a failure, not a pass.
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
-	$(BIN)/pip-audit --progress-spinner off --disable-pip --no-deps -r $(LOCK)
+	$(BIN)/pip-audit --strict --progress-spinner off --disable-pip --no-deps -r $(LOCK)
 
 files: ## the list of files in README.md, from the modules' first sentences
 	$(PYTHON) .ci/list-files
