@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: help install serve test demo bench bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check audit files lock clean
+.PHONY: soak overload-plot help install serve test demo bench bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check audit files lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -84,6 +84,12 @@ load-report: $(VENV)/.installed ## the report of a stored run again: RUN=loadtes
 
 load-compare: $(VENV)/.installed ## two commits, servers or stored runs, in turns: A=HEAD~1 B=.
 	$(BIN)/python -m loadtest compare $(or $(A),HEAD) $(or $(B),.) --checkpoint "$(CHECKPOINT)" $(ARGS)
+
+soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line a row: SECONDS=1800
+	$(BIN)/python -m loadtest.soak --seconds $(or $(SECONDS),1800) $(ARGS)
+
+overload-plot: $(VENV)/.installed ## offered load against goodput and p99 as a PNG: SECONDS=90
+	$(BIN)/python -m loadtest.overload --seconds $(or $(SECONDS),90) $(ARGS)
 
 .cache/peers/.installed: loadtest/peers/requirements.txt pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m venv .cache/peers

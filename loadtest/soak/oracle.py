@@ -33,12 +33,15 @@ def requests(count: int) -> list[bytes]:
 
 def make_checkpoints(directory: Path, count: int) -> list[Path]:
     """So many small checkpoints with different weights."""
-    made = []
-    for seed in range(1, count + 1):
-        path = directory / f"v{seed}"
-        command = [sys.executable, "-m", "weights", "demo", "--out", str(path), "--seed", str(seed)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        made.append(path)
+    made = [directory / f"v{seed}" for seed in range(1, count + 1)]
+    command = [sys.executable, "-m", "weights", "demo"]
+    running = [
+        subprocess.Popen([*command, "--out", str(path), "--seed", str(seed)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        for seed, path in enumerate(made, start=1)
+    ]
+    codes = [each.wait(120) for each in running]
+    if any(codes):
+        raise RuntimeError("a checkpoint could not be made")
     return made
 
 

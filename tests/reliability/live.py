@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,54 +68,6 @@ def live(engine: Any, **settings: Any) -> Iterator[Live]:
         thread.join(15)
         structlog.reset_defaults()
         assert not thread.is_alive(), "the server did not stop"
-
-
-@dataclass
-class Process:
-    """A server in a process of its own; `lines` are its log."""
-
-    popen: subprocess.Popen[str]
-    port: int = 0
-    lines: list[dict[str, Any]] = field(default_factory=list)
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Log lines of one kind."""
-        return [line for line in self.lines if line.get("event") == name]
-
-
-@contextmanager
-def process(arguments: Sequence[str] = ("-m", "app"), **environ: str) -> Iterator[Process]:
-    """`python ARGUMENTS` with these RANKER_ settings, once it listens; killed at the end if it has not ended itself."""
-    chosen = {f"RANKER_{name.upper()}": value for name, value in environ.items()}
-    defaults = {"RANKER_PORT": "0", "RANKER_LOGS__FORMAT": "json", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    popen = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **defaults, **chosen},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    found = Process(popen)
-    reader = threading.Thread(target=_read, args=(found,), daemon=True)
-    reader.start()
-    try:
-        wait_until(lambda: found.events("listening") or popen.poll() is not None, 30)
-        found.port = found.events("listening")[0]["port"] if popen.poll() is None else 0
-        yield found
-    finally:
-        if popen.poll() is None:
-            popen.kill()
-        popen.wait(10)
-        reader.join(5)
-
-
-def _read(found: Process) -> None:
-    assert found.popen.stderr is not None
-    for line in found.popen.stderr:
-        try:
-            found.lines.append(json.loads(line))
-        except ValueError:
-            found.lines.append({"event": "text", "text": line})
 
 
 def wait_until(condition: Any, seconds: float = 10.0) -> None:

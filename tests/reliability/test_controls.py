@@ -1,0 +1,178 @@
+"""Negative controls in process: with one guard taken out, the property it guards must break."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from app.batching import Batcher
+from app.errors import DeadlineExceeded, EngineDown, ServiceError
+from app.service import Policies, RankingService
+from app.tickets import Ticket
+from app.worker import EngineWorker
+from tests.app.fakes import FakeEngine, rank, right, run, running, until
+
+
+class Gate:
+    """Holds the engine in its forward until opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, items: object) -> None:
+        self.entered.set()
+        assert self.opened.wait(10)
+
+
+async def expire_in_the_queue() -> list[int]:
+    """One request holds the engine, another's deadline passes behind it; the users that were computed."""
+    gate = Gate()
+    engine = FakeEngine(before=gate)
+    async with running(engine) as service:
+        first = asyncio.ensure_future(rank(service, 1))
+        await asyncio.to_thread(gate.entered.wait, 5)
+        with pytest.raises(DeadlineExceeded):
+            await rank(service, 2, deadline=service.clock() + 0.02)
+        gate.opened.set()
+        await first
+        await rank(service, 3)
+        return [user for forward in engine.forwards for user in forward]
+
+
+def test_l3_the_queue_forgets_the_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(expire_in_the_queue()) == [1, 3]
+    monkeypatch.setattr(EngineWorker, "cancel", lambda worker, job: None)
+    monkeypatch.setattr(Batcher, "take", _take_late(Batcher.take))
+    assert 2 in run(expire_in_the_queue())
+
+
+def _take_late(take: object) -> object:
+    """A batcher that looks at no deadline."""
+
+    def late(batcher: object, now: float, *, idle: bool) -> object:
+        return take(batcher, -1e9, idle=idle)  # type: ignore[operator]
+
+    return late
+
+
+async def stall(policies: Policies) -> bool:
+    """Whether the service still calls itself ready while its engine hangs."""
+    gate = Gate()
+    async with running(FakeEngine(before=gate), policies) as service:
+        waiting = asyncio.ensure_future(rank(service, 1))
+        await asyncio.to_thread(gate.entered.wait, 5)
+        await asyncio.sleep(0.15)
+        ready = service.health().ready
+        gate.opened.set()
+        await waiting
+        return ready
+
+
+def test_f5_a_stall_costs_readiness() -> None:
+    assert not run(stall(Policies(stall_seconds=0.1)))
+    assert run(stall(Policies(stall_seconds=3600)))
+
+
+async def poison() -> list[object]:
+    """Requests 10 to 19 in one batch, of which 13 raises."""
+    gate = Gate()
+
+    def before(items: object) -> None:
+        gate(items)
+        if any(item.context.user_id == 13 for item in items):  # type: ignore[attr-defined]
+            raise MemoryError("planted")
+
+    async with running(FakeEngine(before=before)) as service:
+        first = asyncio.ensure_future(rank(service, 1))
+        await asyncio.to_thread(gate.entered.wait, 5)
+        tasks = [asyncio.ensure_future(rank(service, user)) for user in range(10, 20)]
+        await asyncio.sleep(0.01)
+        gate.opened.set()
+        await first
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+
+def test_f6_only_the_guilty_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = [10 + place for place, result in enumerate(run(poison())) if isinstance(result, ServiceError)]
+    assert failed == [13]
+    monkeypatch.setattr(EngineWorker, "_alone", lambda worker, engine, item: EngineDown())
+    assert len([result for result in run(poison()) if isinstance(result, EngineDown)]) == 10
+
+
+class Vanishing(RuleBasedStateMachine):
+    """F7: clients come, wait, vanish and return in any order; whoever waits is answered rightly, and nothing is left over."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.policies = replace(Policies(), default_deadline_seconds=5.0)
+        self.context = running(FakeEngine(), self.policies)
+        self.service: RankingService = self.loop.run_until_complete(self.context.__aenter__())
+        self.tasks: dict[int, asyncio.Task[object]] = {}
+        self.users = 0
+
+    @rule(candidates=st.sampled_from([1, 3, 600]))
+    def come(self, candidates: int) -> None:
+        self.users += 1
+        self.tasks[self.users] = self.loop.create_task(rank(self.service, self.users, candidates))  # type: ignore[arg-type]
+
+    @rule(turns=st.integers(1, 5))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data())
+    def vanish(self, data: st.DataObject) -> None:
+        self.tasks.pop(data.draw(st.sampled_from(sorted(self.tasks)))).cancel()
+
+    @rule()
+    def drop_a_ticket(self) -> None:
+        self.service.admit(self.service.model, candidates=1, history=0, deadline=None)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "service"):
+            return
+
+        async def finish() -> None:
+            for user, task in self.tasks.items():
+                assert right(await task, user)  # type: ignore[arg-type]
+            await until(lambda: self.service.admission.requests == 0)
+            assert self.service.admission.cost == 0
+            await self.context.__aexit__(None, None, None)
+
+        self.loop.run_until_complete(finish())
+        self.loop.close()
+
+
+TestVanishing = Vanishing.TestCase
+TestVanishing.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+
+
+def test_f7_a_place_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> int:
+        async with running(FakeEngine()) as service:
+            waiting = asyncio.ensure_future(rank(service, 1))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            return service.admission.requests
+
+    assert run(main()) == 0
+    monkeypatch.setattr(Ticket, "release", lambda ticket: None)
+    monkeypatch.setattr(Ticket, "__del__", lambda ticket: None)
+    monkeypatch.setattr(RankingService, "stop", _stop_without_waiting(RankingService.stop))
+    assert run(main()) == 1
+
+
+def _stop_without_waiting(stop: object) -> object:
+    async def at_once(service: RankingService, timeout_seconds: float = 0.0) -> object:
+        return await stop(service, 0.01)  # type: ignore[operator]
+
+    return at_once

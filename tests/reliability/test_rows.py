@@ -1,0 +1,95 @@
+"""The short form of the rows that need a process of their own: overload, swaps, endings, vanishing clients, leaks.
+
+Limits in milliseconds are not asserted here, where others share the machine; `make soak` asserts them.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from loadtest.soak import endings, leak, overload, swaps
+from loadtest.soak.row import Row
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def test_row_is_red_for_a_failure_a_figure_beyond_its_limit_and_for_nothing_tried() -> None:
+    good = Row("L1", "", 10, 0, 1.0, 2.0, "s")
+    assert good.ok
+    assert not Row("L1", "", 0, 0, 1.0, 2.0, "s").ok
+    assert not Row("L1", "", 10, 1, 1.0, 2.0, "s").ok
+    assert not Row("L1", "", 10, 0, 2.1, 2.0, "s").ok
+    assert not Row("L1", "", 10, 0, 1.0, 2.0, "s", at_least=True).ok
+
+
+def test_l1_overload_is_refused_and_the_admitted_stay_fast() -> None:
+    answers, stretch, goodput = overload.overload(5.0)
+    assert not answers.failed
+    assert stretch.figure < 3.0
+    assert goodput.figure > 0.8
+
+
+def test_l1_is_red_without_a_bound_on_the_queue() -> None:
+    unbounded = {**overload.SETTINGS, "queue__max_wait_seconds": 0, "queue__max_candidates": 10**6}
+    answers, stretch, _ = overload.overload(2.0, unbounded)
+    assert answers.failed or stretch.figure > 3.0
+
+
+def test_l2_after_a_storm_of_retries_all_succeed_again() -> None:
+    assert overload.recovery(3.0).ok
+
+
+def test_l3_an_expired_request_is_not_computed() -> None:
+    row = overload.deadlines(200)
+    assert not row.failed
+    assert row.figure < 0.5
+
+
+def test_l4_a_planted_leak_is_seen_and_without_it_memory_is_flat() -> None:
+    leaking = leak.leak(3.0, "--leak-bytes=8192")
+    assert not leaking.ok
+    sound = leak.leak(3.0)
+    assert not sound.failed
+    assert sound.figure < leaking.figure / 2
+
+
+def test_f1_c2_swaps_under_load_drop_nothing_and_cross_nothing() -> None:
+    for row in swaps.swaps(3.0, payload_count=20):
+        assert row.ok, row
+
+
+def test_c2_is_red_when_scores_are_crossed() -> None:
+    assert swaps.crossing(1.5).ok
+    assert swaps.crossing(1.5, "--cross").failed
+
+
+def test_f3_sigterm_loses_nothing_and_exits_0() -> None:
+    assert endings.terminations(2).ok
+
+
+def test_f3_is_red_when_the_end_comes_at_once() -> None:
+    assert not endings.terminations(1, signals=2).ok
+
+
+def test_f4_kill_hangs_nobody() -> None:
+    assert not endings.kills(1).failed
+
+
+def test_f4_is_red_when_the_process_stops_answering() -> None:
+    assert endings.kills(1, signal.SIGSTOP).failed
+
+
+def test_f5_a_stuck_engine_is_seen_answered_and_ended() -> None:
+    row = endings.stuck(1, queue__stall_seconds=1.0, queue__stall_exit_seconds=2.0)
+    assert row.ok, row
+
+
+def test_f6_the_innocent_get_their_scores_and_a_lost_device_ends_the_process() -> None:
+    for row in endings.raising(100):
+        assert row.ok, row
+
+
+def test_f7_clients_may_vanish() -> None:
+    assert endings.vanishing(150).ok
