@@ -69,7 +69,7 @@ class RankingServer(uvicorn.Server):
 
     def fatal(self, reason: str) -> None:
         """Only a new process can help: answer who waits, then exit with a code that says so."""
-        log.error("engine_lost", reason=reason)
+        log.error("fatal", reason=reason)
         self.exit_code = EXIT_ENGINE_LOST if self.service.lifecycle.started else 1
         self.should_exit = True
 
