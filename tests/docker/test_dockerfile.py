@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import tomllib
 import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -161,3 +162,8 @@ def test_the_health_check_believes_readiness(status: int | None, healthy: bool) 
         result = subprocess.run(command, env=environment, capture_output=True, timeout=20, check=False)
         server.shutdown()
     assert (result.returncode == 0) is healthy
+
+
+def test_the_image_carries_the_projects_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"VERSION={project['version']}" in STAGES["runtime"].of("ARG")
