@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from collections.abc import Iterator
@@ -55,3 +56,42 @@ def served(
                 break
             time.sleep(0.01)
         yield client, service
+
+
+def value_of(exposition: str, series: str) -> float:
+    """One sample, 0 where it is missing."""
+    lines = [line for line in exposition.splitlines() if line.startswith(series + " ")]
+    return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
+
+
+async def ask(
+    app: Any, messages: list[dict[str, Any]], headers: dict[str, str] | None = None, path: str = "/rank"
+) -> list[dict[str, Any]]:
+    """Play these ASGI messages to a path; after them, silence. Returns what was sent."""
+    sent: list[dict[str, Any]] = []
+    given = iter(messages)
+    silence = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        for message in given:
+            return message
+        await silence.wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    raw = [
+        (name.encode(), value.encode())
+        for name, value in ({"content-type": "application/json"} | (headers or {})).items()
+    ]
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": raw,
+        "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return sent
+
+
+def chunk(body: bytes, more: bool) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}

@@ -161,17 +161,17 @@ HOSTILE: dict[str, Callable[[int], Any]] = {
 
 
 def loop_seconds(body: bytes) -> float:
-    """How long the event loop is held by reading this body; the best of five, for other processes hold the machine too."""
+    """How long reading this body holds the event loop: processor time of this thread, the best of five."""
     spent = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             value = jsonbody.parse(body)
             schema.measure(value, Limits(max_candidates=10**6, max_history=10**6))
             schema.check(value, VOCABULARY)
         except ServiceError:
             pass
-        spent.append(time.perf_counter() - started)
+        spent.append(time.thread_time() - started)
     return min(spent)
 
 
@@ -189,10 +189,10 @@ def test_no_odd_body_of_64_kib_holds_the_loop(body: bytes) -> None:
 
 def test_the_bound_would_notice_a_slow_check() -> None:
     body = fill(HOSTILE["bad text ids"])
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises((ValidationError, MalformedJson)):
         contract.RankRequest.model_validate(jsonbody.parse(body))
-    assert time.perf_counter() - started > LOOP_SECONDS  # the stock way, on the same body
+    assert time.thread_time() - started > LOOP_SECONDS  # the stock way, on the same body
 
 
 @settings(max_examples=100, deadline=None)
