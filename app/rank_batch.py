@@ -81,6 +81,7 @@ class Run:
         finally:
             for task in self._queued:
                 task.cancel()
+            await asyncio.gather(*self._queued, return_exceptions=True)  # gone from the queue before the call is
 
     async def _begin(self, item: Any) -> Part | asyncio.Task[Part]:
         while True:
