@@ -106,7 +106,7 @@ class Connections(Group):
     header_seconds: float = Field(default=5.0, gt=0)
     """From the first byte (or the connect) to the end of the headers."""
     body_seconds: float = Field(default=8.0, gt=0)
-    """From the end of the headers to the end of the body."""
+    """From the first byte to the end of the body; after slow headers, at least a second for the body."""
     keep_alive_seconds: float = Field(default=75.0, gt=0)
     """How long an idle connection is kept after a reply; longer than the balancer's own idle time."""
     max_header_bytes: int = Field(default=32_768, ge=1024)
