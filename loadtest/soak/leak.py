@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 
-from loadtest.launch import free_port
-from loadtest.soak.oracle import Checked, make_checkpoints, oracles, requests
+from loadtest.soak.oracle import NAMES, Checked, admin_settings, oracles, requests, swap, two_checkpoints
 from loadtest.soak.row import Row
-from loadtest.soak.servers import HOST, Server, fake, real
-from loadtest.soak.swaps import TOKEN, learn_from
+from loadtest.soak.servers import Server, fake, real
+from loadtest.soak.swaps import learn_from
 
 CLIENTS = 8
 SAMPLES = 60
+CACHE_BYTES = 16 * 2**20
 BYTES_PER_REQUEST_LIMIT = 512.0  # the planted leak is 1024
 SPREAD_LIMIT = 8  # descriptors and threads more than after warm-up: connections come and go
 
@@ -59,27 +56,19 @@ def leak(seconds: float, *faults: str) -> Row:
 def reload_leak(seconds: float, every_seconds: float) -> list[Row]:
     """The real service with a reload every so often; memory is compared between reloads of the second half."""
     payloads = requests(60)
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoints = make_checkpoints(Path(directory), 2)
-        known = oracles(checkpoints, payloads)
-        admin = free_port()
-        settings = {
-            "checkpoint": checkpoints[0],
-            "admin__port": admin,
-            "admin__token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest(),
-            "queue__max_wait_seconds": 5,
-            "cache__bytes": 16 * 2**20,
-        }
+    with two_checkpoints() as root:
+        known = oracles(root, payloads)
+        settings = {**admin_settings(root), "cache__bytes": CACHE_BYTES, "queue__max_wait_seconds": 5}
         with real(**settings) as server, asyncio.Runner() as runner:
             traffic = Checked(known, payloads, cancel_share=0.02)
-            seen = runner.run(_watched(traffic, server, seconds, admin, every_seconds))
+            seen = runner.run(_watched(traffic, server, seconds, settings["admin__port"], every_seconds))
             cache = server.metric("ranker_context_cache_bytes")
-    over = Row("L4", "context cache within its budget", 1, 0, cache / 2**20, 16, "MiB")
+    over = Row("L4", "context cache within its budget", 1, 0, cache / 2**20, CACHE_BYTES / 2**20, "MiB")
     return [_row("L4", f"requests, a reload every {every_seconds:.0f} s", seen, traffic), over]
 
 
 async def _watched(
-    traffic: Checked, server: Server, seconds: float, admin: int | None = None, every_seconds: float = 0.0
+    traffic: Checked, server: Server, seconds: float, admin: object = None, every_seconds: float = 0.0
 ) -> list[Usage]:
     running = asyncio.create_task(traffic.run(server, CLIENTS))
     began = reloaded = time.monotonic()
@@ -89,16 +78,11 @@ async def _watched(
         seen.append(usage(server, traffic.answered))
         if admin is not None and time.monotonic() > reloaded + every_seconds:
             reloaded, turn = time.monotonic(), turn + 1
-            await _reload(admin, f"v{1 + turn % 2}")
+            if await swap(admin, NAMES[turn % len(NAMES)]) != 200:
+                traffic.lost += 1
     traffic.stop = True
     await running
     return seen
-
-
-async def _reload(admin: int, name: str) -> None:
-    async with httpx.AsyncClient(timeout=60) as client:
-        url, headers = f"http://{HOST}:{admin}/admin/reload", {"Authorization": f"Bearer {TOKEN}"}
-        (await client.post(url, json={"checkpoint": name}, headers=headers)).raise_for_status()
 
 
 def _row(name: str, what: str, seen: list[Usage], traffic: Checked) -> Row:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from loadtest.http_client import Client, Reply
+from loadtest.launch import free_port
 from loadtest.soak.overload import ask
 from loadtest.soak.servers import HOST, Server, payload, real
 from loadtest.target import ROOT
+
+NAMES = ("v0", "v1")
+TOKEN = "soak"
 
 Fingerprint = bytes
 
@@ -31,18 +40,28 @@ def requests(count: int) -> list[bytes]:
     return [payload(1 + row % (count // 2 + 1) + 10**6 * (row % 3), sizes[row % len(sizes)]) for row in range(count)]
 
 
-def make_checkpoints(directory: Path, count: int) -> list[Path]:
-    """So many small checkpoints with different weights."""
-    made = [directory / f"v{seed}" for seed in range(1, count + 1)]
-    command = [sys.executable, "-m", "weights", "demo"]
-    running = [
-        subprocess.Popen([*command, "--out", str(path), "--seed", str(seed)], cwd=ROOT, stdout=subprocess.DEVNULL)
-        for seed, path in enumerate(made, start=1)
-    ]
-    codes = [each.wait(120) for each in running]
-    if any(codes):
-        raise RuntimeError("a checkpoint could not be made")
-    return made
+@contextmanager
+def two_checkpoints() -> Iterator[Path]:
+    """A directory with `v0`, the checkpoint of the repository, and `v1`, the same shape with other weights."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        shutil.copytree(ROOT / "weights" / "demo", root / NAMES[0])
+        command = [sys.executable, "-m", "weights", "demo", "--out", str(root / NAMES[1]), "--seed", "1"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        yield root
+
+
+def admin_settings(root: Path) -> dict[str, object]:
+    """Settings of a server whose checkpoint can be changed; `swap` does it."""
+    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
+    return {"checkpoint": root / NAMES[0], "admin__port": free_port(), "admin__token_sha256": digest}
+
+
+async def swap(port: object, name: str) -> int:
+    """Ask the admin port for another checkpoint; returns the status."""
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        reply = await client.post(f"http://{HOST}:{port}/admin/reload", json={"checkpoint": name})
+        return reply.status_code
 
 
 async def learn(server: Server, payloads: list[bytes]) -> tuple[str, list[Fingerprint]]:
@@ -56,14 +75,14 @@ async def learn(server: Server, payloads: list[bytes]) -> tuple[str, list[Finger
     return replies[0].headers[b"x-model-version"].decode(), [fingerprint(reply) for reply in replies]
 
 
-def oracles(checkpoints: list[Path], payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
-    """Version → expected fingerprint of each payload, from servers without cache and batching."""
+def oracles(root: Path, payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
+    """Version → expected fingerprint of each payload, from a server without cache and batching, one checkpoint after the other."""
     known = {}
-    for checkpoint in checkpoints:
-        with (
-            real(checkpoint=checkpoint, cache__bytes=0, batching__enabled="false") as server,
-            asyncio.Runner() as runner,
-        ):
+    settings = {**admin_settings(root), "cache__bytes": 0, "batching__enabled": "false"}
+    with real(**settings) as server, asyncio.Runner() as runner:
+        for name in NAMES:
+            if runner.run(swap(settings["admin__port"], name)) != 200:
+                raise RuntimeError(f"the oracle does not load {name}")
             version, expected = runner.run(learn(server, payloads))
             known[version] = expected
     return known

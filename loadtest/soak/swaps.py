@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import tempfile
 import time
-from pathlib import Path
 
-import httpx
-
-from loadtest.launch import free_port
-from loadtest.soak.oracle import Checked, Fingerprint, learn, make_checkpoints, oracles, requests
+from loadtest.soak.oracle import (
+    NAMES,
+    Checked,
+    Fingerprint,
+    admin_settings,
+    learn,
+    oracles,
+    requests,
+    swap,
+    two_checkpoints,
+)
 from loadtest.soak.row import Row
-from loadtest.soak.servers import HOST, Server, fake, real
+from loadtest.soak.servers import Server, fake, real
 
-TOKEN = "soak"
 TINY_CACHE_BYTES = 2**20  # evicts all the time
 CANCEL_SHARE = 0.1
 CLIENTS = 16
@@ -24,22 +27,12 @@ CLIENTS = 16
 def swaps(seconds: float, *, payload_count: int = 60) -> list[Row]:
     """Two checkpoints in turns, a cache that is always too small, one client in ten gone before its reply."""
     payloads = requests(payload_count)
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoints = make_checkpoints(Path(directory), 2)
-        known = oracles(checkpoints, payloads)
-        admin = free_port()
-        settings = {
-            "checkpoint": checkpoints[0],
-            "cache__bytes": TINY_CACHE_BYTES,
-            "admin__port": admin,
-            "admin__token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest(),
-            "queue__max_wait_seconds": 5,
-        }
+    with two_checkpoints() as root:
+        known = oracles(root, payloads)
+        settings = {**admin_settings(root), "cache__bytes": TINY_CACHE_BYTES, "queue__max_wait_seconds": 5}
         with real(**settings) as server, asyncio.Runner() as runner:
             traffic = Checked(known, payloads, CANCEL_SHARE)
-            done, refused = runner.run(
-                _swap_under(traffic, server, admin, [path.name for path in checkpoints], seconds)
-            )
+            done, refused = runner.run(_swap_under(traffic, server, settings["admin__port"], seconds))
             left = server.metric("ranker_queue_requests")
     tried = traffic.answered + traffic.lost
     return [
@@ -64,19 +57,14 @@ def swaps(seconds: float, *, payload_count: int = 60) -> list[Row]:
     ]
 
 
-async def _swap_under(
-    traffic: Checked, server: Server, admin: int, names: list[str], seconds: float
-) -> tuple[int, int]:
+async def _swap_under(traffic: Checked, server: Server, admin: object, seconds: float) -> tuple[int, int]:
     """Swap as fast as it goes; returns swaps done and swaps refused."""
     running = asyncio.create_task(traffic.run(server, CLIENTS))
     until, done, refused = time.monotonic() + seconds, 0, 0
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
-        while time.monotonic() < until or done < 2:
-            name = {"checkpoint": names[(done + 1) % len(names)]}
-            reply = await client.post(f"http://{HOST}:{admin}/admin/reload", json=name)
-            done += 1
-            refused += reply.status_code != 200
-            await asyncio.sleep(0.05)
+    while time.monotonic() < until or done < 2:
+        done += 1
+        refused += await swap(admin, NAMES[done % len(NAMES)]) != 200
+        await asyncio.sleep(0.05)
     traffic.stop = True
     await running
     await asyncio.sleep(0.2)
