@@ -19,7 +19,7 @@ Design = Literal["alternated", "separate"]
 SIGNIFICANCE = 0.05
 FIGURES = ("p50_ms", "p95_ms", "p99_ms", "good_share")
 LOWER_IS_BETTER = {"p50_ms": True, "p95_ms": True, "p99_ms": True, "good_share": False}
-MIN_BLOCKS = 6
+MIN_BLOCKS = 8  # with fewer, four figures judged at once cannot reach the significance asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,8 +164,6 @@ async def measured(loop: OpenLoop | ClosedLoop, client: Client) -> tuple[Samples
 @contextmanager
 def _undisturbed() -> Iterator[bool]:
     """No pauses of our own, and the scheduler's favour where we may ask for it: a late generator measures itself."""
-    gc.collect()
-    gc.freeze()
     gc.disable()
     usual, realtime = 0, False
     with suppress(OSError, AttributeError):  # needs Linux and the right to
@@ -178,4 +176,3 @@ def _undisturbed() -> Iterator[bool]:
         if realtime:
             os.sched_setscheduler(0, usual & ~os.SCHED_RESET_ON_FORK, os.sched_param(0))
         gc.enable()
-        gc.unfreeze()

@@ -70,7 +70,10 @@ def _line(name: str, figures: dict[str, float]) -> str:
 
 
 def _label(side: str) -> str:
-    return f"working tree ({commit()})" if side == "." else side
+    """What a report calls a side: addresses as they are, commits with their hash."""
+    if side == ".":
+        return f"working tree ({commit()})"
+    return side if side.startswith("http://") else f"{side} ({_git('rev-parse', '--short=12', side)})"
 
 
 @contextmanager
@@ -99,7 +102,8 @@ def _worktree(revision: str, path: Path) -> Iterator[Path]:
         _git("worktree", "remove", "--force", str(path))
 
 
-def _git(*arguments: str) -> None:
+def _git(*arguments: str) -> str:
     finished = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     if finished.returncode:
         raise TargetError(f"git {' '.join(arguments[:2])} failed: {finished.stderr.strip()}")
+    return finished.stdout.strip()

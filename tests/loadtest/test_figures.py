@@ -127,8 +127,8 @@ def test_a_significant_trifle_is_no_verdict():
 
 def test_too_few_blocks_are_refused_and_blocks_cover_the_run():
     random = np.random.default_rng(1)
-    with pytest.raises(ValueError, match="at least 6"):
-        compare_blocks(blocks(random, 5), blocks(random, 5), "alternated")
+    with pytest.raises(ValueError, match="at least 8"):
+        compare_blocks(blocks(random, 7), blocks(random, 7), "alternated")
     samples = samples_of(np.full(1_000, 0.01))
     assert sum(len(part) for part in cut(samples, 10)) == 1_000
     assert Comparison("separate", 6, 0.03, [], []).verdict == "no difference shown"
