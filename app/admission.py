@@ -27,7 +27,7 @@ class AdmissionPolicy:
     queue_requests: int = 4096
     queue_candidates: int = 32_768
     queue_context_tokens: int = 262_144
-    queue_seconds: float = 0.25
+    queue_seconds: float = 0.5
     key_share: float = 0.5
     key_candidates_per_second: float = 0.0
     key_burst_seconds: float = 2.0
@@ -185,7 +185,7 @@ class Admission:
         )
 
     def _over_deadline(self, work: Work, deadline: float, key: str | None) -> Refusal | None:
-        own = self.forward_time.seconds(work.cost)
+        own = self.forward_time.seconds(work.cost / work.parts)
         if own is None:
             return None
         wait = self.predicted_wait_seconds(key)

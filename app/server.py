@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -28,6 +29,7 @@ from app.reload import Reloader
 from app.service import RankingService
 from app.settings import Connections, Settings
 from app.wire import refuse_handshakes
+from app.worker import ENGINE_THREAD
 
 EXIT_ENGINE_LOST = 70  # EX_SOFTWARE: a supervisor should start the process again
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -46,6 +48,9 @@ def serve(app: Starlette, settings: Settings) -> int:
     _raise_file_limit()
     server = RankingServer(app, settings)
     server.run()
+    if any(thread.name == ENGINE_THREAD and thread.is_alive() for thread in threading.enumerate()):
+        sys.stderr.flush()
+        os._exit(server.exit_code)  # a thread that loads or hangs in native code does not survive an orderly end
     return server.exit_code
 
 

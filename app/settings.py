@@ -48,7 +48,7 @@ class Queue(Group):
     """Most context tokens (user and history) waiting."""
     max_requests: int = Field(default=4096, ge=1)
     """Most requests waiting."""
-    max_wait_seconds: float = Field(default=0.25, ge=0)
+    max_wait_seconds: float = Field(default=0.5, ge=0)
     """Longest predicted wait for the first forward, from the observed rate; 0 leaves it unbounded."""
     max_share_per_key: float = Field(default=0.5, gt=0, le=1)
     """Share of the queue that the requests of one API key may fill."""

@@ -17,6 +17,8 @@ from app.metrics import BatchReport
 from model.engine import CacheResult, Engine, EngineError, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 
+ENGINE_THREAD = "engine"
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RankJob(Job):
@@ -72,7 +74,7 @@ class EngineWorker:
         self._wake = threading.Condition()
         self._closing = False
         self.stage = "loading"
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=ENGINE_THREAD, daemon=True)
 
     def start(self) -> None:
         """Begin to load; `ready` is done when the engine is warm, or holds the error."""

@@ -30,7 +30,7 @@ class Row:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps({**asdict(self), "figure": round(self.figure, 4), "ok": self.ok})
+        return json.dumps({**asdict(self), "figure": round(self.figure, 4), "ok": self.ok}, ensure_ascii=False)
 
 
 def table(rows: list[Row]) -> str:

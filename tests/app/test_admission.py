@@ -101,7 +101,8 @@ def test_a_deadline_is_held_against_the_predicted_wait_and_all_parts() -> None:
     late = queue.refusal(Work(100, 0), deadline=clock() + 0.59)
     assert late is not None
     assert late.reason == "deadline"
-    assert queue.refusal(Work(100, 0, parts=2), deadline=clock() + 1.19) is not None
+    assert queue.refusal(Work(100, 0, parts=2), deadline=clock() + 1.11) is None  # two turns, each behind the others
+    assert queue.refusal(Work(100, 0, parts=2), deadline=clock() + 1.09) is not None
     past = queue.refusal(Work(1, 0), deadline=clock())
     assert past is not None
     assert past.reason == "deadline"

@@ -93,6 +93,13 @@ def test_sighup_reads_the_checkpoint_again_and_a_second_signal_ends_at_once() ->
         assert time.monotonic() - began < 2
 
 
+def test_a_signal_while_loading_ends_in_order() -> None:
+    with process("app", drain__delay_seconds="0") as server:
+        server.event("listening")
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.popen.wait(20) == 0
+
+
 @pytest.mark.parametrize("place", ["missing", "broken"])
 def test_a_checkpoint_that_cannot_be_loaded_ends_the_process_with_1_and_a_sentence(tmp_path: Path, place: str) -> None:
     (tmp_path / "broken").mkdir()
