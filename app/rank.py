@@ -5,6 +5,7 @@ Plain ASGI: FastAPI's own validation costs more than the small models take. Not 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,22 +108,26 @@ class Ranker:
         """The scores. Raises what the service raises."""
         return await self.service.rank(job.ticket, job.context, job.candidates)
 
-    def render(self, job: Job, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> bytes:
-        """The reply of one request."""
+    async def render(self, job: Job, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> bytes:
+        """The reply of one request; other requests go between the pieces of a long one."""
         started = time.perf_counter()
         stages = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
-        body = scores.render(
+        pieces: list[bytes] = []
+        for piece in scores.render(
             job.request,
             ranked.scores,
             job.form,
             history_used=len(job.context),
             timings_ms={stage: round(seconds * 1000, 3) for stage, seconds in stages.items()},
-        )
+        ):
+            if pieces and len(job.candidates) > scores.ROWS_IN_A_PIECE:
+                await asyncio.sleep(0)
+            pieces.append(piece)
         spent = exchange.stages
         for stage in ("queue", "forward"):  # requests of a batch run side by side
             spent[stage] = max(spent.get(stage, 0.0), stages[stage])
         spent["serialize"] = spent.get("serialize", 0.0) + time.perf_counter() - started
-        return body
+        return b"".join(pieces)
 
     def headers(self, model: LoadedModel, results: Sequence[Ranked], exchange: Exchange) -> list[tuple[bytes, bytes]]:
         """Headers of a reply with scores; a context counts as a hit when all of it came from the cache."""
@@ -187,5 +192,5 @@ class RankEndpoint(Endpoint):
             exchange.request_id = job.request.request_id
         with watching(receive):
             ranked = await ranker.rank(job)
-        body = ranker.render(job, ranked, exchange.stages["parse"], exchange)
+        body = await ranker.render(job, ranked, exchange.stages["parse"], exchange)
         return body, ranker.headers(job.model, [ranked], exchange)

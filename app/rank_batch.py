@@ -105,7 +105,7 @@ class Run:
             ranked = await self.ranker.rank(job)
         except ServiceError as error:
             return _failed(error)
-        return Part(self.ranker.render(job, ranked, job.check_seconds, self.exchange), job.model, ranked)
+        return Part(await self.ranker.render(job, ranked, job.check_seconds, self.exchange), job.model, ranked)
 
     def _is_enough(self) -> bool:
         jobs = self._queued.values()

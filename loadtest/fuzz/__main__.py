@@ -15,7 +15,7 @@ import typer
 from app import logs
 from app.factory import create_app
 from app.settings import Logs, Settings
-from loadtest.fuzz.run import Tally, fuzz, sources
+from loadtest.fuzz.run import Tally, fuzz, series_by_route, sources
 
 PROGRESS_SECONDS = 10.0
 
@@ -56,10 +56,9 @@ async def _run(requests: int, seconds: float, checkpoint: Path, seed: int) -> Ta
                     file=sys.stderr,
                 )
 
-        def series() -> int:
-            return sum(not line.startswith(b"#") for line in app.state.metrics.render().splitlines())
-
         calls = sources(app.openapi(), seed)
+        metrics = app.state.metrics
+        series = lambda: series_by_route(metrics.render())  # noqa: E731
         return await fuzz(app, calls, series, requests=requests, seconds=seconds, on_progress=progress)
 
 

@@ -83,6 +83,11 @@ def sources(document: dict[str, Any], seed: int) -> dict[str, Callable[[], Call]
     return {"mutations": mutator.call} | {name: generator.__next__ for name, generator in generators.items()}
 
 
+def series_by_route(exposition: bytes) -> int:
+    """Series that carry a method and a route, and no status: those that a path could multiply."""
+    return sum(line.startswith(b"ranker_http_request_duration_seconds") for line in exposition.splitlines())
+
+
 async def fuzz(
     app: ASGIApp,
     calls: dict[str, Callable[[], Call]],

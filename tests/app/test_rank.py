@@ -109,3 +109,10 @@ def test_a_bad_request_id_is_replaced(client: TestClient, sent: str) -> None:
 def test_headers_that_change_nothing(client: TestClient, headers: dict[str, str]) -> None:
     sent = {"content-type": "application/json"} | headers
     assert client.post("/rank", content=json.dumps(good()), headers=sent).status_code == 200
+
+
+def test_a_reply_in_pieces_is_whole(client: TestClient) -> None:
+    posts = {"post_id": list(range(1, 2501)), "author_id": [1] * 2500}
+    rows = client.post("/rank", json=good(candidates=posts, top_k=...)).json()["candidates"]
+    assert [row["post_id"] for row in rows] == posts["post_id"]
+    assert sorted(row["rank"] for row in rows) == posts["post_id"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -40,11 +41,12 @@ def scores(count: int, seed: int = 0) -> Scores:
 
 
 def rendered(asked: schema.Request, given: Scores, form: ReplyFormat = FORM) -> dict[str, Any]:
-    reply: dict[str, Any] = orjson.loads(render(asked, given, form, history_used=1, timings_ms={"parse": 0.1}))
+    pieces = render(asked, given, form, history_used=1, timings_ms={"parse": 0.1})
+    reply: dict[str, Any] = orjson.loads(b"".join(pieces))
     return reply
 
 
-@pytest.mark.parametrize("count", [1, 2, 63, 65, 100])
+@pytest.mark.parametrize("count", [1, 2, 63, 65, 100, 1024, 1025, 2049])
 @pytest.mark.parametrize("form", [FORM, BARE], ids=["continuous", "bare"])
 def test_every_number_survives_the_round_trip(count: int, form: ReplyFormat) -> None:
     given = scores(count)
@@ -120,3 +122,17 @@ def test_wanted_actions_are_columns_in_that_order() -> None:
 def test_weights_of_nothing_score_nothing() -> None:
     rows = rendered(request(4, weights={}), scores(4))["candidates"]
     assert [(row["score"], row["rank"]) for row in rows] == [(0.0, 1), (0.0, 2), (0.0, 3), (0.0, 4)]
+
+
+def test_no_piece_of_a_long_reply_holds_the_loop() -> None:
+    given, spent = scores(4096), []
+    for _ in range(3):
+        pieces = render(request(4096), given, FORM, history_used=1, timings_ms={})
+        longest = 0.0
+        while True:
+            started = time.thread_time()
+            if next(pieces, None) is None:
+                break
+            longest = max(longest, time.thread_time() - started)
+        spent.append(longest)
+    assert min(spent) < 0.010

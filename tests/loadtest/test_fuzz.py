@@ -13,7 +13,7 @@ from app.factory import create_app
 from app.settings import Logs, Settings
 from loadtest.fuzz.calls import MARK, Call
 from loadtest.fuzz.mutate import Mutator
-from loadtest.fuzz.run import SHARES, Tally, fuzz, sources
+from loadtest.fuzz.run import SHARES, Tally, fuzz, series_by_route, sources
 from tests.app.fakes import FakeEngine, running
 
 SETTINGS = Settings(logs=Logs(success_sample=0))
@@ -28,8 +28,8 @@ def run(requests: int, plant: Plant = lambda app: app, only: str | None = None) 
             app = create_app(SETTINGS, service)
             calls = sources(app.openapi(), seed=1)
             calls = calls if only is None else {only: calls[only]}
-            lines = service.metrics.render
-            return await fuzz(plant(app), calls, lambda: len(lines().splitlines()), requests=requests, seconds=60)
+            render = service.metrics.render
+            return await fuzz(plant(app), calls, lambda: series_by_route(render()), requests=requests, seconds=60)
 
     return asyncio.run(main())
 
