@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.batching import BatchPolicy
-from app.forecast import ForwardTime, Load
+from app.forecast import ForwardTime, Load, Offered
 
 Clock = Callable[[], float]  # seconds that never run backwards
 Reason = Literal["queue_full", "deadline"]
 
 NO_RATE_RETRY_SECONDS = 1.0  # what a refusal says before the first forward was seen
+BUSY = 0.75  # share of the capacity from which on the wait is held to its bound
 IDLE_KEY_SECONDS = 60.0  # a key that has been silent for longer has a full bucket anyway
 
 
@@ -85,6 +86,7 @@ class Admission:
         self.clock = clock
         self.batch = batch or BatchPolicy()
         self.forward_time = ForwardTime()
+        self.offered = Offered()
         self.requests = 0
         self.candidates = 0
         self.context_tokens = 0
@@ -122,10 +124,14 @@ class Admission:
         """Whether even the smallest request would be refused, whoever sends it."""
         if not self.requests:
             return None
-        return self._over_limit(Work(1, 1), None)
+        refusal = self._over_limit(Work(1, 1), None)
+        if refusal is not None:
+            self.offered.observe(self.clock())
+        return refusal
 
     def refusal(self, work: Work, *, deadline: float, key: str | None = None) -> Refusal | None:
         """None when the work may join now. An idle engine takes any request, for nothing smaller could be said of it."""
+        self.offered.observe(self.clock(), Load(1, work.candidates, work.context_tokens))
         if deadline <= self.clock():
             return Refusal("deadline", "the deadline had passed on arrival", 0.0)
         if key is not None and (limited := self._over_key_rate(work, key)):
@@ -168,9 +174,16 @@ class Admission:
         if excess > 0:
             return Refusal("queue_full", "the queue is full", self._seconds_of(excess))
         wait = self.predicted_wait_seconds(key)
-        if policy.queue_seconds and wait > policy.queue_seconds:
+        if policy.queue_seconds and wait > policy.queue_seconds + self._grace_seconds():
             return Refusal("queue_full", "the predicted wait is over the limit", wait - policy.queue_seconds)
         return None
+
+    def _grace_seconds(self) -> float:
+        """One forward more while less is offered than can be done: a burst is no overload, and refusing it would lose work."""
+        size = (self.batch.requests, self.batch.candidates, self.batch.context_tokens)
+        seconds = self.forward_time.seconds(self.offered.batch_cost(*size)) or 0.0
+        busy = self.offered.batches_per_second(self.clock(), *size) * seconds
+        return seconds if busy < BUSY else 0.0
 
     def _over_share(self, work: Work, key: str) -> int:
         """A key may hold `share / (1 - share)` times what is free: alone its share, among many less, so a newcomer finds room."""

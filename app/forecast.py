@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -52,3 +53,37 @@ class Load:
     def cost(self) -> int:
         """One number to add up: tokens that run through the model."""
         return self.candidates + self.context_tokens
+
+
+class Offered:
+    """Work asked for per second over the last half second or so, refused or not."""
+
+    def __init__(self, memory_seconds: float = 0.5) -> None:
+        self.memory_seconds = memory_seconds
+        self._requests = self._candidates = self._tokens = 0.0
+        self._at = 0.0
+
+    def observe(self, now: float, work: Load | None = None) -> None:
+        """A request came; one of unknown size counts as an average one."""
+        keep = math.exp(-max(0.0, now - self._at) / self.memory_seconds)
+        self._at = now
+        if work is None:
+            grow = keep * (1 + 1 / self._requests) if self._requests > 1e-3 else keep
+            self._requests, self._candidates, self._tokens = (
+                value * grow for value in (self._requests, self._candidates, self._tokens)
+            )
+            return
+        self._requests = self._requests * keep + work.requests
+        self._candidates = self._candidates * keep + work.candidates
+        self._tokens = self._tokens * keep + work.context_tokens
+
+    def batches_per_second(self, now: float, requests: int, candidates: int, context_tokens: int) -> float:
+        """How many forwards of at most this size a second of such traffic would fill."""
+        keep = math.exp(-max(0.0, now - self._at) / self.memory_seconds)
+        fullest = max(self._requests / requests, self._candidates / candidates, self._tokens / context_tokens)
+        return fullest * keep / self.memory_seconds
+
+    def batch_cost(self, requests: int, candidates: int, context_tokens: int) -> float:
+        """Tokens in one such full forward."""
+        fullest = max(self._requests / requests, self._candidates / candidates, self._tokens / context_tokens)
+        return (self._candidates + self._tokens) / fullest if fullest else 0.0

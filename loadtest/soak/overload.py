@@ -25,7 +25,7 @@ SETTINGS = {
     "batching__max_candidates": BATCH * CANDIDATES,
     "batching__part_candidates": BATCH * CANDIDATES,
     "queue__max_wait_seconds": 0.8 * FORWARD_SECONDS,  # a newcomer joins the next forward or is refused
-    "queue__max_candidates": 2 * BATCH * CANDIDATES,  # one forward computing, one waiting
+    "queue__max_candidates": 16 * BATCH * CANDIDATES,
 }
 REJECTION_LIMIT_SECONDS = 0.020
 STRETCH_LIMIT = 2.0

@@ -75,7 +75,22 @@ def test_who_joins_the_next_batch_does_not_wait_for_it_to_fill() -> None:
         assert queue.predicted_wait_seconds() == 0.0
     queue.add(Work(10, 0))
     assert queue.predicted_wait_seconds() == pytest.approx(0.05)  # that batch is full
-    assert queue.refusal(Work(10, 0), deadline=FAR) is not None
+
+
+def test_a_burst_may_wait_one_forward_longer_and_an_overload_may_not() -> None:
+    queue = admission(BatchPolicy(candidates=40), queue_seconds=0.04)
+    clock = queue.clock
+    assert isinstance(clock, FakeClock)
+    queue.forward_time.observe(10, 0.05)
+    for _ in range(4):
+        queue.add(Work(10, 0))
+    assert queue.refusal(Work(10, 0), deadline=FAR) is None  # the next batch is full, and traffic is light
+    for _ in range(200):  # 100 a second, of which the engine can do 80
+        clock.advance(0.01)
+        refused = queue.refusal(Work(10, 0), deadline=FAR)
+    assert refused is not None
+    clock.advance(2.0)
+    assert queue.refusal(Work(10, 0), deadline=FAR) is None
 
 
 def test_what_the_present_forward_has_done_shortens_the_wait() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.forecast import ForwardTime
+from app.forecast import ForwardTime, Load, Offered
 
 
 def test_a_linear_engine_is_learnt() -> None:
@@ -47,3 +47,22 @@ def test_it_is_never_negative_and_never_falls_with_cost(seen: list[tuple[int, fl
     assert small is not None
     assert large is not None
     assert -1e-9 <= small <= large + 1e-9
+
+
+def test_offered_work_is_counted_in_full_forwards_a_second() -> None:
+    offered = Offered(memory_seconds=0.5)
+    for step in range(400):  # 100 a second, sixteen candidates each
+        offered.observe(step / 100, Load(1, 16, 4))
+    assert offered.batches_per_second(4.0, 64, 64, 10_000) == pytest.approx(25, rel=0.05)
+    assert offered.batch_cost(64, 64, 10_000) == pytest.approx(80)
+    assert offered.batches_per_second(9.0, 64, 64, 10_000) < 0.1  # silence is forgotten
+
+
+def test_a_request_that_was_refused_unread_counts_as_an_average_one() -> None:
+    read, unread = Offered(), Offered()
+    for step in range(300):
+        read.observe(step / 100, Load(1, 16, 4))
+        unread.observe(step / 100, Load(1, 16, 4) if step % 3 == 0 else None)
+    assert unread.batches_per_second(3.0, 64, 64, 99) == pytest.approx(
+        read.batches_per_second(3.0, 64, 64, 99), rel=0.05
+    )
