@@ -183,6 +183,23 @@ def peers_command(
     print(json.dumps({"rows": result["rows"]}, sort_keys=True))
 
 
+@cli.command("screenshot")
+def screenshot_command(
+    page: Annotated[str, typer.Argument(help="An address, or a report.html.")],
+    out: Annotated[Path, typer.Argument(help="Where the PNG goes.")],
+    width: int = 1100,
+    height: int = 1500,
+) -> None:
+    """A picture of a page for the documentation; needs Chromium."""
+    from loadtest.screenshot import NoBrowser, screenshot
+
+    url = page if "://" in page else Path(page).resolve().as_uri()
+    try:
+        console.print(screenshot(url, out, width, height))
+    except NoBrowser as error:
+        raise _refusal(error) from error
+
+
 def _traffic(candidates: int, seed: int) -> TrafficSettings:
     settings = TrafficSettings(seed=seed or fresh_seed())
     return settings.with_fixed_candidates(candidates) if candidates else settings

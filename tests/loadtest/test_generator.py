@@ -64,9 +64,9 @@ def test_arrivals_do_not_slow_down_when_the_server_does():
 
 
 def test_waiting_for_a_connection_counts_as_latency():
-    samples, _ = run(open_run(ToyServer(delay_seconds=0.05), schedule("constant", 100, 0.5), max_connections=1))
+    samples, _ = run(open_run(ToyServer(delay_seconds=0.05), schedule("constant", 100, 0.2), max_connections=1))
     assert samples.service_seconds.max() < 0.1
-    assert samples.latency_seconds.max() > 1.0
+    assert samples.latency_seconds.max() > 0.6
 
 
 def test_a_stall_is_hidden_by_a_closed_loop_and_shown_by_the_open_one():
@@ -136,7 +136,7 @@ def test_a_lagging_generator_says_so():
         server = ToyServer()
         async with server.serving():
             client = Client("127.0.0.1", server.port)
-            due = schedule("constant", 200, 0.5)
+            due = schedule("constant", 200, 0.2)
             loop = OpenLoop(client, payloads(len(due)), due, on_done=lambda row: time.sleep(0.03))
             load = (await measured(loop, client))[1]
             await client.close()
