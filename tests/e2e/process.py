@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "weights" / "demo"
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 
@@ -35,7 +37,7 @@ class Server:
         self.lines: list[dict[str, Any]] = []
         self.raw: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app"], env=environment, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "app"], env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import httpx
 import pytest
@@ -12,8 +11,9 @@ from starlette.testclient import TestClient
 
 from app import client as client_package
 from tests.app.serving import served
+from tests.e2e.process import ROOT
 
-PAGE = Path("docs/api.md").read_text()
+PAGE = (ROOT / "docs" / "api.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

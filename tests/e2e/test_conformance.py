@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from loadtest.fuzz.sources import drawn
-from tests.e2e.process import Server, serving
+from tests.e2e.process import DEMO, Server, serving
 
 EXAMPLES = 12
 CHECKS = [
@@ -34,7 +34,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("weights/demo", threads=1) as server:
+    with serving(DEMO, threads=1) as server:
         yield server
 
 

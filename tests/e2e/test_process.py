@@ -15,9 +15,8 @@ import httpx
 import pytest
 
 from app.client import Candidate, RankerClient
-from tests.e2e.process import Server, serving
+from tests.e2e.process import DEMO, ROOT, Server, serving
 
-DEMO = Path("weights/demo")
 LIMIT = 65_536
 MIB = 2**20
 HEAD = b"POST /rank HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -202,7 +201,9 @@ def test_a_compressed_body_is_not_unpacked(server: Server) -> None:
     [(["--prot", "1"], "--prot"), (["--port", "x"], "RANKER_PORT"), (["--admin.port", "1"], "token")],
 )
 def test_a_slip_on_the_command_line_is_told(arguments: list[str], said: str) -> None:
-    ended = subprocess.run([sys.executable, "-m", "app", *arguments], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-m", "app", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 2
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
