@@ -9,11 +9,12 @@ import httptools
 class ToyServer:
     """Knows no GET; answers every POST after `delay_seconds` with `status`; holds all replies back during a stall."""
 
-    def __init__(self, delay_seconds=0.001, status=200, headers=(), close_after=None):
+    def __init__(self, delay_seconds=0.001, status=200, headers=(), close_after=None, body=b"{}"):
         self.delay_seconds = delay_seconds
         self.status = status
         self.headers = headers
         self.close_after = close_after
+        self.body = body
         self.received = []
         self.stall_until = 0.0
 
@@ -62,5 +63,5 @@ class Socket(asyncio.Protocol):
         server.loop.call_later(wait, self.reply)
 
     def reply(self):
-        lines = [f"HTTP/1.1 {self.server.status} X", "Content-Length: 2", *self.server.headers]
-        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n{}")
+        lines = [f"HTTP/1.1 {self.server.status} X", f"Content-Length: {len(self.server.body)}", *self.server.headers]
+        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + self.server.body)

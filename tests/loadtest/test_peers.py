@@ -1,0 +1,116 @@
+"""The peers hold the same model: otherwise their table would compare nothing."""
+
+import asyncio
+import threading
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+
+from loadtest.peers import run
+from loadtest.peers.common import PeerModel, RankBody
+from loadtest.peers.plain import create_app
+from loadtest.target import ROOT, Target, TargetError
+from loadtest.traffic import Traffic, TrafficSettings
+from tests.loadtest.toy_server import ToyServer
+
+
+@pytest.fixture(scope="module")
+def bodies():
+    settings = TrafficSettings(objects_share=0.5, max_candidates=64)
+    return [RankBody.model_validate(orjson.loads(request.body)) for request in Traffic(settings).take(6)]
+
+
+def environment(patch, engine):
+    for name, value in {
+        "CHECKPOINT": str(ROOT / "weights/demo"),
+        "DTYPE": "float32",
+        "THREADS": "1",
+        "ENGINE": engine,
+    }.items():
+        patch.setenv(f"PEER_{name}", value)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    with pytest.MonkeyPatch.context() as patch:
+        environment(patch, "dense")
+        yield PeerModel()
+
+
+def test_the_dense_reference_in_batches_and_our_engine_score_alike(dense, bodies, monkeypatch):
+    environment(monkeypatch, "auto")
+    ours = PeerModel()
+    features = [dense.features(body) for body in bodies]
+    alone = [dense.score([one])[0].probabilities for one in features]
+    assert max(float(scores.std()) for scores in alone) > 0.001  # scores that are all the same would prove nothing
+    for found in (dense.score(features), ours.score(features)):
+        for scores, expected in zip(found, alone, strict=True):
+            assert np.abs(scores.probabilities - expected).max() < run.TOLERANCE["float32"]
+
+
+def test_a_plain_reply_ranks_by_score(dense, monkeypatch):
+    environment(monkeypatch, "dense")
+    body = Traffic(TrafficSettings()).first_visit().body
+
+    async def ask():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app()), base_url="http://peer") as client:
+            return await client.post("/rank", content=body, headers={"Content-Type": "application/json"})
+
+    reply = asyncio.run(ask()).json()
+    assert reply == dense.rank(RankBody.model_validate(orjson.loads(body)))
+    ranked = sorted(reply["candidates"], key=lambda candidate: candidate["rank"])
+    scores = [candidate["score"] for candidate in ranked]
+    assert scores == sorted(scores, reverse=True)
+
+
+@contextmanager
+def toy(probability):
+    """A server that gives this probability to everything."""
+    body = orjson.dumps({"candidates": [{"probabilities": [probability]}]})
+    started, stop = threading.Event(), []
+
+    async def serve():
+        server = ToyServer(body=body)
+        async with server.serving():
+            stop.extend((asyncio.get_running_loop(), ended := asyncio.Event(), server.port))
+            started.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(10)
+    yield Target("127.0.0.1", stop[2])
+    stop[0].call_soon_threadsafe(stop[1].set)
+    thread.join(10)
+
+
+def test_a_peer_with_another_model_ends_the_run():
+    """Negative control of the check that every table starts with."""
+    with toy(0.5) as first, toy(0.5004) as alike, toy(0.6) as other:
+        assert run._check_alike({"a": first, "b": alike}, 64, 127, 0.001) == pytest.approx(0.0004, abs=1e-6)
+        with pytest.raises(TargetError, match="c scores otherwise than a"):
+            run._check_alike({"a": first, "c": other}, 64, 127, 0.001)
+
+
+def test_names_are_checked_and_what_is_not_installed_is_said(monkeypatch):
+    said = []
+    with pytest.raises(ValueError, match="no such peer: Foo"):
+        run._chosen(["Foo"], said.append)
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    assert {peer.needs for peer in run._chosen([], said.append)} == {""}
+    assert len(said) == 3
+
+
+def test_rows_are_medians_with_their_spread():
+    blocks = [
+        {"throughput_rps": rate, "p50_ms": 5.0, "p99_ms": 9.0, "single_p50_ms": 2.0, "failed": 0.0}
+        for rate in (10, 30, 20)
+    ]
+    rows = run._rows(
+        list(run.PEERS[:2]), {run.PEERS[0].name: blocks, run.PEERS[1].name: [{**blocks[0], "throughput_rps": 40.0}]}
+    )
+    assert (rows[0]["throughput_rps"], rows[0]["throughput_spread_rps"], rows[1]["ratio"]) == (20, 10, 2)
+    assert "| plain FastAPI | dense reference | 20 | 10 |" in run._markdown(rows, "float32", 2, 64)
