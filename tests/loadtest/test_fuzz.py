@@ -64,7 +64,7 @@ def failing(app: ASGIApp) -> ASGIApp:
 
 
 def test_nothing_is_found() -> None:
-    tally = run(3000)
+    tally = run(2000)
     assert [row.ok for row in tally.rows()] == [True, True, True], tally.failures
     assert set(tally.sent) == set(SHARES)
     assert {200, 400, 404, 413, 415, 422} <= set(tally.statuses)  # it reaches every corner, the good one too
