@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.engine import EngineError
 from model.kernels.contract import Tables
 from model.ranker import Ranker
 from model.split_step import CANDIDATES, ROWS, TOKEN_TILES, USER, StepArrays, embeddings_per_token
@@ -32,9 +33,14 @@ class TableSource(Protocol):
 def table_source(
     ranker: Ranker, device: torch.device, capacity: int, placement: Placement | None = None
 ) -> TableSource:
-    """Tables go to a CUDA device when they take at most half of its free memory. On the CPU they are read in place."""
+    """Tables go to a CUDA device when they take at most half of its free memory. On the CPU they are read in place.
+
+    Raises EngineError where they differ in dtype.
+    """
     tables = ranker.tables
     parts = [parameter.detach() for parameter in (tables.user, tables.post, tables.author)]
+    if len({part.dtype for part in parts}) > 1 or parts[0].dtype not in (torch.float32, torch.bfloat16):
+        raise EngineError(f"embedding tables must all be float32 or all bfloat16, got {[part.dtype for part in parts]}")
     if placement is None:
         placement = "device"
         if device.type == "cuda":

@@ -85,7 +85,8 @@ from model.graphs import PlainRecorder
 from model.selftest import same_bits
 from model.split import SplitEngine
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
-for dtype, layers, tolerance in ((torch.float32, 2, 2e-4), (torch.bfloat16, 1, 0.12)):
+from tests.tolerances import PARITY
+for dtype, layers in ((torch.float32, 2), (torch.bfloat16, 1)):
     config = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
     ranker = random_ranker(config)
     engine = SplitEngine(ranker, "cpu", dtype, cache_bytes=2**20, kernels="fused", capacity=64)
@@ -96,8 +97,8 @@ for dtype, layers, tolerance in ((torch.float32, 2, 2e-4), (torch.bfloat16, 1, 0
     items[0].context.post_ids[2] = 0
     outcomes = engine.forward(items)
     for ours, theirs in zip(outcomes, DenseEngine(ranker, torch.float32).forward(items)):
-        assert np.abs(ours.scores.logits - theirs.scores.logits).max() < tolerance
-        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max() < tolerance
+        assert np.abs(ours.scores.logits - theirs.scores.logits).max() < PARITY[dtype].logits
+        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max() < PARITY[dtype].continuous
     alone = engine.forward([Item(items[0].context, items[0].candidates.part(1, 2))])[0]
     assert alone.cache == "hit"
     assert np.array_equal(alone.scores.logits, outcomes[0].scores.logits[1:2])

@@ -20,8 +20,8 @@ from model.split import SplitEngine, default_capacity
 from model.split_proof import rows_are_independent
 from model.split_step import StepPlan, context_tiles, plan_steps, tile_slots
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
+from tests.tolerances import PARITY
 
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.12}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 JANUARY: dict[str, Any] = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0}
 
@@ -69,8 +69,8 @@ def test_scores_equal_the_dense_definition(overrides: dict[str, Any], mode: Any,
     items[2].context.post_ids[[3, full - 1]] = 0
     expected = DenseEngine(ranker, torch.float32, mode).forward(items)
     for ours, theirs in zip(engine.forward(items), expected, strict=True):
-        assert np.abs(ours.scores.logits - theirs.scores.logits).max() < TOLERANCE[dtype]
-        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max(initial=0) < TOLERANCE[dtype]
+        assert np.abs(ours.scores.logits - theirs.scores.logits).max() < PARITY[dtype].logits
+        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max(initial=0) < PARITY[dtype].continuous
         assert ours.scores.is_finite()
         assert ours.cache == "miss"
 
@@ -299,5 +299,9 @@ def test_a_checkpoint_that_the_kernels_cannot_hold_is_refused() -> None:
         make_engine(attention_cap=90.0)
     with pytest.raises(EngineError, match="capacity"):
         SplitEngine(random_ranker(random_config()), capacity=100)
+    mixed = random_ranker(random_config())
+    mixed.tables.user.data = mixed.tables.user.data.bfloat16()
+    with pytest.raises(EngineError, match="tables"):
+        SplitEngine(mixed)
     assert default_capacity(random_config(width=2048, widening=4.0, head_width=128)) == 2048
     assert not StepPlan().states()
