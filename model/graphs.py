@@ -34,6 +34,9 @@ class CudaRecorder:
     def __init__(self) -> None:
         self.recorded = 0
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = (
+            torch.cuda.Stream()
+        )  # one for all recordings: the library keeps a workspace for each stream it sees
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """See `Recorder.pinned`."""
@@ -44,9 +47,15 @@ class CudaRecorder:
         work(step)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # other threads, such as the one that serves the version before this one, may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work(step)
+        with torch.cuda.stream(self._stream):
+            # not torch.cuda.graph: it collects garbage at every recording. Other threads, such as the one that serves the
+            # version before this one, may use the device meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work(step)
+            finally:
+                graph.capture_end()
+        torch.cuda.synchronize()
         self.recorded += 1
         return lambda _: graph.replay()
 

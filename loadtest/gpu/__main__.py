@@ -30,7 +30,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--geometries", nargs="+", choices=list(GEOMETRIES), default=["mini", "seed", "flagship", "nano"]
     )
     parser.add_argument(
-        "--seconds", type=float, default=540, help="geometries that would start later than this are left out"
+        "--seconds", type=float, default=420, help="geometries that would start later than this are left out"
     )
     parser.add_argument("--out", type=Path, help="directory for gpu.json, loadtest/results for example")
     return parser.parse_args(given)

@@ -42,9 +42,16 @@ def small_config(**overrides: Any) -> ModelConfig:
     return ModelConfig(**{**values, **overrides})
 
 
-def make_engine(ranker: Ranker, card: Card, dtype: torch.dtype = torch.bfloat16, cache_bytes: int = 0) -> SplitEngine:
+def make_engine(
+    ranker: Ranker,
+    card: Card,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    cache_bytes: int = 0,
+    capacity: int | None = None,
+) -> SplitEngine:
     """A warm engine that runs in padded sizes on any device; short steps where everything is tiny."""
-    recorder, capacity = (None, None) if card.is_cuda else (PlainRecorder(), 256)
+    recorder, capacity = (None, capacity) if card.is_cuda else (PlainRecorder(), 256)
     engine = SplitEngine(ranker, card.device, dtype, cache_bytes=cache_bytes, capacity=capacity, recorder=recorder)
     engine.warm_up()
     return engine
@@ -63,7 +70,7 @@ def parity(card: Card) -> dict[str, float]:
         items[3].context.post_ids[[0, 50]] = 0
         expected = DenseEngine(ranker, torch.float32).forward(items)
         for dtype, tolerance in TOLERANCE.items():
-            outcomes = make_engine(ranker, card, dtype).forward(items)
+            outcomes = make_engine(ranker, card, dtype, capacity=512).forward(items)
             pairs = zip(outcomes, expected, strict=True)
             worst = max(float(np.abs(a.scores.logits - b.scores.logits).max()) for a, b in pairs)
             if not worst <= tolerance:

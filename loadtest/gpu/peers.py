@@ -13,7 +13,6 @@ from model.batch import collate
 from model.engine import Item
 from model.layers import gated_ffn, linear, rms_norm, rope_tables, rotate
 from model.ranker import Ranker
-from model.trunk import DecoderLayer
 
 
 def dense_eager(ranker: Ranker, item: Item, card: Card, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -36,7 +35,9 @@ class FlexRanker:
         self._length = self._context + len(item.candidates)
         self._device = card.device
         torch.compiler.reset()  # every shape compiles anew; a limit on that would fall back to eager unnoticed
-        self._layers = torch.compile(self._trunk, dynamic=False) if card.is_cuda else self._trunk
+        # one layer, its weights as arguments: compiled once, run for all
+        self._layer = torch.compile(self._plain_layer, dynamic=False) if card.is_cuda else self._plain_layer
+        self._weights = [_weights(layer) for layer in ranker.trunk.layers]
 
     def block_mask(self) -> BlockMask:
         """Context rows see the past, candidates the context and themselves. Built per request: its cost is timed apart."""
@@ -52,26 +53,22 @@ class FlexRanker:
     def forward(self, block_mask: BlockMask) -> Tensor:
         """Logits `[1, C, A]`."""
         hidden, _ = self._ranker.embed(self._batch)
-        hidden = self._layers(hidden.to(self._dtype), self._batch.positions, block_mask)
+        hidden = hidden.to(self._dtype)
+        config = self._ranker.config
+        cos, sin = rope_tables(self._batch.positions, config.head_width, config.rope_base)
+        for weights in self._weights:
+            hidden = self._layer(weights, hidden, cos, sin, block_mask)
         logits: Tensor = self._ranker.heads(hidden[:, self._context :])[0]
         return logits
 
-    def _trunk(self, hidden: Tensor, positions: Tensor, block_mask: BlockMask) -> Tensor:
-        config = self._ranker.config
-        cos, sin = rope_tables(positions, config.head_width, config.rope_base)
-        for layer in self._ranker.trunk.layers:
-            assert isinstance(layer, DecoderLayer)
-            hidden = self._layer(layer, hidden, cos, sin, block_mask)
-        return hidden
-
-    def _layer(self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask) -> Tensor:
+    def _plain_layer(
+        self, weights: tuple[Tensor, ...], hidden: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask
+    ) -> Tensor:
+        norm, *projections, output, post_norm, ffn_norm, ffn_gate, ffn_value, ffn_output, ffn_post_norm = weights
         config, epsilon = self._ranker.config, self._ranker.config.norm_epsilon
         cap = config.attention_cap
-        normed = rms_norm(hidden, layer.attention_norm, epsilon)
-        heads = [
-            linear(normed, weight).unflatten(-1, (-1, config.head_width))
-            for weight in (layer.query, layer.key, layer.value)
-        ]
+        normed = rms_norm(hidden, norm, epsilon)
+        heads = [linear(normed, weight).unflatten(-1, (-1, config.head_width)) for weight in projections]
         query, key = (rotate(x, cos, sin).transpose(1, 2) for x in heads[:2])
 
         def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -86,9 +83,14 @@ class FlexRanker:
             scale=config.attention_multiplier,
             enable_gqa=True,
         )
-        hidden = hidden + rms_norm(
-            linear(mixed.transpose(1, 2).flatten(-2), layer.output), layer.attention_post_norm, epsilon
-        )
-        normed = rms_norm(hidden, layer.ffn_norm, epsilon)
-        mixed = gated_ffn(normed, layer.ffn_gate, layer.ffn_value, layer.ffn_output)
-        return hidden + rms_norm(mixed, layer.ffn_post_norm, epsilon)
+        hidden = hidden + rms_norm(linear(mixed.transpose(1, 2).flatten(-2), output), post_norm, epsilon)
+        normed = rms_norm(hidden, ffn_norm, epsilon)
+        mixed = gated_ffn(normed, ffn_gate, ffn_value, ffn_output)
+        return hidden + rms_norm(mixed, ffn_post_norm, epsilon)
+
+
+def _weights(layer: torch.nn.Module) -> tuple[Tensor, ...]:
+    names = (
+        "attention_norm query key value output attention_post_norm ffn_norm ffn_gate ffn_value ffn_output ffn_post_norm"
+    )
+    return tuple(layer.get_parameter(name).detach() for name in names.split())

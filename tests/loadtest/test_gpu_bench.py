@@ -15,10 +15,12 @@ from loadtest.gpu import checks
 from loadtest.gpu.__main__ import main
 from loadtest.gpu.card import Card
 from loadtest.gpu.checks import equal_bits, make_engine, parity, small_config
+from loadtest.gpu.peers import FlexRanker, dense_eager
 from loadtest.gpu.work import forward_work
+from model.engine import Item
 from model.kernels.portable import PortableKernels
 from model.split import SplitEngine
-from model.synthetic import random_ranker
+from model.synthetic import random_ranker, random_request
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Card(torch.device("cpu"), tiny=True)
@@ -61,11 +63,21 @@ def test_without_a_card_nothing_is_claimed() -> None:
     assert not finished.stdout
 
 
+def test_the_peers_compute_what_the_engine_computes() -> None:
+    ranker = random_ranker(small_config(width=64, layers=2, head_width=16))
+    item = Item(*random_request(ranker.config, 30, 17))
+    dense = dense_eager(ranker, item, TINY, torch.float32)()[0]
+    flex = FlexRanker(ranker, item, TINY, torch.float32)
+    torch.testing.assert_close(flex.forward(flex.block_mask())[0], dense, atol=2e-4, rtol=0)
+    ours = make_engine(ranker, TINY, torch.float32).forward([item])[0].scores.logits
+    torch.testing.assert_close(torch.from_numpy(ours), dense, atol=2e-4, rtol=0)
+
+
 def test_wrong_scores_fail_the_parity_check(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = make_engine
 
-    def biased(ranker: Any, card: Card, dtype: torch.dtype = torch.bfloat16) -> SplitEngine:
-        engine = honest(ranker, card, dtype)
+    def biased(ranker: Any, card: Card, dtype: torch.dtype, **options: Any) -> SplitEngine:
+        engine = honest(ranker, card, dtype, **options)
         engine._trunk.weights.heads.mul_(1.2)
         return engine
 
