@@ -13,7 +13,7 @@ Clock = Callable[[], float]  # seconds that never run backwards
 Reason = Literal["queue_full", "deadline"]
 
 NO_RATE_RETRY_SECONDS = 1.0  # what a refusal says before the first forward was seen
-BUSY = 0.75  # share of the capacity from which on the wait is held to its bound
+LIGHT, HEAVY = 0.75, 2.0  # offered work as a share of the capacity: see `_longest_wait_seconds`
 IDLE_KEY_SECONDS = 60.0  # a key that has been silent for longer has a full bucket anyway
 
 
@@ -174,16 +174,22 @@ class Admission:
         if excess > 0:
             return Refusal("queue_full", "the queue is full", self._seconds_of(excess))
         wait = self.predicted_wait_seconds(key)
-        if policy.queue_seconds and wait > policy.queue_seconds + self._grace_seconds():
+        if policy.queue_seconds and wait > self._longest_wait_seconds():
             return Refusal("queue_full", "the predicted wait is over the limit", wait - policy.queue_seconds)
         return None
 
-    def _grace_seconds(self) -> float:
-        """One forward more while less is offered than can be done: a burst is no overload, and refusing it would lose work."""
+    def _longest_wait_seconds(self) -> float:
+        """The bound, and where it is shorter than a forward, more while later arrivals would not fill the next forward.
+
+        Refusing then would lose work: below capacity a burst may wait for the forward after the next, near it for the next.
+        """
         size = (self.batch.requests, self.batch.candidates, self.batch.context_tokens)
         seconds = self.forward_time.seconds(self.offered.batch_cost(*size)) or 0.0
         busy = self.offered.batches_per_second(self.clock(), *size) * seconds
-        return seconds if busy < BUSY else 0.0
+        bound = self.policy.queue_seconds
+        if busy < LIGHT:
+            return bound + seconds
+        return max(bound, seconds) if busy < HEAVY else bound
 
     def _over_share(self, work: Work, key: str) -> int:
         """A key may hold `share / (1 - share)` times what is free: alone its share, among many less, so a newcomer finds room."""

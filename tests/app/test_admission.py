@@ -77,20 +77,27 @@ def test_who_joins_the_next_batch_does_not_wait_for_it_to_fill() -> None:
     assert queue.predicted_wait_seconds() == pytest.approx(0.05)  # that batch is full
 
 
-def test_a_burst_may_wait_one_forward_longer_and_an_overload_may_not() -> None:
-    queue = admission(BatchPolicy(candidates=40), queue_seconds=0.04)
-    clock = queue.clock
-    assert isinstance(clock, FakeClock)
-    queue.forward_time.observe(10, 0.05)
+@pytest.mark.parametrize(
+    ("per_second", "joins_next", "joins_second"), [(40, True, True), (80, True, False), (400, False, False)]
+)
+def test_the_bound_gives_way_where_refusing_would_lose_work(
+    per_second: int, joins_next: bool, joins_second: bool
+) -> None:
+    """An engine that can do 80 a second in forwards of four, one of which has just begun."""
+    clock = FakeClock()
+    policy = AdmissionPolicy(queue_seconds=0.04)
+    queue = Admission(policy, clock, BatchPolicy(candidates=40), lambda: Load(4, 40, 0, 0.0))
+    queue.forward_time.observe(40, 0.05)
     for _ in range(4):
         queue.add(Work(10, 0))
-    assert queue.refusal(Work(10, 0), deadline=FAR) is None  # the next batch is full, and traffic is light
-    for _ in range(200):  # 100 a second, of which the engine can do 80
-        clock.advance(0.01)
-        refused = queue.refusal(Work(10, 0), deadline=FAR)
-    assert refused is not None
-    clock.advance(2.0)
-    assert queue.refusal(Work(10, 0), deadline=FAR) is None
+    for _ in range(10 * per_second):
+        clock.advance(1 / per_second)
+        queue.refusal(Work(10, 0), deadline=FAR)
+    assert (queue.refusal(Work(10, 0), deadline=FAR) is None) == joins_next
+    for _ in range(4):
+        queue.add(Work(10, 0))
+    queue._running = lambda: Load(4, 40, 0, 0.02)
+    assert (queue.refusal(Work(10, 0), deadline=FAR) is None) == joins_second
 
 
 def test_what_the_present_forward_has_done_shortens_the_wait() -> None:
