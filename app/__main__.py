@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import structlog
 
 from app import logs
-from app.settings import SettingsProblem, load_settings
+from app.settings import Settings, SettingsProblem, load_settings
 
 EXIT_USAGE = 2
 
@@ -18,13 +19,22 @@ def main() -> int:
         settings = load_settings(sys.argv[1:])
         logs.configure(settings.logs)
         structlog.get_logger("app").info("settings", **settings.effective())
-        from app.factory import create_app  # late: --help and a slip in a setting need no torch
-        from app.server import serve
-
-        return serve(create_app(settings), settings)
+        return run(settings)
     except SettingsProblem as error:
         print(f"python -m app: {error}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def run(settings: Settings) -> int:
+    """Serve until the end; the exit code."""
+    from app.factory import create_app  # late: --help and a slip in a setting need no torch
+    from app.server import serve
+
+    try:
+        return serve(create_app(settings), settings)
+    except SystemExit as ended:  # uvicorn cannot listen; loading has begun meanwhile, in native code that nothing stops
+        sys.stderr.flush()
+        os._exit(ended.code if isinstance(ended.code, int) else 1)
 
 
 if __name__ == "__main__":

@@ -213,3 +213,14 @@ def test_a_signal_ends_it_well(server: Server) -> None:
     assert server.stop() == 0
     assert server.lines[-1]["event"] == "stopped"
     assert server.lines[0]["event"] == "settings"
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [sys.executable, "-m", "app", "--port", port], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+    assert ended.returncode == 3
+    assert "address already in use" in ended.stderr
+    assert "Traceback" not in ended.stderr
