@@ -26,13 +26,13 @@ from model.split_step import (
     ContextState,
     StepArrays,
     StepPlan,
-    StepWriter,
     step_arrays,
     step_bytes,
     tile_slots,
 )
 from model.split_tables import TableSource
 from model.split_trunk import SplitTrunk
+from model.split_write import StepWriter
 
 SLOTS = 2  # host buffers: one is filled while the device reads the other
 Collect = Callable[[], NDArray[np.float32]]

@@ -15,12 +15,12 @@ from model.kernels.contract import Step
 from model.split_step import (
     TILE_ROWS,
     StepPlan,
-    StepWriter,
     step_arrays,
     step_bytes,
 )
 from model.split_tables import TableSource
 from model.split_trunk import SplitTrunk
+from model.split_write import StepWriter
 
 Probe = Callable[[int], StepPlan]  # a plan of exactly so many rows that begins and ends with the same candidates
 PROBE_CANDIDATES = 16

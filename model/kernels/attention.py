@@ -17,6 +17,42 @@ def capped_share(products, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.con
     return tl.exp2(RISE - FALL / (tl.exp2(products * SCALE) + 1.0))
 
 
+@triton.jit
+def attend_keys(
+    q,
+    keys,
+    values,
+    columns,
+    seen,
+    length,
+    last,
+    TOKEN: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    RISE: tl.constexpr,
+    FALL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """`Σ p` and `Σ p·v` of every row of q `[rows, width]` over the first `seen[row]` of `length` keys, TILE_KEYS at a time from
+    the first; no key from `last` on is seen by any row. A token's keys lie TOKEN elements after those of the one before.
+    """
+    total = tl.zeros([q.shape[0]], tl.float32)
+    mixed = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    for first_key in range(0, last, TILE_KEYS):
+        places = first_key + tl.arange(0, TILE_KEYS)
+        stored = (places < length)[:, None] & (columns < HEAD_WIDTH)[None, :]
+        address = places.to(tl.int64)[:, None] * TOKEN + columns[None, :]
+        k = tl.load(keys + address, mask=stored, other=0.0).to(q.dtype)
+        share = capped_share(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, RISE, FALL)
+        visible = (places[None, :] < seen[:, None]) & (places < length)[None, :]
+        share = tl.where(visible, share, 0.0)
+        total += tl.sum(share, 1)
+        v = tl.load(values + address, mask=stored, other=0.0).to(q.dtype)
+        mixed = tl.dot(share.to(v.dtype), v, mixed, input_precision=PRECISION)
+    return total, mixed
+
+
 @triton.jit(do_not_specialize=["layer"])
 def attend_tiles(
     query,
@@ -82,25 +118,13 @@ def attend_tiles(
             last = tl.minimum(place + row_count, length)
     # the offset counts from a tensor of the same type, so that the compiler knows both type and alignment
     start = tl.multiple_of(tl.load(offsets + request), 16)
-    token = KV_HEADS * HEAD_WIDTH
+    token: tl.constexpr = KV_HEADS * HEAD_WIDTH
     keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
     values = keys + capacity.to(tl.int64) * token
 
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    mixed = tl.zeros([TILE_ROWS, HEAD_BLOCK], tl.float32)
-    for first_key in range(0, last, TILE_KEYS):
-        places = first_key + tl.arange(0, TILE_KEYS)
-        stored = (places < length)[:, None] & wide[None, :]
-        address = places.to(tl.int64)[:, None] * token + columns[None, :]
-        k = tl.load(keys + address, mask=stored, other=0.0).to(q.dtype)
-        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        share = capped_share(products, SCALE, RISE, FALL)
-        visible = (places[None, :] < seen[:, None]) & (places < length)[None, :]
-        share = tl.where(visible, share, 0.0)
-        total += tl.sum(share, 1)
-        v = tl.load(values + address, mask=stored, other=0.0).to(q.dtype)
-        mixed = tl.dot(share.to(v.dtype), v, mixed, input_precision=PRECISION)
-
+    total, mixed = attend_keys(
+        q, keys, values, columns, seen, length, last, token, HEAD_WIDTH, SCALE, RISE, FALL, PRECISION, TILE_KEYS
+    )
     if place < 0:
         mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
         own_key = tl.load(mine, mask=there, other=0.0).to(tl.float32)
@@ -111,6 +135,19 @@ def attend_tiles(
     result = mixed / total[:, None]
     target = out + rows[:, None] * (QUERY_HEADS * HEAD_WIDTH) + head * HEAD_WIDTH + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def rotate_heads(source, cos, sin, there, HALF: tl.constexpr):
+    """Turn the pairs `(x1, x2) = (source, source + HALF)` in place: `x1·cos − x2·sin`, `x2·cos + x1·sin`; returns both."""
+    dtype: tl.constexpr = source.dtype.element_ty
+    first = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
+    turned_first = (first * cos - second * sin).to(dtype)
+    turned_second = (second * cos + first * sin).to(dtype)
+    tl.store(source, turned_first, mask=there)
+    tl.store(source + HALF, turned_second, mask=there)
+    return turned_first, turned_second
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -153,23 +190,14 @@ def rotate_rows(
     if QUERY_HEADS > 0:
         heads = tl.arange(0, QUERY_BLOCK)
         there = (heads < QUERY_HEADS)[:, None] & narrow[None, :]
-        source = query + row * query_stride + heads[:, None] * HEAD_WIDTH + columns[None, :]
-        first = tl.load(source, mask=there, other=0.0).to(tl.float32)
-        second = tl.load(source + half, mask=there, other=0.0).to(tl.float32)
-        tl.store(source, (first * cos - second * sin).to(query.dtype.element_ty), mask=there)
-        tl.store(source + half, (second * cos + first * sin).to(query.dtype.element_ty), mask=there)
+        rotate_heads(query + row * query_stride + heads[:, None] * HEAD_WIDTH + columns[None, :], cos, sin, there, half)
     if KV_HEADS > 0:
         token: tl.constexpr = KV_HEADS * HEAD_WIDTH
         heads = tl.arange(0, KV_BLOCK)
         there = (heads < KV_HEADS)[:, None] & narrow[None, :]
         inner = heads[:, None] * HEAD_WIDTH + columns[None, :]
         source = key_value + row * key_value_stride + inner
-        first = tl.load(source, mask=there, other=0.0).to(tl.float32)
-        second = tl.load(source + half, mask=there, other=0.0).to(tl.float32)
-        turned_first = (first * cos - second * sin).to(key_value.dtype.element_ty)
-        turned_second = (second * cos + first * sin).to(key_value.dtype.element_ty)
-        tl.store(source, turned_first, mask=there)
-        tl.store(source + half, turned_second, mask=there)
+        turned_first, turned_second = rotate_heads(source, cos, sin, there, half)
         place = tl.load(owners + row * 2 + 1)
         if place >= 0:
             request = tl.load(owners + row * 2)

@@ -8,6 +8,42 @@ import triton.language as tl
 
 
 @triton.jit
+def history_inputs(
+    rows,
+    there,
+    columns,
+    narrow,
+    actions,
+    action_weights,
+    dwell,
+    dwell_input,
+    dwell_output,
+    WIDTH: tl.constexpr,
+    ACTIONS: tl.constexpr,
+    HAS_DWELL: tl.constexpr,
+    DWELL_WIDTH: tl.constexpr,
+):
+    """What actions and dwell seconds add to history tokens: `(2a − 1) @ W` unless no action is set, `gelu(s/30 · in) @ out`."""
+    total = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+    acted = tl.zeros([rows.shape[0]], tl.int32)
+    for action in range(0, ACTIONS):
+        value = tl.load(actions + rows * ACTIONS + action, mask=there, other=0.0)
+        acted = acted | (value != 0.0).to(tl.int32)
+        weight = tl.load(action_weights + action * WIDTH + columns, mask=narrow, other=0.0)
+        total += (2.0 * value - 1.0)[:, None] * weight[None, :]
+    total = tl.where((acted != 0)[:, None], total, 0.0)
+    if HAS_DWELL:
+        seconds = tl.load(dwell + rows, mask=there, other=0.0)
+        share = tl.minimum(tl.maximum(seconds, 0.0), 30.0) / 30.0
+        for hidden in range(0, DWELL_WIDTH):
+            h = share * tl.load(dwell_input + hidden)
+            h = h / (1.0 + tl.exp(-1.5957691216057308 * (h + 0.044715 * h * h * h)))  # tanh gelu, see rows.gate_rows
+            weight = tl.load(dwell_output + hidden * WIDTH + columns, mask=narrow, other=0.0)
+            total += h[:, None] * weight[None, :]
+    return total
+
+
+@triton.jit
 def embed_tiles(
     table,
     slot_offsets,
@@ -81,21 +117,9 @@ def embed_tiles(
             age = tl.load(features + rows * 2 + 1, mask=there, other=0)
             total += tl.load(ages + age[:, None] * WIDTH + columns[None, :], mask=narrow[None, :], other=0.0)
     if kind == 1:
-        signed = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
-        acted = tl.zeros([TILE_ROWS], tl.int32)
-        for action in range(0, ACTIONS):
-            value = tl.load(actions + rows * ACTIONS + action, mask=there, other=0.0)
-            acted = acted | (value != 0.0).to(tl.int32)
-            weight = tl.load(action_weights + action * WIDTH + columns, mask=narrow, other=0.0)
-            signed += (2.0 * value - 1.0)[:, None] * weight[None, :]
-        total += tl.where((acted != 0)[:, None], signed, 0.0)
-        if HAS_DWELL:
-            seconds = tl.load(dwell + rows, mask=there, other=0.0)
-            share = tl.minimum(tl.maximum(seconds, 0.0), 30.0) / 30.0
-            for hidden in range(0, DWELL_WIDTH):
-                h = share * tl.load(dwell_input + hidden)
-                h = h / (1.0 + tl.exp(-1.5957691216057308 * (h + 0.044715 * h * h * h)))
-                weight = tl.load(dwell_output + hidden * WIDTH + columns, mask=narrow, other=0.0)
-                total += h[:, None] * weight[None, :]
+        total += history_inputs(
+            rows, there, columns, narrow, actions, action_weights, dwell, dwell_input, dwell_output,
+            WIDTH, ACTIONS, HAS_DWELL, DWELL_WIDTH,
+        )  # fmt: skip
     target = out + rows[:, None] * WIDTH + columns[None, :]
     tl.store(target, total, mask=there[:, None] & narrow[None, :])

@@ -27,11 +27,11 @@ from model.split_step import (
     ContextState,
     ContextWork,
     StepPlan,
-    StepWriter,
     step_arrays,
     step_bytes,
 )
 from model.split_weights import split_weights
+from model.split_write import StepWriter
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 fused = pytest.importorskip("model.kernels.fused", reason="triton is not installed here")

@@ -1,0 +1,139 @@
+"""Fills a step's arrays from its plan: hashes, positions, tiles. Numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.batch import history_positions, slot_positions
+from model.config import CandidatePositions, ModelConfig
+from model.hashing import hash_rows
+from model.split_step import CANDIDATE, HISTORY, TILE_ROWS, USER, StepArrays, StepPlan
+
+
+class StepWriter:
+    """Fills `StepArrays` (numpy) from a plan. `anchor` is the tensor from which state offsets are counted."""
+
+    def __init__(self, config: ModelConfig, mode: CandidatePositions, anchor: Tensor) -> None:
+        self.config = config
+        self.mode = mode
+        self.anchor = anchor
+
+    def write(self, plan: StepPlan, arrays: StepArrays) -> None:
+        """Every array up to the plan's counts; what lies beyond stays as it was, valid and unread."""
+        requests = self._write_states(plan, arrays)
+        tiles: list[tuple[int, int, int, int]] = []
+        row = self._write_candidates(plan, arrays, requests, tiles)
+        candidate_tiles = len(tiles)
+        history_end = self._write_history(plan, arrays, requests, tiles, row)
+        end = self._write_users(plan, arrays, requests, tiles, history_end)
+        token_tiles = [
+            *_cut(0, row, CANDIDATE, 0),
+            *_cut(row, history_end, HISTORY, 0),
+            *_cut(history_end, end, USER, 0),
+        ]
+        arrays.tiles[: len(tiles)] = np.array(tiles, np.int32).reshape(-1, 4)
+        arrays.token_tiles[: len(token_tiles)] = np.array(token_tiles, np.int32).reshape(-1, 4)
+        arrays.counts[:5] = (end, row, len(tiles), candidate_tiles, len(token_tiles))
+
+    def _write_states(self, plan: StepPlan, arrays: StepArrays) -> dict[int, int]:
+        """A number for each distinct state; returns them by the state's identity."""
+        states = plan.states()
+        base, size = self.anchor.data_ptr(), self.anchor.element_size()
+        for number, state in enumerate(states):
+            keys_values = state.keys_values
+            arrays.offsets[number] = (keys_values.data_ptr() - base) // size if keys_values.numel() else 0
+            arrays.lengths[number] = (state.length, keys_values.shape[2])
+        return {id(state): number for number, state in enumerate(states)}
+
+    def _write_candidates(
+        self, plan: StepPlan, arrays: StepArrays, requests: dict[int, int], tiles: list[tuple[int, int, int, int]]
+    ) -> int:
+        works = plan.candidates
+        if not works:
+            return 0
+        config, row = self.config, 0
+        for work in works:
+            stop, request = row + len(work.candidates), requests[id(work.state)]
+            arrays.positions[row:stop] = slot_positions(work.candidates, config, self.mode)
+            arrays.owners[row:stop] = (request, -1)
+            tiles.extend(_cut(row, stop, request, -1))
+            row = stop
+        self._write_posts(arrays, 0, [w.candidates.post_ids for w in works], [w.candidates.author_ids for w in works])
+        arrays.features[:row, 0] = np.concatenate([work.candidates.surfaces for work in works])
+        if config.has_post_age:
+            arrays.features[:row, 1] = np.concatenate([work.candidates.age_buckets for work in works])
+        return row
+
+    def _write_history(
+        self,
+        plan: StepPlan,
+        arrays: StepArrays,
+        requests: dict[int, int],
+        tiles: list[tuple[int, int, int, int]],
+        row: int,
+    ) -> int:
+        first = row
+        posts, authors = [], []
+        for work in plan.contexts:
+            context, items = work.context, work.items()
+            stop, request = row + len(items), requests[id(work.state)]
+            index = work.first_index + work.has_user
+            arrays.positions[row:stop] = history_positions(len(context), self.config)[items]
+            arrays.owners[row:stop, 0] = request
+            arrays.owners[row:stop, 1] = np.arange(index, index + len(items))
+            arrays.features[row:stop, 0] = context.surfaces[items]
+            arrays.actions[row:stop] = context.actions[items]
+            arrays.dwell[row:stop] = context.dwell_seconds[items]
+            tiles.extend(
+                (start, rows, request, index + start - row) for start, rows, _, _ in _cut(row, stop, request, 0)
+            )
+            posts.append(context.post_ids[items])
+            authors.append(context.author_ids[items])
+            row = stop
+        if row > first:
+            self._write_posts(arrays, first, posts, authors)
+        return row
+
+    def _write_posts(
+        self, arrays: StepArrays, first: int, posts: list[NDArray[np.uint64]], authors: list[NDArray[np.uint64]]
+    ) -> None:
+        config = self.config
+        rows = np.concatenate(
+            (
+                hash_rows(np.concatenate(posts), config.post_hashes),
+                hash_rows(np.concatenate(authors), config.author_hashes),
+            ),
+            1,
+        )
+        arrays.embedding_rows[first : first + len(rows), : rows.shape[1]] = rows
+
+    def _write_users(
+        self,
+        plan: StepPlan,
+        arrays: StepArrays,
+        requests: dict[int, int],
+        tiles: list[tuple[int, int, int, int]],
+        row: int,
+    ) -> int:
+        works = [work for work in plan.contexts if work.has_user]
+        if works:
+            stop = row + len(works)
+            rows = hash_rows(np.array([work.context.user_id for work in works], np.uint64), self.config.user_hashes)
+            arrays.embedding_rows[row:stop, : rows.shape[1]] = rows
+            arrays.positions[row:stop] = 0
+            for work in works:
+                request = requests[id(work.state)]
+                arrays.owners[row] = (request, 0)
+                tiles.append((row, 1, request, 0))
+                row += 1
+        return row
+
+
+def _cut(start: int, stop: int, owner: int, index: int) -> Iterator[tuple[int, int, int, int]]:
+    """Tiles over rows `start … stop - 1`."""
+    for first in range(start, stop, TILE_ROWS):
+        yield first, min(TILE_ROWS, stop - first), owner, index
