@@ -166,15 +166,14 @@ def peers_command(
     candidates: Annotated[int, typer.Option(help="Candidates a request; 0: the model's mix.")] = 64,
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint behind every server.")] = ROOT / "weights" / "demo",
     dtype: Annotated[str, typer.Option(help="What every trunk computes in: bfloat16 or float32.")] = "bfloat16",
-    only: Annotated[str, typer.Option(help="Comma-separated names of servers; all without it.")] = "",
+    only: Annotated[list[str] | None, typer.Option(help="Name of a server, may be repeated; all without it.")] = None,
     out: Out = RESULTS / "peers",
 ) -> None:
     """The same traffic and model behind other serving stacks; run it in the environment that `make peers` creates."""
     from loadtest.peers.run import measure_peers
 
-    names = [name.strip() for name in only.split(",") if name.strip()]
     try:
-        result = measure_peers(checkpoint, seconds, blocks, candidates, names, dtype, console.print)
+        result = measure_peers(checkpoint, seconds, blocks, candidates, only or [], dtype, console.print)
     except (TargetError, ValueError) as error:
         raise _refusal(error) from error
     _write(out, result)

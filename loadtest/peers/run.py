@@ -29,9 +29,8 @@ CLIENTS = 32
 SINGLE_SECONDS = 2.0
 MOST_RPS = 1_500  # bodies are made for this rate; a faster server ends its block early, and is measured as it is
 PROBES = 4
-ALIKE = {
-    "OMP_WAIT_POLICY": "PASSIVE"
-}  # torch's threads sleep while they wait; spinning starves the process that does HTTP
+# torch's threads sleep while they wait for each other: spinning starves the process that does HTTP
+ALIKE = {"OMP_WAIT_POLICY": "PASSIVE"}
 TOLERANCE = {
     "float32": 2e-4,
     "bfloat16": 0.03,
@@ -141,6 +140,8 @@ def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Iterator[
             "RANKER_DTYPE": dtype,
             "RANKER_THREADS": str(threads),
             "RANKER_DEVICE": "cpu",
+            "RANKER_QUEUE__MAX_WAIT_SECONDS": "0",  # the others queue without end, so ours may
+            **ALIKE,
             **dict(peer.settings),
         }
         with ranking_process(checkpoint, settings) as running:
@@ -235,7 +236,8 @@ def _rows(peers: list[Peer], loads: dict[str, list[dict[str, float]]]) -> list[d
 
 
 def _brief(block: dict[str, float]) -> str:
-    return f"{block['throughput_rps']:7.1f}/s  p50 {block['p50_ms']:7.1f} ms  alone {block['single_p50_ms']:6.2f} ms"
+    failed = f"  failed {block['failed']:.0f}" if block["failed"] else ""
+    return f"{block['throughput_rps']:7.1f}/s  p50 {block['p50_ms']:7.1f} ms  alone {block['single_p50_ms']:6.2f} ms{failed}"
 
 
 def _verdict(rows: list[dict[str, Any]]) -> str:
