@@ -149,7 +149,10 @@ class SplitEngine:
     def close(self) -> None:
         """Drop the cache, the activations and the graphs. The engine must not be used afterwards."""
         self._cache.clear()
-        del self._runner, self._trunk, self._kernels
+        for name in ("_runner", "_trunk", "_kernels"):
+            self.__dict__.pop(name, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the next version is loading into the same memory
 
     def _on_device(self) -> AbstractContextManager[object]:
         """The device is a property of the calling thread, and the engine's thread did not build the engine."""

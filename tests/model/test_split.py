@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,16 @@ def test_equal_contexts_are_computed_once() -> None:
     assert len({id(outcome.state) for outcome in outcomes}) == 1
     assert engine.padding_ratio() == pytest.approx(1 - 61 / 64)  # 31 context rows once, 30 candidates
     assert engine.cache_stats().entries == 1
+
+
+def test_closing_lets_go_of_everything() -> None:
+    engine = make_engine()
+    engine.forward([item(engine, 5, 5)])
+    weights = weakref.ref(engine._trunk)
+    engine.close()
+    engine.close()
+    assert weights() is None
+    assert engine.cache_stats().bytes == 0
 
 
 def test_random_compositions_change_no_bit() -> None:
