@@ -181,14 +181,14 @@ class Admission:
     def _longest_wait_seconds(self) -> float:
         """The bound, and where it is shorter than a forward, more while later arrivals would not fill the next forward.
 
-        Refusing then would lose work: below capacity a burst may wait for the forward after the next, near it for the next.
+        Refusing then would lose work: below capacity a burst may wait two forwards more, near it for the next one.
         """
         size = (self.batch.requests, self.batch.candidates, self.batch.context_tokens)
         seconds = self.forward_time.seconds(self.offered.batch_cost(*size)) or 0.0
         busy = self.offered.batches_per_second(self.clock(), *size) * seconds
         bound = self.policy.queue_seconds
         if busy < LIGHT:
-            return bound + seconds
+            return bound + 2 * seconds
         return max(bound, seconds) if busy < HEAVY else bound
 
     def _over_share(self, work: Work, key: str) -> int:
