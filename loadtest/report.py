@@ -100,44 +100,37 @@ def run_page(run: Run) -> Page:
         ("context cache hits", _percent(summary["cache_hit_share"])),
         ("generator lag p99, ms", _n(generator["lag_p99_ms"])),
     ]
-    pictures = (
-        [
-            Plot(
-                "over_time",
-                "Over time",
-                "Percentiles and rates of each second; log scale.",
-                plots.latency_over_time(run),
-            ),
-            Plot(
-                "distribution",
-                "Distribution",
-                "The two lines part where requests waited before they were sent.",
-                plots.latency_distribution(run),
-            ),
-            Plot(
-                "stages",
-                "Where the time goes",
-                "Stages as the server's Server-Timing header names them.",
-                plots.stage_breakdown(run),
-            ),
-        ]
-        if latency
-        else []
-    )
-    if latency and run.meta["server"].get("request_ms"):
-        caption = "The server counts from its first byte to its last, in buckets; whiskers are the bucket's edges."
-        pictures.append(Plot("client_server", "Client beside server", caption, plots.client_beside_server(run)))
     return Page(
         title=f"Load test, {_how(run)}",
         subtitle=_subtitle(run.meta),
         verdict=verdict + ("holds." if holds else "is missed."),
         is_good=holds,
         tiles=tiles,
-        plots=pictures,
+        plots=_pictures(run),
         tables=[_by_kind(run), _by_outcome(run)],
         details=_details(run.meta),
         warnings=_generator_warning(generator),
     )
+
+
+def _pictures(run: Run) -> list[Plot]:
+    """What can be drawn: nothing where nothing was answered, no server's side where it has no /metrics."""
+    if not run.summary["latency_ms"]:
+        return []
+    apart = "The two lines part where requests waited before they were sent."
+    pictures = [
+        Plot(
+            "over_time", "Over time", "Percentiles and rates of each second; log scale.", plots.latency_over_time(run)
+        ),
+        Plot("distribution", "Distribution", apart, plots.latency_distribution(run)),
+    ]
+    if not np.isnan(run.samples.stages_ms).all():
+        caption = "Stages as the server's Server-Timing header names them."
+        pictures.append(Plot("stages", "Where the time goes", caption, plots.stage_breakdown(run)))
+    if run.meta["server"].get("request_ms"):
+        caption = "The server counts from its first byte to its last, in buckets; whiskers are the bucket's edges."
+        pictures.append(Plot("client_server", "Client beside server", caption, plots.client_beside_server(run)))
+    return pictures
 
 
 def search_page(meta: Mapping[str, Any]) -> Page:
