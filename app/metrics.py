@@ -14,6 +14,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from app.distributions import ReplyProbabilities
 from model.engine import CacheStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -81,6 +82,8 @@ class Metrics:
         self.batch_padding_ratio = histogram(
             "batch_padding_ratio", "Share of a forward's candidate slots that a rectangle would waste.", buckets=RATIOS
         )
+        self.reply_probabilities = ReplyProbabilities()
+        registry.register(self.reply_probabilities)
         self.rejected = counter("rejected", "Requests refused before any work was done.", "reason")
         self.cancelled = counter("cancelled", "Requests whose client went away.", "stage")
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")

@@ -123,6 +123,7 @@ class Ranker:
             if pieces and len(job.candidates) > scores.ROWS_IN_A_PIECE:
                 await asyncio.sleep(0)
             pieces.append(piece)
+        self.metrics.reply_probabilities.record(job.form.action_names, ranked.scores.probabilities)
         spent = exchange.stages
         for stage in ("queue", "forward"):  # requests of a batch run side by side
             spent[stage] = max(spent.get(stage, 0.0), stages[stage])
