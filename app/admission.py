@@ -86,7 +86,8 @@ class Admission:
         self.clock = clock
         self.batch = batch or BatchPolicy()
         self.forward_time = ForwardTime()
-        self.offered = Offered()
+        # The shortest memory sees an overload begin before it has filled the queue; the longest one knows that it lasts.
+        self.offered = [Offered(memory_seconds=seconds) for seconds in (0.1, 0.5, 0.8)]
         self.requests = 0
         self.candidates = 0
         self.context_tokens = 0
@@ -126,12 +127,12 @@ class Admission:
             return None
         refusal = self._over_limit(Work(1, 1), None)
         if refusal is not None:
-            self.offered.observe(self.clock())
+            self._observe(None)
         return refusal
 
     def refusal(self, work: Work, *, deadline: float, key: str | None = None) -> Refusal | None:
         """None when the work may join now. An idle engine takes any request, for nothing smaller could be said of it."""
-        self.offered.observe(self.clock(), Load(1, work.candidates, work.context_tokens))
+        self._observe(Load(1, work.candidates, work.context_tokens))
         if deadline <= self.clock():
             return Refusal("deadline", "the deadline had passed on arrival", 0.0)
         if key is not None and (limited := self._over_key_rate(work, key)):
@@ -184,12 +185,16 @@ class Admission:
         Refusing then would lose work: below capacity a burst may wait two forwards more, near it for the next one.
         """
         size = (self.batch.requests, self.batch.candidates, self.batch.context_tokens)
-        seconds = self.forward_time.seconds(self.offered.batch_cost(*size)) or 0.0
-        busy = self.offered.batches_per_second(self.clock(), *size) * seconds
-        bound = self.policy.queue_seconds
-        if busy < LIGHT:
-            return bound + 2 * seconds
-        return max(bound, seconds) if busy < HEAVY else bound
+        seconds = self.forward_time.seconds(self.offered[-1].batch_cost(*size)) or 0.0
+        now, bound = self.clock(), self.policy.queue_seconds
+        rush, lately, longer = (offered.batches_per_second(now, *size) * seconds for offered in self.offered)
+        if max(rush, lately) >= HEAVY:
+            return bound
+        return bound + 2 * seconds if max(lately, longer) < LIGHT else max(bound, seconds)
+
+    def _observe(self, work: Load | None) -> None:
+        for offered in self.offered:
+            offered.observe(self.clock(), work)
 
     def _over_share(self, work: Work, key: str) -> int:
         """A key may hold `share / (1 - share)` times what is free: alone its share, among many less, so a newcomer finds room."""
