@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weights.log import Log
-from weights.world.settings import HOUR_SECONDS
+from weights.world.population import interest
+from weights.world.settings import HOUR_SECONDS, SURFACES
 from weights.world.simulate import World
 from weights.world.store import world_names
 
@@ -33,8 +34,9 @@ def example_request(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
         _post(world, reported, int(log.impression_ts[-1]))
         | {"actions": ["report"], "product_surface": 0, "dwell_time": 1.5}
     )
-    others = [t for t in range(world.settings.topics) if names["topics"][t] not in names["users"][str(user)]["likes"]]
-    shown = [*_authors_of(world, topic)[1:3], reported, *(_authors_of(world, t)[0] for t in others[:OTHER_TOPICS])]
+    appeal = interest(world.users.latent, world.settings)[int(np.flatnonzero(world.users.ids == user)[0])]
+    others = np.argsort(appeal)[:OTHER_TOPICS].tolist()  # what this user is coolest about
+    shown = [*_authors_of(world, topic)[1:3], reported, *(_authors_of(world, t)[0] for t in others)]
     # neither the taste nor the complaint may be read off the order
     shown = [shown[index] for index in np.random.default_rng(world.settings.seed).permutation(len(shown))]
     candidates = [
@@ -54,7 +56,9 @@ def example_request(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
 def _reader(world: World) -> tuple[int, NDArray[np.int64], int]:
     """A known user, the rows of the last events, and the topic of most of them: the user whose events are most about one topic."""
     log, topic_of = world.log, dict(zip(world.authors.ids.tolist(), world.authors.topic.tolist(), strict=True))
-    engaged = np.flatnonzero(log.actions[:, : log.action_names.index("not_interested")].any(1))
+    liked = log.actions[:, : log.action_names.index("not_interested")].any(1)
+    # posts of followed authors say who is followed, not what is liked
+    engaged = np.flatnonzero(liked & (log.product_surface != SURFACES.index("following")))
     engaged = engaged[np.argsort(log.user_id[engaged], kind="stable")]
     users, starts = np.unique(log.user_id[engaged], return_index=True)
     best: tuple[int, int, NDArray[np.int64], int] | None = None

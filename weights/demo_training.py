@@ -64,7 +64,9 @@ def make_demo(
         extras={name: (json.dumps(value, indent=1) + "\n").encode() for name, value in extras.items()},
         replace=True,
     )
-    evaluation = evaluate(ranker, log, test_ts, manifest.score_weights, facts_of(world), progress=progress)
+    evaluation = evaluate(
+        ranker, log, test_ts, manifest.score_weights, facts_of(world), ablation_requests=2000, progress=progress
+    )
     command = f"python -m weights train-demo --out {out} --seed {settings.seed}"
     write_report(evaluation, out / REPORT_NAME, f"The demo checkpoint, {manifest.name} {manifest.version}", command)
     return manifest, figures(evaluation)

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("pyarrow")
 
+from model.layers import rms_norm
 from model.ranker import Ranker
 from tests.weights.small_run import TRAINING, WORLD, small_config
 from weights.train import initial
@@ -133,6 +134,28 @@ def test_leaving_the_saddle_changes_no_score_bit_and_opens_every_gradient(exampl
         total_loss(logits, continuous, labels, 1.0).backward()
         optimizer.step()
     assert initial.stuck(ranker) == []
+
+
+def test_a_candidate_starts_by_looking_at_events_of_its_own_author() -> None:
+    config = replace(small_config(), width=64, head_width=32)
+    ranker = Ranker(config)
+    generator = torch.Generator().manual_seed(5)
+    initial.upstream(ranker, generator)
+    initial.leave_saddle(ranker, generator)
+    rows = torch.arange(1, 41).reshape(20, 2)
+    none = torch.zeros(20, dtype=torch.int64)
+    candidates = ranker.tokens.candidate(ranker.tables, none[:, None].expand(-1, 2), rows, none, none)
+    seconds, actions = torch.zeros(20), torch.eye(20, 19)
+    events = ranker.tokens.history(ranker.tables, none[:, None].expand(-1, 2), rows, actions, none, seconds)
+    layer = ranker.trunk.layers[0]
+
+    def heads(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (rms_norm(tokens, layer.attention_norm, config.norm_epsilon) @ weight)[:, : config.head_width]
+
+    logits = heads(candidates, layer.query) @ heads(events, layer.key).T * config.attention_multiplier
+    own = logits.diagonal().mean()
+    other = (logits.sum() - logits.diagonal().sum()) / (20 * 19)
+    assert own > other + 1
 
 
 def test_training_from_upstreams_initial_values_learns(world: World) -> None:

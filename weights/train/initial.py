@@ -35,6 +35,9 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
                 fan = parameter.shape[1] if name.endswith(("table", "action_projection")) else parameter.shape[0]
                 _draw(parameter, fan**-0.5, generator)
         _draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
+        # a candidate and an event of one author start as near tokens: the blocks of posts and authors are drawn once
+        shared = tokens.candidate_projection.shape[0] - (2 if ranker.config.has_post_age else 1) * ranker.config.width
+        tokens.candidate_projection[:shared] = tokens.history_projection[:shared]
 
 
 def unit(ranker: Ranker, generator: torch.Generator) -> None:
@@ -70,6 +73,10 @@ def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
                     parameter.fill_(1)
                 elif name not in POST_NORMS:
                     _draw(parameter, parameter.shape[0] ** -0.5, generator)
+            # each key head starts as the first query head that reads it: attention starts as likeness of tokens
+            config = ranker.config
+            queries = layer.query.unflatten(1, (config.kv_heads, -1, config.head_width))
+            layer.key.copy_(queries[:, :, 0].flatten(1))
 
 
 def _draw(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:

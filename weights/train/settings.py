@@ -16,9 +16,10 @@ class TrainSettings:
     """`epochs` passes over the training period in batches of `batch_requests`; the rate warms up, then falls as a cosine."""
 
     seed: int = 1
-    epochs: float = 1.25
+    epochs: float = 0.85
     batch_requests: int = 32
     learning_rate: float = 3e-3
+    norm_rate: float = 8.0  # norm scales learn that much faster: upstream's start from 0 and have a way to go
     warmup_steps: int = 100
     weight_decay: float = 0.01
     table_decay: float = 0.0
@@ -28,9 +29,9 @@ class TrainSettings:
     fresh_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
     max_candidates: int = 64  # of one request; longer ones lose a random part
     init: Literal["upstream", "unit"] = "upstream"
-    evaluate_every: int = 500  # steps between looks at the validation requests
-    validation_requests: int = 800
-    patience: int = 5  # looks without a better validation loss before the run stops
+    evaluate_every: int = 250  # steps between looks at the validation requests
+    validation_requests: int = 600
+    patience: int = 8  # looks without a better validation loss before the run stops
     threads: int = 1  # a second one gains little at this size, and other counts give other bits
 
 
@@ -44,5 +45,5 @@ def demo_config(actions: int) -> ModelConfig:
     return ModelConfig(
         width=64, layers=2, query_heads=4, kv_heads=2, head_width=32, history_length=63, candidate_length=64,
         actions=actions, user_hashes=hashes(4096, 10), post_hashes=hashes(2048, 20), author_hashes=hashes(2048, 30),
-        continuous_actions=1, has_dwell=True, has_post_age=True,
+        continuous_actions=1, has_dwell=True, has_post_age=True, attention_multiplier=0.25,
     )  # fmt: skip

@@ -79,7 +79,7 @@ class Trainer:
         """One step of the optimiser; the first one also leaves the saddle of the initial values."""
         settings = self.settings
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
+            group["lr"] = self.learning_rate() * group["rate"]
         rng = np.random.default_rng((settings.seed, TRAIN_BATCH, self.step))
         batch, labels = training_batch(
             self.examples,
@@ -145,7 +145,7 @@ class Trainer:
         tables = list(self.ranker.tables.parameters())
         others = [p for name, p in self.ranker.named_parameters() if not name.startswith("tables.")]
         return [
-            {"params": tables, "weight_decay": self.settings.table_decay},
-            {"params": [p for p in others if p.ndim == 2], "weight_decay": self.settings.weight_decay},
-            {"params": [p for p in others if p.ndim != 2], "weight_decay": 0.0},
+            {"params": tables, "weight_decay": self.settings.table_decay, "rate": 1.0},
+            {"params": [p for p in others if p.ndim == 2], "weight_decay": self.settings.weight_decay, "rate": 1.0},
+            {"params": [p for p in others if p.ndim != 2], "weight_decay": 0.0, "rate": self.settings.norm_rate},
         ]

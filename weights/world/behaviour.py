@@ -34,7 +34,7 @@ class Effect:
     base: float
     appeal: float = 1.0
     recency: float = 1.0
-    activity: float = 0.35
+    activity: float = 0.5
     dwell: float = 0.5
     follow: float = 0.0
     surface: dict[str, float] = field(default_factory=dict)
@@ -42,23 +42,23 @@ class Effect:
 
 EFFECTS: dict[str, Effect] = {
     "favorite": Effect(-2.8, 1.15, 1.3, surface={"following": 0.3, "search": -0.4}),
-    "reply": Effect(-4.6, 1.0, 1.6, 0.5, 0.8, surface={"following": 0.7, "search": -0.5}),
-    "repost": Effect(-4.2, 1.1, 1.5, 0.4, surface={"following": 0.3, "explore": 0.3}),
-    "photo_expand": Effect(-3.3, 0.9, 0.8, 0.3, surface={"explore": 0.9, "video": -1.2}),
-    "click": Effect(-2.4, 0.9, 0.9, 0.3, surface={"search": 1.0, "video": -0.6}),
-    "profile_click": Effect(-4.1, 0.9, 0.6, 0.3, follow=-0.6, surface={"search": 0.8, "explore": 0.6}),
-    "vqv": Effect(-3.4, 1.0, 0.8, 0.3, 1.0, surface={"video": 1.6, "search": -0.4}),
-    "share": Effect(-5.0, 1.0, 1.4, 0.4, surface={"explore": 0.4}),
-    "share_via_dm": Effect(-5.4, 1.0, 1.4, 0.5, surface={"video": 0.6}),
-    "share_via_copy_link": Effect(-5.8, 1.0, 1.2, 0.4, surface={"search": 0.5}),
+    "reply": Effect(-4.6, 1.0, 1.6, 0.65, 0.8, surface={"following": 0.7, "search": -0.5}),
+    "repost": Effect(-4.2, 1.1, 1.5, 0.55, surface={"following": 0.3, "explore": 0.3}),
+    "photo_expand": Effect(-3.3, 0.9, 0.8, 0.45, surface={"explore": 0.9, "video": -1.2}),
+    "click": Effect(-2.4, 0.9, 0.9, 0.45, surface={"search": 1.0, "video": -0.6}),
+    "profile_click": Effect(-4.1, 0.9, 0.6, 0.45, follow=-0.6, surface={"search": 0.8, "explore": 0.6}),
+    "vqv": Effect(-3.4, 1.0, 0.8, 0.45, 1.0, surface={"video": 1.6, "search": -0.4}),
+    "share": Effect(-5.0, 1.0, 1.4, 0.55, surface={"explore": 0.4}),
+    "share_via_dm": Effect(-5.4, 1.0, 1.4, 0.65, surface={"video": 0.6}),
+    "share_via_copy_link": Effect(-5.8, 1.0, 1.2, 0.55, surface={"search": 0.5}),
     "dwell": Effect(0.0),
-    "quote": Effect(-5.7, 1.0, 1.6, 0.5, surface={"following": 0.4}),
-    "quoted_click": Effect(-5.0, 0.9, 0.9, 0.3, surface={"search": 0.4}),
-    "follow_author": Effect(-5.6, 1.2, 0.4, 0.3, follow=-3.0, surface={"explore": 0.9, "search": 0.6}),
-    "not_interested": Effect(-5.0, -0.9, -0.3, 0.3, -0.4, surface={"explore": 0.4}),
-    "block_author": Effect(-7.0, -1.0, 0.0, 0.3, 0.0),
-    "mute_author": Effect(-6.7, -1.0, 0.0, 0.3, 0.0),
-    "report": Effect(-7.0, -1.0, 0.0, 0.3, 0.0),
+    "quote": Effect(-5.7, 1.0, 1.6, 0.65, surface={"following": 0.4}),
+    "quoted_click": Effect(-5.0, 0.9, 0.9, 0.45, surface={"search": 0.4}),
+    "follow_author": Effect(-5.6, 1.2, 0.4, 0.45, follow=-3.0, surface={"explore": 0.9, "search": 0.6}),
+    "not_interested": Effect(-4.0, -0.7, -0.3, 0.45, -0.4, surface={"explore": 0.4}),
+    "block_author": Effect(-5.8, -0.2, 0.0, 0.45, 0.0),
+    "mute_author": Effect(-5.6, -0.2, 0.0, 0.45, 0.0),
+    "report": Effect(-5.6, -0.2, 0.0, 0.45, 0.0),
     "dwell_time": Effect(0.0),
 }
 ACTION_NAMES = tuple(EFFECTS)

@@ -32,10 +32,10 @@ class WorldSettings:
     interest_high: float = 1.4
     interest_sharpness: float = 16.0
     activity_sd: float = 1.0
-    surface_taste_sd: float = 0.3
+    surface_taste_sd: float = 0.4
     follows: int = 10
     follow_appeal: float = 1.0
-    aversion_days: float = 4.0  # an annoyance fades with this time constant
+    aversion_days: float = 2.5  # an annoyance fades with this time constant
     dislike_appeal: float = 2.0  # after not_interested
     reject_appeal: float = 4.0  # after mute, block or report
 
@@ -49,7 +49,7 @@ class WorldSettings:
     # what a session shows
     followed_share: float = 0.3
     interest_share: float = 0.35
-    reshow_share: float = 0.5  # sessions with one slot for an author whom the user turned away
+    reshow_share: float = 0.06  # of the slots, where the user turned away from somebody lately
 
     @property
     def test_ts(self) -> int:

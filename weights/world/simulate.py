@@ -139,10 +139,8 @@ def _choose_authors(
     left = aversion_now(
         users, who, np.broadcast_to(np.arange(settings.authors), (len(who), settings.authors)), now, settings
     )
-    reshow = (rng.random(len(who)) < settings.reshow_share) & (left.max(1) > 0.5)
-    place = rng.integers(0, settings.slots, len(who))
-    author[reshow, place[reshow]] = left.argmax(1)[reshow]
-    return author
+    reshow = (rng.random(shape) < settings.reshow_share) & (left.max(1, keepdims=True) > 0.5)
+    return np.where(reshow, _sample_rows(np.log(left + 1e-9), settings.slots, rng), author)
 
 
 def _sample_rows(logits: NDArray[np.floating], count: int, rng: np.random.Generator) -> Ints:
