@@ -67,6 +67,7 @@ class EngineWorker:
         self.last_forward: float | None = None  # clock seconds when a forward last finished
         self.running_since: float | None = None
         self._running: list[Part[RankJob]] = []
+        self._busy_since = 0.0  # clock seconds when work came to an engine without any
         self.failure: str | None = None
         self._build = build
         self._events = events
@@ -83,7 +84,10 @@ class EngineWorker:
     def submit(self, job: RankJob) -> None:
         """Queue a job; its future gets the scores of its parts, in order."""
         with self._wake:
-            self.batcher.add(job, self.clock())
+            now = self.clock()
+            if self.running_since is None and not len(self.batcher):
+                self._busy_since = now
+            self.batcher.add(job, now)
             self._wake.notify()
 
     def cancel(self, job: RankJob) -> None:
@@ -91,6 +95,11 @@ class EngineWorker:
         with self._wake:
             job.abandoned = True
             self.batcher.remove(job)
+
+    def abandon(self) -> list[RankJob]:
+        """Every job that waits or is being computed; those that wait leave the queue."""
+        with self._wake:
+            return [part.job for part in self._running] + self.batcher.clear()
 
     def close(self) -> None:
         """End the thread after its present forward and free the engine; `closed` is done then."""
@@ -113,10 +122,10 @@ class EngineWorker:
 
     def silent_seconds(self) -> float:
         """How long work has been waiting while no forward finished; 0 while there is no work."""
-        now = self.clock()
         with self._wake:
-            since = [at for at in (self.running_since, self.batcher.oldest()) if at is not None]
-        return now - max(min(since), self.last_forward or 0.0) if since else 0.0
+            if self.running_since is None and not len(self.batcher):
+                return 0.0
+            return self.clock() - max(self._busy_since, self.last_forward or 0.0)
 
     def _main(self) -> None:
         try:
@@ -258,11 +267,6 @@ class EngineWorker:
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, nobody waits
             self._loop.call_soon_threadsafe(call, *arguments)
-
-    def abandon(self) -> list[RankJob]:
-        """Every job that waits or is being computed; those that wait leave the queue."""
-        with self._wake:
-            return [part.job for part in self._running] + self.batcher.clear()
 
 
 def _lost_engine() -> EngineDown:
