@@ -18,12 +18,16 @@ def rows_are_independent(product: Product, reference: Product, rows: int, width:
     `reference` takes any number of rows. Three compositions: the rows as they are, the rows in another order, and every
     other row replaced. `like` names device and dtype.
     """
-    generator = torch.Generator().manual_seed(rows * 1_000_003 + width)
-    x = torch.randn(rows, width, generator=generator).to(like)
+    generator = torch.Generator(like.device).manual_seed(rows * 1_000_003 + width)
+
+    def random_rows(count: int) -> Tensor:
+        return torch.randn(count, width, generator=generator, device=like.device).to(like.dtype)
+
+    x = random_rows(rows)
     expected = reference(x)
-    order = torch.randperm(rows, generator=generator).to(like.device)
+    order = torch.randperm(rows, generator=generator, device=like.device)
     mates = x.clone()
-    mates[1::2] = torch.randn(x[1::2].shape, generator=generator).to(like) * 3
+    mates[1::2] = 3 * random_rows(rows // 2)
     return (
         torch.equal(product(x), expected)
         and torch.equal(product(x[order]), expected[order])
