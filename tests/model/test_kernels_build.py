@@ -23,7 +23,6 @@ for dtype, kernels, overrides in (
     (torch.bfloat16, None, {"head_width": 128, "query_heads": 2, "kv_heads": 1}),
     (torch.bfloat16, ("attend_tiles",), {"head_width": 16, "context_attention": "bidirectional", "layers": 1}),
     (torch.bfloat16, ("attend_tiles",), {"head_width": 32, "layers": 1}),
-    (torch.bfloat16, ("attend_tiles",), {"head_width": 64, "layers": 1}),
     (torch.float32, None, {"head_width": 64, "layers": 1, "has_dwell": False, "has_post_age": False}),
 ):
     for launch in distinct(collect(random_config(**{"width": 128, "layers": 2} | overrides), dtype)):

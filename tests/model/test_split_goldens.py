@@ -35,7 +35,7 @@ def test_the_published_numbers_come_out(
 ) -> None:
     ranker, name = golden
     expected, tolerance = goldens.expected(name), PARITY[dtype]
-    engine = SplitEngine(ranker, "cpu", dtype, mode, capacity=512, recorder=PlainRecorder())
+    engine = SplitEngine(ranker, "cpu", dtype, mode, capacity=192, recorder=PlainRecorder())
     engine.warm_up()
     items = [Item(*goldens.features(request, ranker.config)) for request in goldens.requests(name)]
     for index, outcome in enumerate(engine.forward(items)):
