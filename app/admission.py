@@ -13,7 +13,7 @@ Clock = Callable[[], float]  # seconds that never run backwards
 Reason = Literal["queue_full", "deadline"]
 
 NO_RATE_RETRY_SECONDS = 1.0  # what a refusal says before the first forward was seen
-LIGHT, HEAVY = 0.75, 2.0  # offered work as a share of the capacity: see `_longest_wait_seconds`
+LIGHT, HEAVY = 0.8, 2.0  # offered work as a share of the capacity: see `_longest_wait_seconds`
 IDLE_KEY_SECONDS = 60.0  # a key that has been silent for longer has a full bucket anyway
 
 
