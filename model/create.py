@@ -73,7 +73,7 @@ def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
 
 
 def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
-    from model.split import SplitEngine  # late: its kernels are of no use where the native engine runs
+    from model.split.engine import SplitEngine  # late: its kernels are of no use where the native engine runs
 
     dtype = _dtype(options.dtype, device)
     return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes=options.cache_bytes)

@@ -11,11 +11,11 @@ from loadtest.gpu.card import Card
 from model.config import HashSpec, ModelConfig
 from model.dense import DenseEngine
 from model.engine import Engine, Item
-from model.graphs import PlainRecorder
 from model.inputs import Context, Scores
 from model.ranker import Ranker
 from model.selftest import same_bits
-from model.split import SplitEngine
+from model.split.engine import SplitEngine
+from model.split.graphs import PlainRecorder
 from model.synthetic import random_candidates, random_context, random_ranker
 
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.12}

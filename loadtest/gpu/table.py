@@ -17,7 +17,7 @@ from loadtest.gpu.work import Work, forward_work
 from model.config import ModelConfig
 from model.engine import Item
 from model.ranker import Ranker
-from model.split import SplitEngine
+from model.split.engine import SplitEngine
 from model.synthetic import random_candidates, random_context, random_ranker
 
 COUNTS = {"mini": (64, 512), "nano": (64, 512), "seed": (1024,), "flagship": (64, 1400)}

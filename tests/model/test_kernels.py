@@ -15,12 +15,12 @@ from torch import Tensor
 
 from model.batch import collate
 from model.config import ModelConfig
-from model.kernels import naive
-from model.kernels.contract import Kernels, Step, Tables
-from model.kernels.portable import KEY_TILE, PortableKernels
 from model.layers import rotate
 from model.ranker import Ranker
-from model.split_step import (
+from model.split.kernels import naive
+from model.split.kernels.contract import Kernels, Step, Tables
+from model.split.kernels.portable import KEY_TILE, PortableKernels
+from model.split.step import (
     CANDIDATES,
     ROWS,
     CandidateWork,
@@ -30,11 +30,11 @@ from model.split_step import (
     step_arrays,
     step_bytes,
 )
-from model.split_weights import split_weights
-from model.split_write import StepWriter
+from model.split.weights import split_weights
+from model.split.write import StepWriter
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
-fused = pytest.importorskip("model.kernels.fused", reason="triton is not installed here")
+fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
 
 CAPACITY = 256
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 COMPILE = """
 import json, sys, torch
-from model.kernels.build import collect, compile_launch, describe, distinct
+from model.split.kernels.build import collect, compile_launch, describe, distinct
 from tests.model.builders import random_config
 found = []
 for dtype, kernels, overrides in (
@@ -33,7 +33,7 @@ print(json.dumps(found))
 
 BROKEN = """
 import torch, triton, triton.language as tl
-from model.kernels.build import Collector, compile_launch
+from model.split.kernels.build import Collector, compile_launch
 
 @triton.jit
 def misspelt(x, SIZE: tl.constexpr):
@@ -80,9 +80,9 @@ ENGINE = """
 import sys, numpy as np, torch
 from model.dense import DenseEngine
 from model.engine import Item
-from model.graphs import PlainRecorder
+from model.split.graphs import PlainRecorder
 from model.selftest import same_bits
-from model.split import SplitEngine
+from model.split.engine import SplitEngine
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 from tests.tolerances import PARITY
 for dtype, layers in ((torch.float32, 2), (torch.bfloat16, 1)):

@@ -12,14 +12,14 @@ import torch
 
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
-from model.graphs import PlainRecorder
 from model.inputs import Candidates, Context, Scores
-from model.kernels.contract import Step
-from model.kernels.portable import PortableKernels
 from model.selftest import same_bits
-from model.split import SplitEngine, default_capacity
-from model.split_proof import rows_are_independent
-from model.split_step import StepPlan, context_tiles, plan_steps, tile_slots
+from model.split.engine import SplitEngine, default_capacity
+from model.split.graphs import PlainRecorder
+from model.split.kernels.contract import Step
+from model.split.kernels.portable import PortableKernels
+from model.split.proof import rows_are_independent
+from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 from tests.tolerances import PARITY
 
@@ -186,7 +186,7 @@ class LeakyKernels(PortableKernels):
 def test_warm_up_refuses_rows_that_influence_each_other() -> None:
     engine = make_engine()
     engine.warm_up()
-    assert engine.info.notes["isolation_self_test"]["different_bits"] == 0
+    assert engine.info.notes["proved"]["different_bits"] == 0
     assert engine.late_compilations() == 0
     engine = make_engine()
     engine._trunk.kernels = LeakyKernels(engine.config, engine._trunk.weights.rope)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from model.engine import Item
-from model.graphs import PlainRecorder
 from model.ranker import Ranker
-from model.split import SplitEngine
+from model.split.engine import SplitEngine
+from model.split.graphs import PlainRecorder
 from tests import goldens
 from tests.tolerances import PARITY
 from weights.checkpoint import load_checkpoint

@@ -1,4 +1,4 @@
-"""Runs planned steps one after another, eagerly, on the CPU. For CUDA see `model.graphs`."""
+"""Runs planned steps one after another, eagerly, on the CPU. For CUDA see `model.split.graphs`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from model.config import CandidatePositions, ModelConfig
-from model.kernels.contract import Step
-from model.split_step import (
+from model.split.kernels.contract import Step
+from model.split.step import (
     TILE_ROWS,
     StepPlan,
     step_arrays,
     step_bytes,
 )
-from model.split_tables import TableSource
-from model.split_trunk import SplitTrunk
-from model.split_write import StepWriter
+from model.split.tables import TableSource
+from model.split.trunk import SplitTrunk
+from model.split.write import StepWriter
 
 Probe = Callable[[int], StepPlan]  # a plan of exactly so many rows that begins and ends with the same candidates
 PROBE_CANDIDATES = 16

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.kernels.contract import Step
+from model.split.kernels.contract import Step
 
 Work = Callable[[Step], None]
 

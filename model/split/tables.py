@@ -11,9 +11,9 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.engine import EngineError
-from model.kernels.contract import Tables
 from model.ranker import Ranker
-from model.split_step import CANDIDATES, ROWS, TOKEN_TILES, USER, StepArrays, embeddings_per_token
+from model.split.kernels.contract import Tables
+from model.split.step import CANDIDATES, ROWS, TOKEN_TILES, USER, StepArrays, embeddings_per_token
 
 Placement = Literal["device", "host"]
 

@@ -1,4 +1,4 @@
-"""Triton: tokens from embedding rows and features, gathered inside the projection. Launched by `model.kernels.fused`."""
+"""Triton: tokens from embedding rows and features, gathered inside the projection. Launched by `model.split.kernels.fused`."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations

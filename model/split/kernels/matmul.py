@@ -1,4 +1,4 @@
-"""Triton: a matrix product with fixed tiles, in which no row can influence another. Launched by `model.kernels.fused`."""
+"""Triton: a matrix product with fixed tiles, in which no row can influence another. Launched by `model.split.kernels.fused`."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compiles every kernel that an engine would launch, for a GPU that need not be there. Runs nothing on a device.
 
-`python -m model.kernels.build` prints each kernel's registers, shared memory and matrix instructions.
+`python -m model.split.kernels.build` prints each kernel's registers, shared memory and matrix instructions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.config import HashSpec, ModelConfig
-from model.kernels.contract import Step, Tables
-from model.kernels.fused import FusedKernels, ProductKind
-from model.kernels.matmul import multiply_tiles
 from model.ranker import Ranker
-from model.split_step import TILE_ROWS, step_arrays, step_bytes
-from model.split_trunk import SplitTrunk
-from model.split_weights import split_weights
+from model.split.kernels.contract import Step, Tables
+from model.split.kernels.fused import FusedKernels, ProductKind
+from model.split.kernels.matmul import multiply_tiles
+from model.split.step import TILE_ROWS, step_arrays, step_bytes
+from model.split.trunk import SplitTrunk
+from model.split.weights import split_weights
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SCHEDULING = ("num_warps", "num_stages")

@@ -1,4 +1,4 @@
-"""Triton: attention of query tiles over the contexts of many requests, and RoPE. Launched by `model.kernels.fused`."""
+"""Triton: attention of query tiles over the contexts of many requests, and RoPE. Launched by `model.split.kernels.fused`."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations

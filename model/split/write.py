@@ -11,7 +11,7 @@ from torch import Tensor
 from model.batch import history_positions, slot_positions
 from model.config import CandidatePositions, ModelConfig
 from model.hashing import hash_rows
-from model.split_step import CANDIDATE, HISTORY, TILE_ROWS, USER, StepArrays, StepPlan
+from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, USER, StepArrays, StepPlan
 
 
 class StepWriter:

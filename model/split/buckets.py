@@ -16,10 +16,10 @@ from torch import Tensor
 
 from model.config import CandidatePositions, ModelConfig
 from model.engine import EngineError
-from model.graphs import Recorder, Work
-from model.kernels.contract import Step
-from model.split_run import PROBE_CANDIDATES, Probe, RowCounts
-from model.split_step import (
+from model.split.graphs import Recorder, Work
+from model.split.kernels.contract import Step
+from model.split.run import PROBE_CANDIDATES, Probe, RowCounts
+from model.split.step import (
     CANDIDATE_TILES,
     CANDIDATES,
     ROWS,
@@ -30,9 +30,9 @@ from model.split_step import (
     step_bytes,
     tile_slots,
 )
-from model.split_tables import TableSource
-from model.split_trunk import SplitTrunk
-from model.split_write import StepWriter
+from model.split.tables import TableSource
+from model.split.trunk import SplitTrunk
+from model.split.write import StepWriter
 
 SLOTS = 2  # host buffers: one is filled while the device reads the other
 Collect = Callable[[], NDArray[np.float32]]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.kernels.contract import Kernels, Step, Tables
-from model.split_step import TILE_ROWS
-from model.split_weights import LayerWeights, SplitWeights
+from model.split.kernels.contract import Kernels, Step, Tables
+from model.split.step import TILE_ROWS
+from model.split.weights import LayerWeights, SplitWeights
 
 
 class SplitTrunk:

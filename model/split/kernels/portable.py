@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from model.config import ModelConfig
 from model.engine import EngineError
-from model.kernels.contract import Step, Tables, softmax_shift
-from model.split_proof import rows_are_independent, shape_name
-from model.split_step import CANDIDATE, HISTORY, TILE_ROWS, TILES, TOKEN_TILES, USER, ContextState
-from model.split_step import CANDIDATE_TILES as TAIL_TILES
-from model.split_weights import TokenWeights
+from model.split.kernels.contract import Step, Tables, softmax_shift
+from model.split.proof import rows_are_independent, shape_name
+from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, TILES, TOKEN_TILES, USER, ContextState
+from model.split.step import CANDIDATE_TILES as TAIL_TILES
+from model.split.weights import TokenWeights
 
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
 WIDE_ROW_SIZES = (1024, 256)  # products of so many rows, where they give the bits of TILE_ROWS

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
-from model.graphs import CudaRecorder, Recorder
 from model.inputs import Candidates, Context, Scores
-from model.kernels.contract import Kernels, softmax_shift
-from model.kernels.portable import KEY_TILE, PortableKernels
 from model.ranker import Ranker
 from model.selftest import prove_isolation
-from model.split_buckets import BucketRunner
-from model.split_run import PROBE_CANDIDATES, EagerRunner, RowCounts, StepRunner
-from model.split_step import TILE_ROWS, CandidateWork, ContextState, ContextWork, StepPlan, plan_steps
-from model.split_tables import Placement, table_source
-from model.split_trunk import SplitTrunk
-from model.split_weights import SplitWeights, split_weights
+from model.split.buckets import BucketRunner
+from model.split.graphs import CudaRecorder, Recorder
+from model.split.kernels.contract import Kernels, softmax_shift
+from model.split.kernels.portable import KEY_TILE, PortableKernels
+from model.split.run import PROBE_CANDIDATES, EagerRunner, RowCounts, StepRunner
+from model.split.step import TILE_ROWS, CandidateWork, ContextState, ContextWork, StepPlan, plan_steps
+from model.split.tables import Placement, table_source
+from model.split.trunk import SplitTrunk
+from model.split.weights import SplitWeights, split_weights
 from model.synthetic import random_candidates, random_context
 
 KernelChoice = Literal["auto", "portable", "fused"]
@@ -92,7 +92,7 @@ class SplitEngine:
         """Compile, capture, and prove that bits do not depend on the composition. Raises EngineError when a proof fails."""
         with self._on_device():
             self._runner.warm_up(self.info.notes, self._probe)
-        self.info.notes["isolation_self_test"] = prove_isolation(self)
+        self.info.notes["proved"] = prove_isolation(self)
         self._cache.clear()
         self._runner.counts = RowCounts()
         self._prepared = self._compilations()
@@ -162,7 +162,7 @@ class SplitEngine:
         return self._runner.recorded + self._kernels.compiled()
 
     def _probe(self, rows: int) -> StepPlan:
-        """A step of exactly `rows` rows, see `split_run.Probe`: one request's candidates, a stranger's, the first ones again."""
+        """A step of exactly `rows` rows, see `run.Probe`: one request's candidates, a stranger's, the first ones again."""
         config = self.config
         asked, stranger = (random_context(config, min(config.history_length, n), seed=n) for n in (20, 5))
         candidates = random_candidates(config, PROBE_CANDIDATES, seed=1)
@@ -240,7 +240,7 @@ def default_capacity(config: ModelConfig) -> int:
 
 def _fused_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
     try:
-        from model.kernels.fused import FusedKernels
+        from model.split.kernels.fused import FusedKernels
     except ImportError as error:
         raise EngineError(f"the CUDA engine needs triton: {error}") from error
     return FusedKernels(config, weights, dtype)

@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
-from model.kernels.attention import attend_tiles, rotate_rows
-from model.kernels.contract import Step, Tables, softmax_shift
-from model.kernels.matmul import multiply_tiles
-from model.kernels.rows import gate_rows, norm_rows
-from model.kernels.tokens import embed_tiles
-from model.split_proof import rows_are_independent, shape_name
-from model.split_step import (
+from model.split.kernels.attention import attend_tiles, rotate_rows
+from model.split.kernels.contract import Step, Tables, softmax_shift
+from model.split.kernels.matmul import multiply_tiles
+from model.split.kernels.rows import gate_rows, norm_rows
+from model.split.kernels.tokens import embed_tiles
+from model.split.proof import rows_are_independent, shape_name
+from model.split.step import (
     CANDIDATE_TILES,
     CANDIDATES,
     ROWS,
@@ -28,7 +28,7 @@ from model.split_step import (
     embeddings_per_token,
     tile_slots,
 )
-from model.split_weights import SplitWeights, TokenWeights
+from model.split.weights import SplitWeights, TokenWeights
 
 ProductKind = Literal["narrow", "wide", "library"]
 

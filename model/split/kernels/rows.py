@@ -1,4 +1,4 @@
-"""Triton: operations on one row at a time, RMSNorm with its residual addition and the gated GELU. Launched by `model.kernels.fused`."""
+"""Triton: operations on one row at a time, RMSNorm with its residual addition and the gated GELU. Launched by `fused`."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from model.engine import EngineError
-from model.split_step import ContextState, StepArrays
-from model.split_weights import TokenWeights
+from model.split.step import ContextState, StepArrays
+from model.split.weights import TokenWeights
 
 SAFE_EXPONENT = 80.0  # exp of ± this is a normal fp32 number and leaves room for a sum over a context
 
