@@ -32,9 +32,9 @@ def plot(alone: float, loads: list[Load], path: Path) -> None:
     offered = [load.multiple for load in loads]
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
     above.plot(offered, [load.goodput_rps for load in loads], "o-", label="answered 200")
-    above.plot(offered, [load.offered_rps - load.goodput_rps for load in loads], "s:", label="refused 429")
+    above.plot(offered, [load.refused_rps for load in loads], "s:", label="refused 429")
     above.axhline(CAPACITY_RPS, linestyle="--", color="grey", label="capacity")
-    above.set_yscale("log")
+    above.set_yscale("symlog", linthresh=1)
     above.set_ylabel("requests / s")
     above.legend()
     below.plot(offered, [1e3 * load.admitted_p99 for load in loads], "o-", label="p99 of the answered")

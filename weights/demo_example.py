@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weights.log import Log
+from weights.world.behaviour import NEGATIVE_ACTIONS
 from weights.world.population import interest
 from weights.world.settings import HOUR_SECONDS, SURFACES
 from weights.world.simulate import World
@@ -56,7 +57,8 @@ def example_request(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
 def _reader(world: World) -> tuple[int, NDArray[np.int64], int]:
     """A known user, the rows of the last events, and the topic of most of them: the user whose events are most about one topic."""
     log, topic_of = world.log, dict(zip(world.authors.ids.tolist(), world.authors.topic.tolist(), strict=True))
-    liked = log.actions[:, : log.action_names.index("not_interested")].any(1)
+    complaint = np.isin(log.action_names, NEGATIVE_ACTIONS)
+    liked = log.actions[:, ~complaint].any(1) & ~log.actions[:, complaint].any(1)
     # posts of followed authors say who is followed, not what is liked
     engaged = np.flatnonzero(liked & (log.product_surface != SURFACES.index("following")))
     engaged = engaged[np.argsort(log.user_id[engaged], kind="stable")]

@@ -41,6 +41,7 @@ class Load:
     multiple: float
     offered_rps: float
     goodput_rps: float
+    refused_rps: float
     admitted_p99: float
     rejected_p99: float
     tried: int
@@ -64,6 +65,7 @@ def _load(multiple: float, samples: Samples, seconds: float) -> Load:
         multiple,
         len(samples) / seconds,
         float(good.sum()) / max(seconds, float(samples.done[good].max(initial=0.0))),
+        float(refused.sum()) / seconds,
         _p99(took[good]),
         _p99(took[refused]),
         len(samples),

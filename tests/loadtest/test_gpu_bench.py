@@ -18,8 +18,8 @@ from loadtest.gpu.checks import equal_bits, make_engine, parity, small_config
 from loadtest.gpu.peers import FlexRanker, dense_eager
 from loadtest.gpu.work import forward_work
 from model.engine import Item
-from model.split.kernels.portable import PortableKernels
 from model.split.engine import SplitEngine
+from model.split.kernels.portable import PortableKernels
 from model.synthetic import random_ranker, random_request
 
 ROOT = Path(__file__).resolve().parents[2]
