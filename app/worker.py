@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import structlog
+
 from app.admission import Clock
 from app.batching import Batcher, BatchPolicy, Job, Part
 from app.errors import DeadlineExceeded, EngineDown, NonFiniteScores, ServiceError
@@ -206,8 +208,8 @@ class EngineWorker:
             if error.sticky:
                 self.failure = f"the engine is lost: {error}"
                 return [_lost_engine() for _ in items]
-        except Exception:
-            pass  # told apart below, one by one; the traceback, and the tensors it holds, are gone by then
+        except Exception as error:  # told apart below, one by one; the tensors it holds are gone by then
+            _log_failure("a forward failed; its items are tried one by one", error, len(items))
         return [self._alone(engine, item) for item in items]
 
     def _alone(self, engine: Engine, item: Item) -> Outcome | ServiceError:
@@ -217,7 +219,8 @@ class EngineWorker:
             except EngineError as error:
                 if error.sticky:
                     self.failure = f"the engine is lost: {error}"
-            except Exception:
+            except Exception as error:
+                _log_failure("a forward failed on one request", error, 1)
                 return EngineDown("The engine failed on this request.", retry_after_seconds=1.0)
         return _lost_engine()
 
@@ -267,6 +270,10 @@ class EngineWorker:
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, nobody waits
             self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _log_failure(event: str, error: Exception, items: int) -> None:
+    structlog.get_logger("app").error(event, items=items, exc_info=error)
 
 
 def _lost_engine() -> EngineDown:
