@@ -16,10 +16,10 @@ class TrainSettings:
     """`epochs` passes over the training period in batches of `batch_requests`; the rate warms up, then falls as a cosine."""
 
     seed: int = 1
-    epochs: float = 1.5
+    epochs: float = 1.1
     batch_requests: int = 32
     learning_rate: float = 3e-3
-    norm_rate: float = 8.0  # norm scales learn that much faster: upstream's start from 0 and have a way to go
+    norm_rate: float = 8.0  # of the outer and final norm scales: upstream's start from 0 and have a way to go
     warmup_steps: int = 100
     weight_decay: float = 0.01
     table_decay: float = 0.0

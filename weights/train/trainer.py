@@ -141,11 +141,16 @@ class Trainer:
         return self.train[[orders[int(epoch)][p % len(self.train)] for epoch, p in zip(epochs, place, strict=True)]]
 
     def _groups(self) -> list[dict[str, object]]:
-        """Decay for matrices, a decay of their own for embedding tables, none for norm scales."""
+        """Decay for matrices, a decay of their own for embedding tables, none for norm scales; those that start from 0 learn faster."""
         tables = list(self.ranker.tables.parameters())
         others = [p for name, p in self.ranker.named_parameters() if not name.startswith("tables.")]
+        inner = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.PRE_NORMS)]
+        outer = [
+            p for name, p in self.ranker.named_parameters() if p.ndim != 2 and not name.endswith(initial.PRE_NORMS)
+        ]
         return [
             {"params": tables, "weight_decay": self.settings.table_decay, "rate": 1.0},
             {"params": [p for p in others if p.ndim == 2], "weight_decay": self.settings.weight_decay, "rate": 1.0},
-            {"params": [p for p in others if p.ndim != 2], "weight_decay": 0.0, "rate": self.settings.norm_rate},
+            {"params": inner, "weight_decay": 0.0, "rate": 1.0},
+            {"params": outer, "weight_decay": 0.0, "rate": self.settings.norm_rate},
         ]

@@ -55,10 +55,10 @@ EFFECTS: dict[str, Effect] = {
     "quote": Effect(-5.7, 1.0, 1.6, 0.65, surface={"following": 0.4}),
     "quoted_click": Effect(-5.0, 0.9, 0.9, 0.45, surface={"search": 0.4}),
     "follow_author": Effect(-5.6, 1.2, 0.4, 0.45, follow=-3.0, surface={"explore": 0.9, "search": 0.6}),
-    "not_interested": Effect(-4.0, -0.7, -0.3, 0.45, -0.4, surface={"explore": 0.4}),
-    "block_author": Effect(-5.5, -0.2, 0.0, 0.45, 0.0),
-    "mute_author": Effect(-5.3, -0.2, 0.0, 0.45, 0.0),
-    "report": Effect(-5.2, -0.2, 0.0, 0.45, 0.0),
+    "not_interested": Effect(-4.0, -0.9, -0.3, 0.45, -0.4, surface={"explore": 0.4}),
+    "block_author": Effect(-6.2, -1.0, 0.0, 0.45, 0.0),
+    "mute_author": Effect(-5.9, -1.0, 0.0, 0.45, 0.0),
+    "report": Effect(-6.0, -1.0, 0.0, 0.45, 0.0),
     "dwell_time": Effect(0.0),
 }
 ACTION_NAMES = tuple(EFFECTS)

@@ -49,7 +49,7 @@ class WorldSettings:
     # what a session shows
     followed_share: float = 0.3
     interest_share: float = 0.35
-    reshow_share: float = 0.12  # of the slots, where the user turned away from somebody lately
+    reshow_share: float = 0.06  # of the slots, where the user turned away from somebody lately
 
     @property
     def test_ts(self) -> int:
