@@ -12,7 +12,7 @@ from weights.measure import footprint
 from weights.published import PublishedRanker, import_published, labels_for
 from weights.synthetic import mini_config, write_published
 
-TABLE_MIB = 20
+TABLE_MIB = 36  # above 32, so that the C library maps a copy anew instead of taking freed memory
 ROWS = TABLE_MIB * 2**20 // (128 * 4)
 
 
