@@ -17,6 +17,7 @@ from app.fleet import Fleet, LoadedModel, Loader, SwapInProgress
 from app.lifecycle import Lifecycle, State
 from app.metrics import BatchReport, Metrics, Snapshot
 from app.tickets import Ranked, Ticket
+from app.turn import LoopTurn
 from app.worker import EngineWorker, RankJob
 from model.inputs import Candidates, Context, Scores
 
@@ -24,6 +25,7 @@ __all__ = ["Health", "LoadedModel", "Policies", "Ranked", "RankingService", "Swa
 
 RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
 RETRY_AFTER_DOWN_SECONDS = 5.0
+RETRY_AFTER_TURN_SECONDS = 1.0  # whole seconds are what the header can say
 WATCHDOG_SECONDS = 0.5
 
 
@@ -71,6 +73,7 @@ class RankingService:
         self.lifecycle = Lifecycle()
         self.fleet = Fleet(policies.batch, self, clock)
         self.admission = Admission(policies.admission, clock, policies.batch, self.fleet.running)
+        self.turn = LoopTurn(clock)
         self._load = load
         self._load_error: BaseException | None = None
         self._last_forward_unix = 0.0
@@ -132,6 +135,8 @@ class RankingService:
     def check_open(self) -> None:
         """Raise what any request would get now: NotReady, Draining, EngineDown or Overloaded. Reads nothing of the request."""
         self._check_able()
+        if self.turn.is_over():
+            self._refuse(Refusal("queue_full", "requests arrive faster than they can be read", RETRY_AFTER_TURN_SECONDS))
         if (refusal := self.admission.full()) is not None:
             self._refuse(refusal)
 

@@ -9,6 +9,9 @@ import json
 import os
 import random
 import shutil
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -17,12 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from loadtest.soak.row import Row
 from weights.checkpoint import CheckpointError, load_checkpoint
 from weights.manifest import signed
 from weights.published import labels_for
 from weights.synthetic import mini_config, random_chunks
 from weights.writer import write_checkpoint
 
+BATCH = 50
 SHAPING = (
     "width",
     "layers",
@@ -277,3 +282,21 @@ def make_truncated_while_reading(path: Path, rng: random.Random, _other: Path) -
     file = _tensor_file(path, rng)
     length = rng.randrange(file.stat().st_size)
     return lambda: os.truncate(file, length)
+
+
+def main() -> int:
+    """`python -m tests.weights.mutants 60`: mutants for that many seconds, one JSON line; exit status 1 when one got in."""
+    until = time.monotonic() + float(sys.argv[1])
+    tried, wrong = 0, []
+    while time.monotonic() < until:
+        with tempfile.TemporaryDirectory() as work:
+            wrong += accepted(BATCH, seed=tried, work=Path(work))
+        tried += BATCH
+    for line in wrong:
+        print(line, file=sys.stderr)
+    print(Row("F2", "damaged checkpoints refused with file and reason", tried, len(wrong), 0, 0, "").to_json())
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

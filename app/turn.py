@@ -1,0 +1,56 @@
+"""Whether the event loop itself is overrun, and how long its present turn has been admitting. Knows nothing of engines or queues.
+
+Where parsing, not the engine, is what runs out, requests wait in socket buffers, unseen by any queue. The sign is a loop that
+is late all the time, as a standing queue is one that never empties; a burst makes it late once. While it lasts, requests that a
+turn of the loop has no time for are refused unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from app.admission import Clock
+
+TURN_SECONDS = 0.008
+TICK_SECONDS = 0.01
+LATE_SECONDS = 0.005  # a tick that is less late than this shows a loop with time to spare
+STANDING_SECONDS = 0.2  # late for so long on end, and it is no burst
+QUIET_SECONDS = 1.0  # without requests, the ticking stops
+
+
+class LoopTurn:
+    """Used by the event loop only; `clock` in seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        self._asked = 0.0
+        self._due: float | None = None
+        self._spare = 0.0  # when the loop last had time to spare
+
+    def is_over(self) -> bool:
+        """Whether the loop is overrun and this turn has admitted for `TURN_SECONDS`. The first question begins a turn."""
+        now = self._asked = self._clock()
+        if self._due is None:
+            self._spare = now
+            self._tick_at(now + TICK_SECONDS)
+        if self._began is None:
+            self._began = now
+            asyncio.get_running_loop().call_soon(self._end)
+        return now - self._spare > STANDING_SECONDS and now - self._began > TURN_SECONDS
+
+    def _end(self) -> None:
+        self._began = None
+
+    def _tick_at(self, due: float) -> None:
+        self._due = due
+        asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        now = self._clock()
+        if now - (self._due or now) < LATE_SECONDS:
+            self._spare = now
+        if now - self._asked > QUIET_SECONDS:
+            self._due = None
+        else:
+            self._tick_at(now + TICK_SECONDS)

@@ -1,0 +1,64 @@
+"""An overrun event loop refuses what a turn has no time for; a burst, or a loop with time to spare, refuses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from app.turn import LATE_SECONDS, STANDING_SECONDS, TICK_SECONDS, TURN_SECONDS, LoopTurn
+
+
+class Loop:
+    """A clock that runs by hand beside the real loop, whose every tick comes as late as told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def run_late(clock: Loop, turn: LoopTurn, late_seconds: float, seconds: float) -> None:
+    """Let ticks pass, each that late, for so long on the clock."""
+    until = clock.now + seconds
+    while clock.now < until:
+        turn.is_over()
+        clock.now += TICK_SECONDS + late_seconds
+        turn._tick()
+        await asyncio.sleep(0)
+
+
+async def answers_of_a_turn(clock: Loop, turn: LoopTurn) -> list[bool]:
+    first = turn.is_over()
+    clock.now += 2 * TURN_SECONDS
+    second = turn.is_over()
+    await asyncio.sleep(0)
+    return [first, second, turn.is_over()]
+
+
+def test_an_overrun_loop_refuses_the_rest_of_a_turn_and_admits_in_the_next() -> None:
+    async def go() -> list[bool]:
+        clock = Loop()
+        turn = LoopTurn(clock)
+        await run_late(clock, turn, 10 * LATE_SECONDS, 2 * STANDING_SECONDS)
+        return await answers_of_a_turn(clock, turn)
+
+    assert asyncio.run(go()) == [False, True, False]
+
+
+def test_a_burst_is_admitted_whole() -> None:
+    async def go() -> list[bool]:
+        clock = Loop()
+        return await answers_of_a_turn(clock, LoopTurn(clock))
+
+    assert asyncio.run(go()) == [False, False, False]
+
+
+def test_a_loop_with_time_to_spare_now_and_then_refuses_nothing() -> None:
+    async def go() -> list[bool]:
+        clock = Loop()
+        turn = LoopTurn(clock)
+        await run_late(clock, turn, 10 * LATE_SECONDS, 2 * STANDING_SECONDS)
+        await run_late(clock, turn, 0.0, TICK_SECONDS / 2)
+        return await answers_of_a_turn(clock, turn)
+
+    assert asyncio.run(go()) == [False, False, False]
