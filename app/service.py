@@ -136,7 +136,9 @@ class RankingService:
         """Raise what any request would get now: NotReady, Draining, EngineDown or Overloaded. Reads nothing of the request."""
         self._check_able()
         if self.turn.is_over():
-            self._refuse(Refusal("queue_full", "requests arrive faster than they can be read", RETRY_AFTER_TURN_SECONDS))
+            self._refuse(
+                Refusal("queue_full", "requests arrive faster than they can be read", RETRY_AFTER_TURN_SECONDS)
+            )
         if (refusal := self.admission.full()) is not None:
             self._refuse(refusal)
 
