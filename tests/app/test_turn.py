@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from app.errors import Overloaded
 from app.turn import LATE_SECONDS, STANDING_SECONDS, TICK_SECONDS, TURN_SECONDS, LoopTurn
+from tests.app.fakes import FakeEngine, running
 
 
 class Loop:
@@ -62,3 +66,15 @@ def test_a_loop_with_time_to_spare_now_and_then_refuses_nothing() -> None:
         return await answers_of_a_turn(clock, turn)
 
     assert asyncio.run(go()) == [False, False, False]
+
+
+def test_the_service_asks_before_it_reads_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(FakeEngine()) as service:
+            service.check_open()
+            monkeypatch.setattr(service.turn, "is_over", lambda: True)
+            with pytest.raises(Overloaded, match="faster than they can be read") as caught:
+                service.check_open()
+            assert caught.value.retry_after_seconds == 1.0
+
+    asyncio.run(go())
