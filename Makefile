@@ -86,8 +86,9 @@ load-compare: $(VENV)/.installed ## two commits, servers or stored runs, in turn
 	$(BIN)/python -m loadtest compare $(or $(A),HEAD) $(or $(B),.) --checkpoint "$(CHECKPOINT)" $(ARGS)
 
 soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line a row: SECONDS=1800; ARGS="--only ..." for some
-	$(BIN)/python -m loadtest.soak --seconds $(shell expr $(or $(SECONDS),1800) \* 8 / 10) $(ARGS)
+	$(BIN)/python -m loadtest.soak --seconds $(shell expr $(or $(SECONDS),1800) \* 75 / 100) $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m loadtest.fuzz --requests 1000000000 --seconds $(shell expr $(or $(SECONDS),1800) \* 15 / 100))
+	$(if $(ARGS),,$(BIN)/python -m loadtest.fuzz --only-paths --requests 1000000 --seconds $(shell expr $(or $(SECONDS),1800) \* 5 / 100))
 	$(if $(ARGS),,$(BIN)/python -m tests.weights.mutants $(shell expr $(or $(SECONDS),1800) \* 5 / 100))
 
 overload-plot: $(VENV)/.installed ## offered load against goodput and p99 as a PNG: SECONDS=90

@@ -10,9 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 
@@ -76,11 +77,18 @@ def ranking_process(
 
 @contextmanager
 def process(
-    command: Sequence[str], environment: Mapping[str, str], *, root: Path, port: int, ready_path: str
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    root: Path,
+    port: int,
+    ready_path: str,
+    log_file: IO[bytes] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Any server: 200 on `ready_path` means ready. `root` comes first on its import path. Its log is quoted where it fails."""
+    """Any server: 200 on `ready_path` means ready. `root` comes first on its import path. Its log is quoted where it fails,
+    and kept in `log_file` where one is given."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RANKER_")}
-    with tempfile.TemporaryFile() as log:
+    with nullcontext(log_file) if log_file else tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             list(command),
             cwd=root,

@@ -7,6 +7,7 @@ Dimension letters, the same in the whole project: `B` requests, `H` history slot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -83,10 +84,13 @@ class ModelConfig:
         positive = (
             "width", "layers", "query_heads", "kv_heads", "head_width", "history_length", "candidate_length",
             "actions", "product_surfaces", "post_age_granularity_minutes", "widening", "attention_cap", "rope_base",
+            "norm_epsilon",
         )  # fmt: skip
         for name in positive:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)!r}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)!r}")
+        if not math.isfinite(self.attention_multiplier):
+            raise ConfigError(f"attention_multiplier must be finite, got {self.attention_multiplier}")
         if self.continuous_actions < 0:
             raise ConfigError(f"continuous_actions must not be negative, got {self.continuous_actions}")
         if self.query_heads % self.kv_heads:

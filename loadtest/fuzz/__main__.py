@@ -25,15 +25,19 @@ def main(
     seconds: Annotated[float, typer.Option(help="Stop after this time, whatever was sent.")] = 3600.0,
     checkpoint: Annotated[Path, typer.Option(help="What to serve.")] = Path("weights/demo"),
     seed: Annotated[int, typer.Option(help="Another seed, other requests.")] = 0,
+    only_paths: Annotated[
+        bool, typer.Option("--only-paths", help="Paths that nobody serves, and nothing else.")
+    ] = False,
 ) -> None:
     """Exit code 1 when a promise was broken; the calls that broke it go to standard error."""
-    tally = asyncio.run(_run(requests, seconds, checkpoint, seed))
-    for row in tally.rows():
+    tally = asyncio.run(_run(requests, seconds, checkpoint, seed, only_paths))
+    rows = [row for row in tally.rows() if not only_paths or row.row == "B9"]
+    for row in rows:
         print(row.to_json(), flush=True)
-    raise typer.Exit(0 if all(row.ok for row in tally.rows()) else 1)
+    raise typer.Exit(0 if all(row.ok for row in rows) else 1)
 
 
-async def _run(requests: int, seconds: float, checkpoint: Path, seed: int) -> Tally:
+async def _run(requests: int, seconds: float, checkpoint: Path, seed: int, only_paths: bool) -> Tally:
     logs.configure(Logs(level="error"))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     app = create_app(Settings(checkpoint=checkpoint, logs=Logs(success_sample=0)))
@@ -57,6 +61,7 @@ async def _run(requests: int, seconds: float, checkpoint: Path, seed: int) -> Ta
                 )
 
         calls = sources(app.openapi(), seed)
+        calls = {"paths": calls["paths"]} if only_paths else calls
         metrics = app.state.metrics
         series = lambda: series_by_route(metrics.render())  # noqa: E731
         return await fuzz(app, calls, series, requests=requests, seconds=seconds, on_progress=progress)

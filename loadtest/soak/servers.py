@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import IO
 
 import httpx
 
@@ -17,6 +18,7 @@ from loadtest.target import ROOT
 
 HOST = "127.0.0.1"
 QUIET = {"RANKER_LOGS__LEVEL": "error", "RANKER_DRAIN__DELAY_SECONDS": "0", "OMP_NUM_THREADS": "1"}
+FAKE = [sys.executable, "-m", "tests.reliability.fake_server"]
 
 
 @dataclass
@@ -43,7 +45,14 @@ class Server:
 @contextmanager
 def fake(*faults: str, **settings: object) -> Iterator[Server]:
     """The service around the fake engine; `faults` are its command line, `settings` lower-case names of the environment."""
-    with _server([sys.executable, "-m", "tests.reliability.fake_server", *faults], settings) as server:
+    with _server([*FAKE, *faults], settings) as server:
+        yield server
+
+
+@contextmanager
+def fake_logging(log_file: IO[bytes], settings: dict[str, object]) -> Iterator[Server]:
+    """The same, with all that it logs in a file."""
+    with _server(FAKE, settings, log_file) as server:
         yield server
 
 
@@ -55,11 +64,11 @@ def real(**settings: object) -> Iterator[Server]:
 
 
 @contextmanager
-def _server(command: list[str], settings: dict[str, object]) -> Iterator[Server]:
+def _server(command: list[str], settings: dict[str, object], log_file: IO[bytes] | None = None) -> Iterator[Server]:
     port = free_port()
     chosen = {f"RANKER_{name.upper()}": str(value) for name, value in settings.items()}
     environment = {**QUIET, "RANKER_PORT": str(port), **chosen}
-    with process(command, environment, root=ROOT, port=port, ready_path="/readyz") as popen:
+    with process(command, environment, root=ROOT, port=port, ready_path="/readyz", log_file=log_file) as popen:
         yield Server(popen, port)
 
 

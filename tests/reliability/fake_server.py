@@ -6,11 +6,14 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+import app.server
 from app.factory import create_app
 from app.loading import policies
 from app.metrics import Metrics
-from app.server import serve
 from app.service import RankingService
 from app.settings import load_settings
 from model.engine import EngineError, Item, Outcome
@@ -46,6 +49,11 @@ class FaultyEngine(FakeEngine):
         return outcomes
 
 
+def stock_protocol(*arguments: Any, limits: object, observer: object, **named: Any) -> HttpToolsProtocol:
+    """In place of ours: no deadlines, no limits, no care for what follows a broken request."""
+    return HttpToolsProtocol(*arguments, **named)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forward-ms", type=float, default=0.0)
@@ -53,10 +61,13 @@ def main() -> int:
     parser.add_argument("--hang-seconds", type=float, default=3600.0)
     parser.add_argument("--leak-bytes", type=int, default=0)
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
+    parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
     options = parser.parse_args()
+    if options.stock_protocol:
+        app.server.StrictProtocol = stock_protocol  # type: ignore[misc,assignment]
     settings = load_settings([])
     service = RankingService(loader(FaultyEngine(options)), policies(settings), Metrics())
-    return serve(create_app(settings, service), settings)
+    return app.server.serve(create_app(settings, service), settings)
 
 
 if __name__ == "__main__":

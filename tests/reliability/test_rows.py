@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from loadtest.soak import endings, leak, overload, swaps
+from loadtest.soak import endings, leak, lines, overload, protocol, swaps
 from loadtest.soak.row import Row
 
 pytestmark = pytest.mark.timeout(90)
@@ -93,3 +93,21 @@ def test_f6_the_innocent_get_their_scores_and_a_lost_device_ends_the_process() -
 
 def test_f7_clients_may_vanish() -> None:
     assert endings.vanishing(150).ok
+
+
+def test_b5_no_broken_request_brings_a_second_reply() -> None:
+    assert protocol.protocol(1.0).ok
+
+
+def test_b5_is_red_with_the_stock_protocol() -> None:
+    row = protocol.protocol(1.0, "--stock-protocol")
+    assert row.failed
+    assert row.figure > 0
+
+
+def test_b8_whatever_is_sent_is_one_line_of_json() -> None:
+    assert lines.lines(1.0).ok
+
+
+def test_b8_is_red_when_lines_are_written_for_people() -> None:
+    assert lines.lines(0.5, "console").failed

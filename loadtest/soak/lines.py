@@ -1,0 +1,108 @@
+"""B8: hostile ids, headers and paths over sockets. Each request is one line of JSON in the log, with nothing of what was sent in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from string import ascii_letters, digits
+
+from loadtest.http_client import Client, Reply
+from loadtest.soak.overload import ask
+from loadtest.soak.row import Row
+from loadtest.soak.servers import HOST, fake_logging
+
+SECRET = 700_000_000_000_000_007  # an id of every history
+MARK = "zq9marker"  # part of every hostile value; what we make ourselves never holds it
+LONGEST_LINE = 1000
+NAME_CHARACTERS = frozenset(ascii_letters + digits + "-_.:/=+@")
+LONGEST_NAME = 128
+IN_FLIGHT = 32
+PATH = ('"', "\\", "{}", "%0d%0a", "%1b", "\\u000a", "null", "x" * 4000)
+HEADER = (*PATH, "\t", "\u0085", "\u2028", "é", "\U0001f600", "\x9b31m")
+REFUSED = (
+    "\x1b[31m",
+    "\x0b",
+    "\x7f",
+    "\r",
+    "x" * 40_000,
+)  # in a header; such a request never gets as far as the application
+BODY = (*HEADER, *REFUSED, "\r\n", "\n", "\x00", "x" * 65_536, "\ud800")
+
+
+def lines(seconds: float, style: str = "json") -> Row:
+    """Asks until the time is over, then reads the log. The figure is the longest line. `style` "console" must turn it red."""
+    settings: dict[str, object] = {"logs__level": "info", "logs__format": style, "queue__max_wait_seconds": 10}
+    with tempfile.TemporaryFile() as log:
+        with fake_logging(log, settings) as server:
+            named, strangers = asyncio.run(_ask(server.port, seconds))
+        log.seek(0)
+        written = log.read().decode("utf-8", "replace").split("\n")[:-1]
+    faults = [fault for line in written if (fault := complaint(line))]
+    requests = sum('"event":"request"' in (bare := line.replace(" ", "")) and "/readyz" not in bare for line in written)
+    failed = len(faults) + abs(requests - named)
+    what = f"hostile ids and headers: one line of JSON each, {strangers} refused before HTTP; {'; '.join(sorted(set(faults)))}"
+    return Row(
+        "B8", what.removesuffix("; "), named, failed, max(map(len, written)), LONGEST_LINE, "characters in a line"
+    )
+
+
+def complaint(line: str) -> str:
+    """What is wrong with a line of the log; empty when nothing is."""
+    if not (line.isascii() and line.isprintable()):
+        return "a line that a terminal would obey"
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return "a line that is no JSON"
+    if not isinstance(said, dict) or "event" not in said:
+        return "a line without an event"
+    name = said.pop("request_id", "")
+    if not (isinstance(name, str) and len(name) <= LONGEST_NAME and set(name) <= NAME_CHARACTERS):
+        return "a name that is none"
+    shown = json.dumps(said)
+    return "a line that shows what was sent" if MARK in shown or str(SECRET) in shown else ""
+
+
+def call(draw: random.Random) -> bytes:
+    """A request with hostile values in its headers and its path, or in its body."""
+
+    def evil(choices: Sequence[str]) -> str:
+        return MARK + "".join(draw.choice(choices) for _ in range(draw.randint(1, 3)))
+
+    odd = HEADER if draw.random() < 0.9 else REFUSED
+    head = f"X-Request-ID: {evil(odd)}\r\nUser-Agent: {evil(odd)}\r\ntraceparent: {evil(odd)}\r\n".encode()
+    if draw.random() < 0.4:
+        return f"GET /{evil(PATH)}?{evil(PATH)} HTTP/1.1\r\nHost: x\r\n".encode() + head + b"\r\n"
+    body = {
+        "user_id": draw.choice(("1", evil(BODY))),
+        "history": {"post_id": [str(SECRET)], "author_id": [SECRET]},
+        "candidates": {"post_id": draw.choice(([2], [evil(BODY)])), "author_id": [SECRET]},
+    }
+    if draw.random() < 0.5:
+        body["request_id"] = evil(BODY)
+    if draw.random() < 0.3:
+        body[evil(BODY)] = {evil(BODY): SECRET}
+    content = json.dumps(body).encode()
+    start = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return start + head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
+
+
+async def _ask(port: int, seconds: float) -> tuple[int, int]:
+    """How many replies the application gave, and how many requests were refused before it."""
+    client = Client(HOST, port, max_connections=IN_FLIGHT)
+    replies: list[Reply] = []
+    until = time.monotonic() + seconds
+
+    async def one(seed: int) -> None:
+        draw = random.Random(seed)
+        while time.monotonic() < until:
+            replies.append(await ask(client, call(draw)))
+
+    await asyncio.gather(*(one(seed) for seed in range(IN_FLIGHT)))
+    await client.close()
+    named = sum(b"x-request-id" in reply.headers for reply in replies)
+    return named, len(replies) - named

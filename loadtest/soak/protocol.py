@@ -1,0 +1,171 @@
+"""B5: many connections on which good requests are followed by broken bytes, in pieces of any size; never two replies to one request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from loadtest.broken_requests import BROKEN
+from loadtest.soak.row import Row
+from loadtest.soak.servers import HOST, fake, payload
+
+CONNECTIONS = 200
+PATIENCE_SECONDS = 0.3  # the server's, for headers and bodies: spoiled bytes may announce more than comes
+CLOSE_SECONDS = 15.0
+NAME = b"X-Request-ID: "
+PIECES = (
+    b"\n", b"\r", b"\r\n", b"\r\n\r\n", b"\x00", b" ", b"\t", b":", b"Content-Length: 0\r\n", b"Content-Length: 7\r\n",
+    b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", b"5\r\n", b"HTTP/1.1", b"GET / HTTP/1.1\r\n\r\n", b"\xff", b"Connection: close\r\n",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """All bytes of one connection. `good` names the requests before the break, `hidden` those that a mistaken parser would find."""
+
+    sent: bytes
+    good: tuple[bytes, ...]
+    hidden: tuple[bytes, ...]
+    spoiled: bool = False  # at random, so that any number of the good ones may be broken
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """One reply: its status, and whose it says it is."""
+
+    status: int
+    name: bytes
+
+
+def protocol(seconds: float, *faults: str) -> Row:
+    """Talks until the time is over. The figure counts requests that got two replies, or one that was not theirs."""
+    tried, broken, two = 0, 0, 0
+    patience = {"connections__header_seconds": PATIENCE_SECONDS, "connections__body_seconds": PATIENCE_SECONDS}
+    with fake(*faults, queue__max_wait_seconds=10, **patience) as server, asyncio.Runner() as runner:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            talks = [talk(random.Random(tried + number)) for number in range(CONNECTIONS)]
+            for said, found in zip(talks, runner.run(_all(server.port, talks, tried)), strict=True):
+                tried += 1
+                broken += bool(complaint(said, found))
+                two += answered_too_often(said, found or ())
+        alive = server.readiness() == 200
+    what = "connections that break the protocol: replies in order, then 400 and the end"
+    return Row("B5", what, tried, broken + (not alive), two, 0, "requests with two replies")
+
+
+def talk(draw: random.Random) -> Talk:
+    """Good requests, then one of the corpus with more behind it; or good requests with spoiled bytes anywhere."""
+    good = tuple(b"good-%016x" % draw.getrandbits(64) for _ in range(draw.randrange(4)))
+    whole = b"".join(_named(name, draw) for name in good)
+    if good and draw.random() < 0.5:
+        return Talk(_spoiled(whole, draw), good, (), spoiled=True)
+    hidden = tuple(b"hidden-%016x" % draw.getrandbits(64) for _ in range(2))
+    rest = b"".join(_named(name, draw) for name in hidden)
+    return Talk(whole + draw.choice(list(BROKEN.values())) + rest, good, hidden)
+
+
+def complaint(said: Talk, found: Sequence[Heard] | None) -> str:
+    """What is wrong with the replies on a connection that the server ended; None where it did not end it or they cannot be read."""
+    if found is None:
+        return "left open, or bytes that are no replies"
+    names = [heard.name for heard in found if heard.name]
+    own = [name for name in said.good if name in names]
+    if not said.spoiled and names != list(said.good):
+        return "not one reply each to the good requests, in their order"
+    if said.spoiled and [name for name in names if name in said.good] != own:
+        return "a request has two replies, or replies are out of order"
+    refusals = [heard for heard in found if not heard.name]
+    if len(refusals) > 1 or (refusals and found[-1] is not refusals[0]):
+        return "more than the end was refused"
+    if not said.spoiled and not said.good and [heard.status for heard in found] != [400]:
+        return "a broken request without its 400"
+    return ""
+
+
+def answered_too_often(said: Talk, found: Sequence[Heard]) -> bool:
+    """Whether a request has two replies, or one that was hidden behind the break has any."""
+    names = [heard.name for heard in found if heard.name]
+    return len(set(names)) < len(names) or not set(names).isdisjoint(said.hidden)
+
+
+def _named(name: bytes, draw: random.Random) -> bytes:
+    """A good request that carries its name, as GET, as POST with a length, or as POST in chunks."""
+    kind = draw.randrange(3)
+    if kind == 0:
+        return b"GET /livez HTTP/1.1\r\nHost: x\r\n" + NAME + name + b"\r\n\r\n"
+    head, _, body = payload(draw.randrange(1, 10**6), 4).partition(b"\r\n\r\n")
+    if kind == 2:
+        lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"content-length")]
+        head, cut = b"\r\n".join([*lines, b"Transfer-Encoding: chunked"]), draw.randrange(1, len(body))
+        body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:cut], body[cut:], b""))
+    return head + b"\r\n" + NAME + name + b"\r\n\r\n" + body
+
+
+def _spoiled(sent: bytes, draw: random.Random) -> bytes:
+    """One to three places are overwritten, cut out, doubled, or get something put in."""
+    bytes_ = bytearray(sent)
+    for _ in range(draw.randint(1, 3)):
+        place, length = draw.randrange(len(bytes_) + 1), draw.randint(1, 30)
+        piece = (b"", draw.choice(PIECES), bytes([draw.randrange(256)]), bytes(bytes_[place : place + length]) * 2)
+        cut = (length, 0, 1, length)
+        choice = draw.randrange(4)
+        bytes_[place : place + cut[choice]] = piece[choice]
+    return bytes(bytes_)
+
+
+async def _all(port: int, talks: Sequence[Talk], seed: int) -> list[list[Heard] | None]:
+    return await asyncio.gather(*(_speak(port, said.sent, random.Random(seed + row)) for row, said in enumerate(talks)))
+
+
+async def _speak(port: int, sent: bytes, draw: random.Random) -> list[Heard] | None:
+    """Send in pieces, and everything that comes back until the server ends the connection."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    hearing = asyncio.ensure_future(_until_the_end(reader))
+    pace = draw.choice((len(sent), 1 + len(sent) // 2, 200, 61))
+    with suppress(ConnectionError):
+        for start in range(0, len(sent), pace):
+            writer.write(sent[start : start + pace])
+            await asyncio.sleep(0)
+            await writer.drain()
+    if not await _ended(hearing, 4 * PATIENCE_SECONDS):
+        # what is left is a whole good request, or none: one that asks for the end brings it, and its reply is not looked at
+        with suppress(ConnectionError):
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + NAME + b"last\r\n\r\n")
+        if not await _ended(hearing, CLOSE_SECONDS):
+            hearing.cancel()
+    writer.transport.abort()
+    return None if hearing.cancelled() or not hearing.done() else replies(hearing.result())
+
+
+async def _ended(hearing: asyncio.Future[bytes], seconds: float) -> bool:
+    return bool((await asyncio.wait([hearing], timeout=seconds))[0])
+
+
+async def _until_the_end(reader: asyncio.StreamReader) -> bytes:
+    found = bytearray()
+    with suppress(ConnectionError):
+        while chunk := await reader.read(65536):
+            found += chunk
+    return bytes(found)
+
+
+def replies(stream: bytes) -> list[Heard] | None:
+    """The replies in a stream, cut by their lengths; None where bytes are left over or missing."""
+    found = []
+    while stream:
+        head, separator, rest = stream.partition(b"\r\n\r\n")
+        status, *lines = head.split(b"\r\n")
+        fields = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+        if not separator or not status.startswith(b"HTTP/1.1 ") or not fields.get(b"content-length", b"").isdigit():
+            return None
+        length = int(fields[b"content-length"])
+        if len(rest) < length:
+            return None
+        found.append(Heard(int(status.split()[1]), fields.get(b"x-request-id", b"")))
+        stream = rest[length:]
+    return found
