@@ -57,8 +57,8 @@ bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetenso
 profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile
 
-test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000
-	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000)
+test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--backend torch"
+	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000) $(ARGS)
 
 fuzz: $(VENV)/.installed ## odd requests in process, REQUESTS=1000000 of them, for SECONDS=3600 at most
 	$(BIN)/python -m loadtest.fuzz --requests $(or $(REQUESTS),1000000) --seconds $(or $(SECONDS),3600) --checkpoint "$(CHECKPOINT)"

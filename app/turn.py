@@ -1,8 +1,8 @@
 """Whether the event loop itself is overrun, and how long its present turn has been admitting. Knows nothing of engines or queues.
 
 Where parsing, not the engine, is what runs out, requests wait in socket buffers, unseen by any queue. The sign is a loop that
-is late all the time, as a standing queue is one that never empties; a burst makes it late once. While it lasts, requests that a
-turn of the loop has no time for are refused unread.
+is late all the time, as a standing queue is one that never empties; a burst makes it late once. From then on, until the loop has
+been on time for a while, requests that a turn of the loop has no time for are refused unread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ TURN_SECONDS = 0.008
 TICK_SECONDS = 0.01
 LATE_SECONDS = 0.005  # a tick that is less late than this shows a loop with time to spare
 STANDING_SECONDS = 0.2  # late for so long on end, and it is no burst
+RECOVERED_SECONDS = 1.0  # on time for so long on end, and it is over: refusing gives the loop moments to spare
 QUIET_SECONDS = 1.0  # without requests, the ticking stops
 
 
@@ -27,6 +28,8 @@ class LoopTurn:
         self._asked = 0.0
         self._due: float | None = None
         self._spare = 0.0  # when the loop last had time to spare
+        self._late = 0.0  # when it last had none
+        self._overrun = False
 
     def is_over(self) -> bool:
         """Whether the loop is overrun and this turn has admitted for `TURN_SECONDS`. The first question begins a turn."""
@@ -37,7 +40,7 @@ class LoopTurn:
         if self._began is None:
             self._began = now
             asyncio.get_running_loop().call_soon(self._end)
-        return now - self._spare > STANDING_SECONDS and now - self._began > TURN_SECONDS
+        return self._overrun and now - self._began > TURN_SECONDS
 
     def _end(self) -> None:
         self._began = None
@@ -50,7 +53,12 @@ class LoopTurn:
         now = self._clock()
         if now - (self._due or now) < LATE_SECONDS:
             self._spare = now
+        else:
+            self._late = now
+        since = self._late if self._overrun else self._spare
+        if now - since > (RECOVERED_SECONDS if self._overrun else STANDING_SECONDS):
+            self._overrun = not self._overrun
         if now - self._asked > QUIET_SECONDS:
-            self._due = None
+            self._due, self._overrun = None, False
         else:
             self._tick_at(now + TICK_SECONDS)

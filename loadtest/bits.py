@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from model.config import HashSpec, ModelConfig
+from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
 from model.inputs import Candidates, Context, Scores
-from model.native.engine import NativeEngine
 from model.selftest import same_bits
 from model.synthetic import random_candidates, random_context, random_ranker
 
@@ -130,14 +129,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compositions", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=("native", "torch"), default="native")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(arguments)
     ranker = random_ranker(small_config())
     failed = False
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in ("float32", "bfloat16"):
         start = time.perf_counter()
 
-        def make(cache_bytes: int, dtype: torch.dtype = dtype) -> Engine:
-            return NativeEngine(ranker, dtype, cache_bytes=cache_bytes)
+        def make(cache_bytes: int, dtype: Any = dtype) -> Engine:
+            chosen = EngineOptions(options.device, dtype, backend=options.backend, cache_bytes=cache_bytes)
+            engine = create_engine(ranker, chosen)
+            engine.warm_up()
+            return engine
 
         tally = run(
             make,
@@ -147,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         failed |= tally.different > 0
         figures = {
-            "dtype": str(dtype).removeprefix("torch."),
+            "backend": options.backend,
+            "dtype": dtype,
             **{name: getattr(tally, name) for name in tally.__slots__},
         }
         print(json.dumps({**figures, "seconds": round(time.perf_counter() - start, 1)}))

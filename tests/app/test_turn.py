@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from app.errors import Overloaded
-from app.turn import LATE_SECONDS, STANDING_SECONDS, TICK_SECONDS, TURN_SECONDS, LoopTurn
+from app.turn import LATE_SECONDS, RECOVERED_SECONDS, STANDING_SECONDS, TICK_SECONDS, TURN_SECONDS, LoopTurn
 from tests.app.fakes import FakeEngine, running
 
 
@@ -61,11 +61,24 @@ def test_a_loop_with_time_to_spare_now_and_then_refuses_nothing() -> None:
     async def go() -> list[bool]:
         clock = Loop()
         turn = LoopTurn(clock)
-        await run_late(clock, turn, 10 * LATE_SECONDS, 2 * STANDING_SECONDS)
-        await run_late(clock, turn, 0.0, TICK_SECONDS / 2)
+        for _ in range(10):
+            await run_late(clock, turn, 10 * LATE_SECONDS, STANDING_SECONDS / 2)
+            await run_late(clock, turn, 0.0, TICK_SECONDS / 2)
         return await answers_of_a_turn(clock, turn)
 
     assert asyncio.run(go()) == [False, False, False]
+
+
+@pytest.mark.parametrize(("seconds", "refuses"), [(TICK_SECONDS / 2, True), (1.5 * RECOVERED_SECONDS, False)])
+def test_an_overrun_ends_when_the_loop_has_been_on_time_for_a_while(seconds: float, refuses: bool) -> None:
+    async def go() -> list[bool]:
+        clock = Loop()
+        turn = LoopTurn(clock)
+        await run_late(clock, turn, 10 * LATE_SECONDS, 2 * STANDING_SECONDS)
+        await run_late(clock, turn, 0.0, seconds)
+        return await answers_of_a_turn(clock, turn)
+
+    assert asyncio.run(go()) == [False, refuses, False]
 
 
 def test_the_service_asks_before_it_reads_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
