@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 from app import logs
 from app.admin import create_admin_app
 from app.connections import ConnectionLimits, StrictProtocol
+from app.listener import Listener
 from app.loading import checkpoint_loader
 from app.metrics import Metrics
 from app.reload import Reloader
@@ -31,6 +32,7 @@ from app.settings import Connections, Settings
 from app.wire import refuse_handshakes
 from app.worker import ENGINE_THREAD
 
+EXIT_START = 3  # as uvicorn: cannot listen
 EXIT_ENGINE_LOST = 70  # EX_SOFTWARE: a supervisor should start the process again
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HANDSHAKE_SECONDS = 0.1  # longer than the way there and back of any client near
@@ -66,6 +68,7 @@ class RankingServer(uvicorn.Server):
         self.reloader = create_reloader(self.service, settings)
         if settings.admin.port is not None:
             self.side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, self.reloader)
+        self.listeners: list[Listener] = []
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -79,14 +82,23 @@ class RankingServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; loading goes on in the background."""
+        """Listen; loading goes on in the background. Unlike uvicorn's, its listeners take all connections that wait: see `listener`."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise SystemExit(EXIT_START)
+        self._listen(self.config, self.server_state)
         for (host, port), side in self.side_apps.items():
-            await self._listen_beside(side, host, port)
-        for server in self.servers:
-            for sock in server.sockets:
-                log.info("listening", host=sock.getsockname()[0], port=sock.getsockname()[1])
+            config = _config(side, self.settings, self.observer, host, port, lifespan="off")
+            config.load()
+            self._listen(config, ServerState())
+        if len(self.listeners) <= len(self.side_apps):
+            await self.lifespan.shutdown()
+            raise SystemExit(EXIT_START)
+        for listener in self.listeners:
+            listener.start()
+            log.info("listening", host=listener.socket.getsockname()[0], port=listener.socket.getsockname()[1])
+        self.started = True
         if self.settings.reload.watch_seconds:
             self.reloader.watch(self.settings.reload.watch_seconds)
 
@@ -94,13 +106,11 @@ class RankingServer(uvicorn.Server):
         """Stop accepting, answer every request that was begun, end the application."""
         self.observer.draining = True
         self.reloader.stop()
-        for server in self.servers:
-            for sock in server.sockets:
-                refuse_handshakes(sock.fileno())
+        for listener in self.listeners:
+            refuse_handshakes(listener.socket.fileno())
         await asyncio.sleep(HANDSHAKE_SECONDS)  # handshakes under way end, and their connections are accepted
-        for server in self.servers:
-            server.close()
-        await asyncio.sleep(0)
+        for listener in self.listeners:
+            await listener.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         try:
@@ -158,18 +168,18 @@ class RankingServer(uvicorn.Server):
         while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110  # uvicorn tells nobody
             await asyncio.sleep(0.01)
 
-    async def _listen_beside(self, app: Any, host: str, port: int) -> None:
-        config = _config(app, self.settings, self.observer, host, port, lifespan="off")
-        config.load()
-        state = ServerState()
+    def _listen(self, config: uvicorn.Config, state: ServerState) -> None:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: config.http_protocol_class(config, state, {}, loop),  # type: ignore[call-arg]
-            host,
-            port,
-            backlog=64,
-        )
-        self.servers.append(server)
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(config, state, self.lifespan.state, loop)  # type: ignore[call-arg]
+
+        try:
+            listener = Listener(config.host, config.port, backlog=config.backlog, protocol=protocol)
+        except OSError as error:
+            log.error("cannot_listen", host=config.host, port=config.port, reason=error.strerror)
+        else:
+            self.listeners.append(listener)
 
 
 class ConnectionObserver:

@@ -222,5 +222,5 @@ def test_a_port_that_is_taken_is_told() -> None:
             [sys.executable, "-m", "app", "--port", port], cwd=ROOT, capture_output=True, text=True, timeout=60
         )
     assert ended.returncode == 3
-    assert "address already in use" in ended.stderr
+    assert "Address already in use" in ended.stderr
     assert "Traceback" not in ended.stderr

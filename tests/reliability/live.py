@@ -60,7 +60,7 @@ def live(engine: Any, **settings: Any) -> Iterator[Live]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     wait_until(lambda: server.started and service.health().ready)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    port = server.listeners[0].socket.getsockname()[1]
     try:
         yield Live(port, service, server, loop)
     finally:
