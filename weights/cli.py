@@ -147,8 +147,8 @@ def relabel(
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
-@app.command()
-def demo(
+@app.command("random")
+def random_(
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     seed: Seed = 0,
     replace: Replace = False,

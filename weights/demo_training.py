@@ -65,7 +65,7 @@ def make_demo(
         replace=True,
     )
     evaluation = evaluate(
-        ranker, log, test_ts, manifest.score_weights, facts_of(world), ablation_requests=2000, progress=progress
+        ranker, log, test_ts, manifest.score_weights, facts_of(world), ablation_requests=5000, progress=progress
     )
     command = f"python -m weights train-demo --out {out} --seed {settings.seed}"
     write_report(evaluation, out / REPORT_NAME, f"The demo checkpoint, {manifest.name} {manifest.version}", command)

@@ -1,4 +1,4 @@
-"""Makes the small checkpoint of the repository from a seed: random weights that are not zero. It has learned nothing."""
+"""Makes a small checkpoint of random weights from a seed, none of them zero. It has learned nothing; `demo_training` makes the demo."""
 
 from __future__ import annotations
 

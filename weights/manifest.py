@@ -200,9 +200,9 @@ _JSON_NAMES = {int: "integer", float: "number with a fraction", str: "string", d
 
 def _check_outputs(manifest: Manifest) -> None:
     names, config = manifest.action_names, manifest.config
-    bad = next((name for name in names if not isinstance(name, str) or not _ACTION.fullmatch(name)), None)
-    if bad is not None:
-        raise CheckpointError(f"action name {str(bad)[:64]!r} must be letters, digits and underscores, a letter first")
+    for name in names:
+        if not isinstance(name, str) or not _ACTION.fullmatch(name):
+            raise CheckpointError(f"action name {str(name)[:64]!r} must be letters, digits and underscores, a letter first")
     if len(names) != config.actions or len(set(names)) != len(names):
         raise CheckpointError(f"needs {config.actions} different action names, got {len(set(names))} in {len(names)}")
     outputs = [output.name for output in manifest.continuous]

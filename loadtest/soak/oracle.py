@@ -46,7 +46,7 @@ def two_checkpoints() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         shutil.copytree(ROOT / "weights" / "demo", root / NAMES[0])
-        command = [sys.executable, "-m", "weights", "demo", "--out", str(root / NAMES[1]), "--seed", "1"]
+        command = [sys.executable, "-m", "weights", "random", "--out", str(root / NAMES[1]), "--seed", "1"]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         yield root
 

@@ -74,7 +74,7 @@ def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
         ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "list.json"),
         ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "null.json"),
         ("import", SOURCE, "--out", tmp_path),
-        ("demo", "--out", tmp_path),
+        ("random", "--out", tmp_path),
         ("synthetic", "--out", tmp_path),
     ):
         result = call(*arguments)
@@ -91,14 +91,14 @@ def test_wrong_usage_is_code_2(arguments: tuple[str, ...]) -> None:
     assert call(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["import", "verify", "inspect", "relabel", "demo", "synthetic", "measure"])
+@pytest.mark.parametrize("command", ["import", "verify", "inspect", "relabel", "random", "synthetic", "measure"])
 def test_every_command_has_help(command: str) -> None:
     assert call(command, "--help").exit_code == 0
 
 
 def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert call("demo", "--out", out).exit_code == 0
+    assert call("random", "--out", out).exit_code == 0
     before = load_checkpoint(out)
     (tmp_path / "weights.json").write_text('{"report": -1}')
     assert call("relabel", out, "--name", "night", "--score-weights", tmp_path / "weights.json").exit_code == 0

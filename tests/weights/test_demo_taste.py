@@ -62,10 +62,11 @@ def best_first(body: dict[str, Any], values: list[float]) -> list[dict[str, Any]
 
 
 def assert_taste(body: dict[str, Any], ranked: list[dict[str, Any]]) -> None:
-    """All three authors of the liked topic, the reported one among them, stand before the four others."""
+    """Two authors of the liked topic stand first, then the four of other topics, and the reported one of the liked topic last."""
     liked = NAMES["example"]["likes"]
     assert topic(body["history"][-1]) == liked
-    assert [topic(post) == liked for post in ranked] == [True] * 3 + [False] * 4
+    assert [topic(post) == liked for post in ranked] == [True] * 2 + [False] * 4 + [True]
+    assert ranked[-1]["author_id"] == reported_of(body)
 
 
 def reported_of(body: dict[str, Any]) -> str:
@@ -75,24 +76,35 @@ def reported_of(body: dict[str, Any]) -> str:
     return str(last["author_id"])
 
 
-def test_the_example_ranks_its_users_topic_first(
+def test_the_example_ranks_its_users_topic_first_and_the_reported_author_last(
     engine: Engine, checkpoint: Checkpoint, example: dict[str, Any]
 ) -> None:
     assert_taste(example, best_first(example, scores(engine, checkpoint, example)))
 
 
-def test_a_report_costs_its_author_score(engine: Engine, checkpoint: Checkpoint, example: dict[str, Any]) -> None:
+def test_a_report_is_its_authors_alone(engine: Engine, checkpoint: Checkpoint, example: dict[str, Any]) -> None:
+    """Without it the author stands with the topic; with it nobody else's score moves half as far."""
     body = copy.deepcopy(example)
     place = [post["author_id"] for post in body["candidates"]].index(reported_of(body))
     body["history"].pop()
-    assert scores(engine, checkpoint, example)[place] < scores(engine, checkpoint, body)[place]
+    before, after = scores(engine, checkpoint, body), scores(engine, checkpoint, example)
+    liked = NAMES["example"]["likes"]
+    assert [topic(post) == liked for post in best_first(body, before)] == [True] * 3 + [False] * 4
+    drops = [then - now for then, now in zip(before, after, strict=True)]
+    own = drops.pop(place)
+    assert own > 2 * max(map(abs, drops))
 
 
-@pytest.mark.xfail(reason="the demo has not learned to single out a reported author: see docs/training.md", strict=True)
-def test_a_reported_author_sinks_below_the_other_topics(
-    engine: Engine, checkpoint: Checkpoint, example: dict[str, Any]
+@pytest.mark.parametrize("act", ["report", "block_author", "mute_author"])
+def test_whoever_is_turned_away_sinks_whatever_the_topic(
+    act: str, engine: Engine, checkpoint: Checkpoint, example: dict[str, Any]
 ) -> None:
-    assert best_first(example, scores(engine, checkpoint, example))[-1]["author_id"] == reported_of(example)
+    """Each candidate's author in turn, with an event of another post of that author."""
+    for place, post in enumerate(example["candidates"]):
+        body = copy.deepcopy(example)
+        body["history"][-1] |= {"post_id": str(10**6), "author_id": post["author_id"], "actions": [act]}
+        values = scores(engine, checkpoint, body)
+        assert min(values) == values[place], post
 
 
 def test_post_rank_shows_the_same_taste(example: dict[str, Any]) -> None:
@@ -145,7 +157,7 @@ def test_the_report_keeps_its_promises() -> None:
     assert way["true affinity"] <= 0.8
     assert figures["calibration_error"] <= 0.01
     whole = figures["ablations"]["none"]["mean_auc"]
-    for name, least in (("no history", 0.02), ("shuffled history", 0.05), ("no user", 0.0005)):
+    for name, least in (("no history", 0.04), ("shuffled history", 0.08), ("no user", 0.015)):
         assert figures["ablations"][name]["mean_auc"] < whole - least, name
     assert figures["ndcg"]["model"] > max(figures["ndcg"]["popularity"], figures["ndcg"]["affinity"])
 

@@ -109,6 +109,7 @@ def test_a_file_outside_of_the_directory_is_refused(file: str) -> None:
         ({"action_names": STANDARD_ACTIONS[:-1]}, "needs 19 different action names"),
         ({"action_names": ("favorite",) * 19}, "needs 19 different action names"),
         ({"action_names": ("7", *STANDARD_ACTIONS[1:])}, "a letter first"),
+        ({"action_names": (None, [], *STANDARD_ACTIONS[2:])}, "a letter first"),
         ({"continuous": ()}, "needs 1 different continuous"),
         ({"continuous": (ContinuousOutput("x", float("inf"), ""),)}, "bad name, scale"),
         ({"score_weights": {"nothing": 1.0}}, "no action of this checkpoint"),

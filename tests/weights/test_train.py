@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("pyarrow")
 
-from model.layers import rms_norm
+from model.layers import rms_norm, rope_tables, rotate
 from model.ranker import Ranker
 from tests.weights.small_run import TRAINING, WORLD, small_config
 from weights.train import initial
@@ -137,7 +137,7 @@ def test_leaving_the_saddle_changes_no_score_bit_and_opens_every_gradient(exampl
 
 
 def test_a_candidate_starts_by_looking_at_events_of_its_own_author() -> None:
-    config = replace(small_config(), width=64, head_width=32)
+    config = replace(small_config(), width=64, head_width=32, history_length=63)
     ranker = Ranker(config)
     generator = torch.Generator().manual_seed(5)
     initial.upstream(ranker, generator)
@@ -149,13 +149,17 @@ def test_a_candidate_starts_by_looking_at_events_of_its_own_author() -> None:
     events = ranker.tokens.history(ranker.tables, none[:, None].expand(-1, 2), rows, actions, none, seconds)
     layer = ranker.trunk.layers[0]
 
-    def heads(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (rms_norm(tokens, layer.attention_norm, config.norm_epsilon) @ weight)[:, : config.head_width]
+    def heads(tokens: torch.Tensor, weight: torch.Tensor, position: int) -> torch.Tensor:
+        first = (rms_norm(tokens, layer.attention_norm, config.norm_epsilon) @ weight)[:, : config.head_width]
+        tables = rope_tables(torch.full((20,), position), config.head_width, config.rope_base)
+        return rotate(first[:, None], *tables)[:, 0]
 
-    logits = heads(candidates, layer.query) @ heads(events, layer.key).T * config.attention_multiplier
-    own = logits.diagonal().mean()
-    other = (logits.sum() - logits.diagonal().sum()) / (20 * 19)
-    assert own > other + 1
+    for event in (1, config.history_length):  # the oldest event as well as the newest
+        queries = heads(candidates, layer.query, config.history_length + 1)
+        logits = queries @ heads(events, layer.key, event).T * config.attention_multiplier
+        own = logits.diagonal().mean()
+        other = (logits.sum() - logits.diagonal().sum()) / (20 * 19)
+        assert own > other + 2
 
 
 def test_training_from_upstreams_initial_values_learns(world: World) -> None:

@@ -22,7 +22,7 @@ from weights.world.behaviour import (
     recency,
     true_probabilities,
 )
-from weights.world.population import interest
+from weights.world.population import interest, regard_now
 from weights.world.settings import DAY_SECONDS, SURFACES, WorldSettings
 from weights.world.simulate import World, simulate
 from weights.world.store import load_facts, save_world
@@ -135,6 +135,29 @@ def test_a_turned_away_author_is_less_liked_afterwards(world: World) -> None:
     )
     assert after.sum() > 5
     assert world.truth.affinity[after].mean() < world.truth.affinity[~after].mean() - 2
+
+
+def test_the_latest_telling_act_is_felt_for_days_and_then_forgotten(world: World) -> None:
+    user, author = (int(place[0]) for place in np.nonzero(world.users.regard == SMALL.reject_appeal))
+    felt = int(world.users.regard_ts[user, author])
+    days = np.array([0.0, 0.5, 1, 2, 4, 8])
+    left = regard_now(
+        world.users,
+        np.full(len(days), user),
+        np.full((len(days), 1), author),
+        felt + (days * DAY_SECONDS).astype(np.int64),
+        SMALL,
+    )[:, 0]
+    assert left[0] == SMALL.reject_appeal
+    assert (np.diff(left) > 0).all()
+    assert left[2] < 0.85 * SMALL.reject_appeal
+    assert left[-1] > 0.01 * SMALL.reject_appeal
+    levels = {SMALL.reject_appeal, SMALL.dislike_appeal, 0.0, SMALL.attach_appeal}
+    assert set(np.unique(world.users.regard).tolist()) == levels
+
+
+def test_some_users_prefer_young_posts_and_some_old_ones(world: World) -> None:
+    assert 0.2 < (world.users.freshness < 0).mean() < 0.5
 
 
 def test_neither_popularity_nor_affinity_is_enough(world: World) -> None:

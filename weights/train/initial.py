@@ -8,23 +8,30 @@ candidates' inputs would ever learn; the trunk would stay at exactly 0.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+from model.config import ModelConfig
 from model.ranker import Ranker
 from model.trunk import DecoderLayer
 
 PRE_NORMS = ("attention_norm", "ffn_norm")
-AUTHOR_DEVIATION = 0.5
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
+LIKENESS = (".query", ".key")
+AUTHOR_DEVIATION = 1.0
+USER_DEVIATION = 0.3
+FAST_PAIR_GAIN = 0.1
 
 
 def upstream(ranker: Ranker, generator: torch.Generator) -> None:
     """Upstream's initial values: zeros, and draws where upstream draws.
 
-    A projection `[in, out]` is drawn with deviation 1/√in, the action projection and tables `[rows, D]` with 1/√D. The
-    embedding tables are not upstream's to draw: user and post rows stay 0, so that one never trained adds nothing; author rows are drawn,
-    for equal authors must look equal to attention before anything is learned about them.
+    A projection `[in, out]` is drawn with deviation 1/√in, the action projection and tables `[rows, D]` with 1/√D.
+    The embedding tables are not upstream's to draw. Post rows stay 0, so that one never trained adds nothing. Author rows are drawn, for
+    equal authors must look equal to attention before anything is learned about them. User rows are one row drawn once: the
+    norm before attention would blow up the first steps away from 0, and beside a common part they stay small.
     """
     tokens, heads = ranker.tokens, ranker.heads
     with torch.no_grad():
@@ -35,6 +42,7 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
                 fan = parameter.shape[1] if name.endswith(("table", "action_projection")) else parameter.shape[0]
                 _draw(parameter, fan**-0.5, generator)
         _draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
+        ranker.tables.user[:] = USER_DEVIATION * torch.randn(ranker.config.width, generator=generator)
         # a candidate and an event of one author start as near tokens: the blocks of posts and authors are drawn once
         shared = tokens.candidate_projection.shape[0] - (2 if ranker.config.has_post_age else 1) * ranker.config.width
         tokens.candidate_projection[:shared] = tokens.history_projection[:shared]
@@ -73,10 +81,21 @@ def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
                     parameter.fill_(1)
                 elif name not in POST_NORMS:
                     _draw(parameter, parameter.shape[0] ** -0.5, generator)
-            # each key head starts as the first query head that reads it: attention starts as likeness of tokens
-            config = ranker.config
-            queries = layer.query.unflatten(1, (config.kv_heads, -1, config.head_width))
-            layer.key.copy_(queries[:, :, 0].flatten(1))
+            _look_for_likeness(layer, ranker.config)
+
+
+def _look_for_likeness(layer: DecoderLayer, config: ModelConfig) -> None:
+    """Make each key head the first query head that reads it, in the pairs that tell little of the position.
+
+    A pair of RoPE that turns by more than half a circle over the history hides whether two tokens are alike.
+    """
+    pairs = config.head_width // 2
+    angles = config.history_length * config.rope_base ** (-torch.arange(pairs) / pairs)
+    slow = angles <= math.pi
+    gain = torch.where(slow, (pairs / slow.sum().clamp(min=1)).sqrt(), FAST_PAIR_GAIN)
+    layer.query.mul_(gain.repeat(2 * config.query_heads))
+    queries = layer.query.unflatten(1, (config.kv_heads, -1, config.head_width))
+    layer.key.copy_(queries[:, :, 0].flatten(1))
 
 
 def _draw(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:

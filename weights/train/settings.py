@@ -16,10 +16,11 @@ class TrainSettings:
     """`epochs` passes over the training period in batches of `batch_requests`; the rate warms up, then falls as a cosine."""
 
     seed: int = 1
-    epochs: float = 1.1
+    epochs: float = 2.4
     batch_requests: int = 32
     learning_rate: float = 3e-3
     norm_rate: float = 8.0  # of the outer and final norm scales: upstream's start from 0 and have a way to go
+    attention_rate: float = 0.1  # of the query and key weights: what they start as is worth keeping
     warmup_steps: int = 100
     weight_decay: float = 0.01
     table_decay: float = 0.0
@@ -44,6 +45,6 @@ def demo_config(actions: int) -> ModelConfig:
 
     return ModelConfig(
         width=64, layers=2, query_heads=4, kv_heads=2, head_width=32, history_length=63, candidate_length=64,
-        actions=actions, user_hashes=hashes(4096, 10), post_hashes=hashes(2048, 20), author_hashes=hashes(2048, 30),
-        continuous_actions=1, has_dwell=True, has_post_age=True, attention_multiplier=0.25,
+        actions=actions, user_hashes=hashes(8192, 10), post_hashes=hashes(2048, 20), author_hashes=hashes(2048, 30),
+        continuous_actions=1, has_dwell=True, has_post_age=True, attention_multiplier=0.5,
     )  # fmt: skip

@@ -141,16 +141,26 @@ class Trainer:
         return self.train[[orders[int(epoch)][p % len(self.train)] for epoch, p in zip(epochs, place, strict=True)]]
 
     def _groups(self) -> list[dict[str, object]]:
-        """Decay for matrices, a decay of their own for embedding tables, none for norm scales; those that start from 0 learn faster."""
+        """Decay for matrices, a decay of their own for embedding tables, none for norm scales.
+
+        Norm scales that start from 0 learn faster, queries and keys slower.
+        """
+        decay = self.settings.weight_decay
         tables = list(self.ranker.tables.parameters())
-        others = [p for name, p in self.ranker.named_parameters() if not name.startswith("tables.")]
+        likeness = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.LIKENESS)]
+        others = [
+            p
+            for name, p in self.ranker.named_parameters()
+            if p.ndim == 2 and not name.startswith("tables.") and not name.endswith(initial.LIKENESS)
+        ]
         inner = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.PRE_NORMS)]
         outer = [
             p for name, p in self.ranker.named_parameters() if p.ndim != 2 and not name.endswith(initial.PRE_NORMS)
         ]
         return [
             {"params": tables, "weight_decay": self.settings.table_decay, "rate": 1.0},
-            {"params": [p for p in others if p.ndim == 2], "weight_decay": self.settings.weight_decay, "rate": 1.0},
+            {"params": others, "weight_decay": decay, "rate": 1.0},
+            {"params": likeness, "weight_decay": decay, "rate": self.settings.attention_rate},
             {"params": inner, "weight_decay": 0.0, "rate": 1.0},
             {"params": outer, "weight_decay": 0.0, "rate": self.settings.norm_rate},
         ]

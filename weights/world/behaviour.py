@@ -1,7 +1,7 @@
 """The stated probabilities: how long somebody looks at a post, and which of the nineteen actions follow.
 
-    appeal  = interest in the topic + follow + taste for the surface + author quality + post quality − aversion
-    recency = 2.4 · (exp(−age in hours / 8) − 0.4)
+    appeal  = interest in the topic + follow + taste for the surface + author quality + post quality + regard for the author
+    recency = freshness of the user · 2.8 · (exp(−age in hours / 16) − 0.43)
     log(dwell seconds) = log 3 + 0.45·appeal + 0.5·recency + 0.25·activity + dwell[surface] + 0.8·ε,   ε ~ N(0, 1)
     logit(action | ε)  = base + appeal·a + recency·r + activity·u + follow·f + surface[s] + ε·d
 
@@ -55,14 +55,15 @@ EFFECTS: dict[str, Effect] = {
     "quote": Effect(-5.7, 1.0, 1.6, 0.65, surface={"following": 0.4}),
     "quoted_click": Effect(-5.0, 0.9, 0.9, 0.45, surface={"search": 0.4}),
     "follow_author": Effect(-5.6, 1.2, 0.4, 0.45, follow=-3.0, surface={"explore": 0.9, "search": 0.6}),
-    "not_interested": Effect(-4.0, -0.9, -0.3, 0.45, -0.4, surface={"explore": 0.4}),
-    "block_author": Effect(-6.2, -1.0, 0.0, 0.45, 0.0),
-    "mute_author": Effect(-5.9, -1.0, 0.0, 0.45, 0.0),
-    "report": Effect(-6.0, -1.0, 0.0, 0.45, 0.0),
+    "not_interested": Effect(-3.8, -0.7, -0.3, 0.45, -0.4, surface={"explore": 0.4}),
+    "block_author": Effect(-5.3, -0.5, 0.0, 0.45, 0.0),
+    "mute_author": Effect(-5.1, -0.5, 0.0, 0.45, 0.0),
+    "report": Effect(-5.0, -0.5, 0.0, 0.45, 0.0),
     "dwell_time": Effect(0.0),
 }
 ACTION_NAMES = tuple(EFFECTS)
 NEGATIVE_ACTIONS = ("not_interested", "block_author", "mute_author", "report")
+ATTACHMENTS = ("reply", "repost", "quote", "profile_click", "follow_author")
 REJECTIONS = ("block_author", "mute_author", "report")
 
 
@@ -78,8 +79,11 @@ class Circumstances:
 
 
 def recency(age_seconds: NDArray[np.int64]) -> Floats:
-    """The pull of a young post: 0.9 for a new one, −0.6 for an old one."""
-    return (2.4 * (np.exp(-age_seconds / (8 * 3600)) - 0.4)).astype(np.float32)
+    """The pull of a young post: 1.6 for a new one, −1.2 for an old one, 0 on average and as far to both sides.
+
+    So an engaged event does not tell whether its user likes the young or the old.
+    """
+    return (2.8 * (np.exp(-age_seconds / (16 * 3600)) - 0.43)).astype(np.float32)
 
 
 def log_dwell(given: Circumstances) -> Floats:

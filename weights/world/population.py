@@ -38,20 +38,22 @@ class Posts:
 
 @dataclass(eq=False, slots=True)
 class Users:
-    """Traits, and the state that a session changes: interests drift, follows and aversions come and go.
+    """Traits, and the state that a session changes: interests drift, follows and regards come and go.
 
     activity `[u]`; surface_taste `[u, surfaces]`; latent `[u, topics]`, the drifting interest; follows bool `[u, a]`;
-    aversion and aversion_ts `[u, a]`: its strength in appeal when it was last felt, and when that was.
+    regard and regard_ts `[u, a]`: the appeal that the latest telling act towards an author left, below 0 for a complaint, and its time.
+    freshness `[u]`: how much the youth of a post counts; no event of a history shows it.
     """
 
     ids: Ids
     activity: Floats
+    freshness: Floats
     surface_taste: Floats
     latent: Floats
     latent_ts: Ints
     follows: NDArray[np.bool_]
-    aversion: Floats
-    aversion_ts: Ints
+    regard: Floats
+    regard_ts: Ints
     session_ts: list[Ints]
 
 
@@ -101,12 +103,13 @@ def draw_users(settings: WorldSettings, authors: Authors, rng: np.random.Generat
     return Users(
         ids=snowflakes(rng, count, 10**18, 9 * 10**18),
         activity=(settings.activity_sd * rng.standard_normal(count)).astype(np.float32),
+        freshness=(settings.freshness_mean + settings.freshness_sd * rng.standard_normal(count)).astype(np.float32),
         surface_taste=(settings.surface_taste_sd * rng.standard_normal((count, len(SURFACES)))).astype(np.float32),
         latent=latent,
         latent_ts=np.array([times[0] for times in sessions]),
         follows=follows,
-        aversion=np.zeros(shape, np.float32),
-        aversion_ts=np.zeros(shape, np.int64),
+        regard=np.zeros(shape, np.float32),
+        regard_ts=np.zeros(shape, np.int64),
         session_ts=sessions,
     )
 
@@ -131,7 +134,7 @@ def drift(users: Users, who: Ints, now: Ints, settings: WorldSettings, rng: np.r
     users.latent_ts[who] = now
 
 
-def aversion_now(users: Users, who: Ints, authors: Ints, now: Ints, settings: WorldSettings) -> Floats:
-    """How much of the aversion of users `who [n]` to authors `[n, c]` is left at `now [n]`, in appeal."""
-    days = (now[:, None] - users.aversion_ts[who[:, None], authors]) / DAY_SECONDS
-    return np.asarray(users.aversion[who[:, None], authors] * np.exp(-days / settings.aversion_days), np.float32)
+def regard_now(users: Users, who: Ints, authors: Ints, now: Ints, settings: WorldSettings) -> Floats:
+    """What is left at `now [n]` of the regard of users `who [n]` for authors `[n, c]`, in appeal: it lasts, then goes, as exp(−days²)."""
+    days = (now[:, None] - users.regard_ts[who[:, None], authors]) / DAY_SECONDS
+    return np.asarray(users.regard[who[:, None], authors] * np.exp(-((days / settings.regard_days) ** 2)), np.float32)

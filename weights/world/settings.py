@@ -14,14 +14,14 @@ class WorldSettings:
     """Equal settings make equal worlds, to the last bit. Times are Unix seconds; appeal is in units of logits."""
 
     seed: int = 1
-    users: int = 3000
+    users: int = 2000
     new_users: int = 100  # seen in the test period only
     authors: int = 160
     topics: int = 8
     days: int = 28
     test_days: int = 4
     start_ts: int = 1_780_272_000  # 2026-06-01 00:00 UTC
-    sessions_per_day: float = 1.2
+    sessions_per_day: float = 1.8
     slots: int = 24  # impressions in a session
     posts_per_author_day: float = 3.0
     archive_days: int = 20  # posts that are older than the first impression
@@ -34,22 +34,25 @@ class WorldSettings:
     activity_sd: float = 1.0
     surface_taste_sd: float = 0.4
     follows: int = 10
-    follow_appeal: float = 1.0
-    aversion_days: float = 2.5  # an annoyance fades with this time constant
-    dislike_appeal: float = 2.0  # after not_interested
-    reject_appeal: float = 4.0  # after mute, block or report
+    follow_appeal: float = 0.7
+    freshness_mean: float = 0.3  # a user's pull of young posts; below 0 for who likes what has stood a while
+    freshness_sd: float = 1.0
+    regard_days: float = 3.0  # what a user did to an author is felt for about that long
+    attach_appeal: float = 1.0  # after a reply, repost, quote, look at the profile or follow
+    dislike_appeal: float = -2.5  # after not_interested
+    reject_appeal: float = -5.0  # after mute, block or report
 
     # authors and posts
-    author_quality_sd: float = 0.6
+    author_quality_sd: float = 0.7
     post_quality_sd: float = 0.08
     stray_topic_share: float = 0.01  # posts that are not about their author's topic
-    fresh_hours: float = 10.0  # mean age of a shown post
+    fresh_hours: float = 6.0  # mean age that is looked for; the author's last post before it is shown
     classic_share: float = 0.12  # impressions of posts older than 80 hours
 
     # what a session shows
     followed_share: float = 0.3
     interest_share: float = 0.35
-    reshow_share: float = 0.06  # of the slots, where the user turned away from somebody lately
+    reshow_share: float = 0.08  # of the slots, where the user turned away from somebody lately
 
     @property
     def test_ts(self) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from weights.log import Log
 from weights.world.behaviour import (
     ACTION_NAMES,
+    ATTACHMENTS,
     REJECTIONS,
     Circumstances,
     draw,
@@ -24,12 +25,12 @@ from weights.world.population import (
     Ints,
     Posts,
     Users,
-    aversion_now,
     draw_authors,
     draw_posts,
     draw_users,
     drift,
     interest,
+    regard_now,
 )  # fmt: skip
 from weights.world.settings import DAY_SECONDS, HOUR_SECONDS, SURFACES, WorldSettings
 
@@ -112,12 +113,12 @@ def _run(
     surface = np.where(users.follows[row, author], SURFACES.index("following"), elsewhere)
     liking = np.take_along_axis(interest(users.latent[who], settings), posts.topic[shown], 1)
     follow = users.follows[row, author].astype(np.float32)
-    affinity = liking + settings.follow_appeal * follow - aversion_now(users, who, author, now, settings)
+    affinity = liking + settings.follow_appeal * follow + regard_now(users, who, author, now, settings)
     appeal = affinity + users.surface_taste[row, surface] + authors.quality[author] + posts.quality[shown]
-    age = now[:, None] - posts.created_at[shown]
+    youth = users.freshness[row] * recency(now[:, None] - posts.created_at[shown])
     activity = np.broadcast_to(users.activity[row], shape)
     given = Circumstances(
-        appeal.ravel(), recency(age).ravel(), activity.ravel(), follow.ravel(), surface.ravel().astype(np.int64)
+        appeal.ravel(), youth.ravel(), activity.ravel(), follow.ravel(), surface.ravel().astype(np.int64)
     )
     actions, seconds = draw(given, rng)
     return _Session(who, now, shown, surface, affinity, given, actions, seconds)
@@ -136,11 +137,10 @@ def _choose_authors(
     author = rng.choice(settings.authors, shape, p=authors.popularity)
     author = np.where(by_interest, _sample_rows(keen, settings.slots, rng), author)
     author = np.where(followed, _sample_rows(np.where(users.follows[who], 0.0, -50.0), settings.slots, rng), author)
-    left = aversion_now(
-        users, who, np.broadcast_to(np.arange(settings.authors), (len(who), settings.authors)), now, settings
-    )
-    reshow = (rng.random(shape) < settings.reshow_share) & (left.max(1, keepdims=True) > 0.5)
-    return np.where(reshow, _sample_rows(np.log(left + 1e-9), settings.slots, rng), author)
+    everybody = np.broadcast_to(np.arange(settings.authors), (len(who), settings.authors))
+    aversion = np.maximum(-regard_now(users, who, everybody, now, settings), 0)
+    reshow = (rng.random(shape) < settings.reshow_share) & (aversion.max(1, keepdims=True) > 0.5)
+    return np.where(reshow, _sample_rows(np.log(aversion + 1e-9), settings.slots, rng), author)
 
 
 def _sample_rows(logits: NDArray[np.floating], count: int, rng: np.random.Generator) -> Ints:
@@ -165,7 +165,7 @@ def _choose_posts(settings: WorldSettings, posts: Posts, author: Ints, now: Ints
 
 
 def _remember(users: Users, settings: WorldSettings, posts: Posts, session: _Session) -> None:
-    """Follows and aversions that the session's actions leave behind."""
+    """Follows and regards that the session's actions leave behind; a complaint outweighs a kind act on the same post."""
     author = posts.author[session.posts].ravel()
     user = np.repeat(session.who, settings.slots)
     now = np.repeat(session.now, settings.slots)
@@ -173,12 +173,18 @@ def _remember(users: Users, settings: WorldSettings, posts: Posts, session: _Ses
     def done(*names: str) -> NDArray[np.bool_]:
         return np.asarray(session.actions[:, [ACTION_NAMES.index(name) for name in names]].any(1))
 
-    rejected, disliked, followed = done(*REJECTIONS), done("not_interested"), done("follow_author")
+    attached, disliked, rejected = done(*ATTACHMENTS), done("not_interested"), done(*REJECTIONS)
+    followed = done("follow_author")
     users.follows[user[followed], author[followed]] = True
     users.follows[user[rejected], author[rejected]] = False
-    for rows, strength in ((disliked & ~rejected, settings.dislike_appeal), (rejected, settings.reject_appeal)):
-        users.aversion[user[rows], author[rows]] = strength
-        users.aversion_ts[user[rows], author[rows]] = now[rows]
+    acts = (
+        (attached & ~disliked & ~rejected, settings.attach_appeal),
+        (disliked & ~rejected, settings.dislike_appeal),
+        (rejected, settings.reject_appeal),
+    )
+    for rows, appeal in acts:
+        users.regard[user[rows], author[rows]] = appeal
+        users.regard_ts[user[rows], author[rows]] = now[rows]
 
 
 def _write(
