@@ -202,7 +202,9 @@ def _check_outputs(manifest: Manifest) -> None:
     names, config = manifest.action_names, manifest.config
     for name in names:
         if not isinstance(name, str) or not _ACTION.fullmatch(name):
-            raise CheckpointError(f"action name {str(name)[:64]!r} must be letters, digits and underscores, a letter first")
+            raise CheckpointError(
+                f"action name {str(name)[:64]!r} must be letters, digits and underscores, a letter first"
+            )
     if len(names) != config.actions or len(set(names)) != len(names):
         raise CheckpointError(f"needs {config.actions} different action names, got {len(set(names))} in {len(names)}")
     outputs = [output.name for output in manifest.continuous]
