@@ -11,10 +11,10 @@ import asyncio
 
 from app.admission import Clock
 
-TURN_SECONDS = 0.008
+TURN_SECONDS = 0.0015  # longer, and more are answered but later: every turn is waited for three times, to be read, run and answered
 TICK_SECONDS = 0.01
 LATE_SECONDS = 0.005  # a tick that is less late than this shows a loop with time to spare
-STANDING_SECONDS = 0.2  # late for so long on end, and it is no burst
+STANDING_SECONDS = 0.1  # late for so long on end, after the first late tick: a pause of any length makes one tick late
 RECOVERED_SECONDS = 1.0  # on time for so long on end, and it is over: refusing gives the loop moments to spare
 QUIET_SECONDS = 1.0  # without requests, the ticking stops
 
@@ -27,15 +27,14 @@ class LoopTurn:
         self._began: float | None = None
         self._asked = 0.0
         self._due: float | None = None
-        self._spare = 0.0  # when the loop last had time to spare
-        self._late = 0.0  # when it last had none
+        self._late_since: float | None = None  # the first of the late ticks without one on time between
+        self._late = 0.0  # the last one
         self._overrun = False
 
     def is_over(self) -> bool:
         """Whether the loop is overrun and this turn has admitted for `TURN_SECONDS`. The first question begins a turn."""
         now = self._asked = self._clock()
         if self._due is None:
-            self._spare = now
             self._tick_at(now + TICK_SECONDS)
         if self._began is None:
             self._began = now
@@ -51,14 +50,15 @@ class LoopTurn:
 
     def _tick(self) -> None:
         now = self._clock()
-        if now - (self._due or now) < LATE_SECONDS:
-            self._spare = now
-        else:
+        if now - (self._due or now) >= LATE_SECONDS:
             self._late = now
-        since = self._late if self._overrun else self._spare
-        if now - since > (RECOVERED_SECONDS if self._overrun else STANDING_SECONDS):
-            self._overrun = not self._overrun
+            if self._late_since is None:
+                self._late_since = now
+            self._overrun |= now - self._late_since > STANDING_SECONDS
+        else:
+            self._late_since = None
+            self._overrun &= now - self._late <= RECOVERED_SECONDS
         if now - self._asked > QUIET_SECONDS:
-            self._due, self._overrun = None, False
+            self._due, self._late_since, self._overrun = None, None, False
         else:
             self._tick_at(now + TICK_SECONDS)

@@ -57,6 +57,18 @@ def test_a_burst_is_admitted_whole() -> None:
     assert asyncio.run(go()) == [False, False, False]
 
 
+def test_the_burst_after_a_pause_is_admitted_whole() -> None:
+    async def go() -> list[bool]:
+        clock = Loop()
+        turn = LoopTurn(clock)
+        turn.is_over()
+        await run_late(clock, turn, 10 * STANDING_SECONDS, TICK_SECONDS)  # one tick, very late
+        await run_late(clock, turn, 2 * LATE_SECONDS, STANDING_SECONDS / 2)  # and what had piled up
+        return await answers_of_a_turn(clock, turn)
+
+    assert asyncio.run(go()) == [False, False, False]
+
+
 def test_a_loop_with_time_to_spare_now_and_then_refuses_nothing() -> None:
     async def go() -> list[bool]:
         clock = Loop()
