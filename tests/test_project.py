@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -108,3 +109,26 @@ def test_the_ci_script_is_sound_shell() -> None:
         path = ROOT / ".ci" / script
         assert os.access(path, os.X_OK)
         assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+
+
+def _package(name: str, **more: object) -> dict[str, object]:
+    return {"name": name, "version": "1.0", "vulns": [], **more}
+
+
+FLAW = {"id": "PYSEC-1", "fix_versions": ["1.1"]}
+SKIPPED = {"name": "odd", "skip_reason": "not found"}
+AUDITS = {
+    "clean": ([_package("a"), _package("b")], 0, "2 packages, no known vulnerability"),
+    "a flaw": ([_package("a"), _package("b", vulns=[FLAW])], 1, "b 1.0: PYSEC-1, fixed in 1.1"),
+    "one not looked up": ([_package("a"), SKIPPED], 1, "odd: not looked up"),
+    "no network": ([SKIPPED, SKIPPED], 75, "no advisories can be had"),
+}
+
+
+@pytest.mark.parametrize(("packages", "code", "said"), AUDITS.values(), ids=AUDITS)
+def test_the_audit_tells_no_flaw_from_no_knowledge(packages: list[object], code: int, said: str) -> None:
+    path = ROOT / ".ci/audit"
+    namespace = runpy.run_path(str(path))
+    found, text = namespace["verdict"]({"dependencies": packages})
+    assert found == code
+    assert said in text
