@@ -86,10 +86,13 @@ load-compare: $(VENV)/.installed ## two commits, servers or stored runs, in turn
 	$(BIN)/python -m loadtest compare $(or $(A),HEAD) $(or $(B),.) --checkpoint "$(CHECKPOINT)" $(ARGS)
 
 soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line a row: SECONDS=1800; ARGS="--only ..." for some
-	$(BIN)/python -m loadtest.soak --seconds $(shell expr $(or $(SECONDS),1800) \* 75 / 100) $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m loadtest.fuzz --requests 1000000000 --seconds $(shell expr $(or $(SECONDS),1800) \* 15 / 100))
-	$(if $(ARGS),,$(BIN)/python -m loadtest.fuzz --only-paths --requests 1000000 --seconds $(shell expr $(or $(SECONDS),1800) \* 5 / 100))
-	$(if $(ARGS),,$(BIN)/python -m tests.weights.mutants $(shell expr $(or $(SECONDS),1800) \* 5 / 100))
+	@failed=0; share() { expr $(or $(SECONDS),1800) \* $$1 / 100; }; \
+	$(BIN)/python -m loadtest.soak --seconds $(if $(ARGS),$(or $(SECONDS),1800),$$(share 75)) $(ARGS) || failed=1; \
+	if [ -z '$(ARGS)' ]; then \
+	  $(BIN)/python -m loadtest.fuzz --requests 1000000000 --seconds $$(share 15) || failed=1; \
+	  $(BIN)/python -m loadtest.fuzz --only-paths --requests 1000000 --seconds $$(share 5) || failed=1; \
+	  $(BIN)/python -m tests.weights.mutants $$(share 5) || failed=1; \
+	fi; exit $$failed
 
 overload-plot: $(VENV)/.installed ## offered load against goodput and p99 as a PNG: SECONDS=90
 	$(BIN)/python -m loadtest.overload --seconds $(or $(SECONDS),90) $(ARGS)
