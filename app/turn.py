@@ -13,7 +13,10 @@ from app.admission import Clock
 
 TURN_SECONDS = 0.0015  # longer, and more are answered but later: every turn is waited for three times, to be read, run and answered
 TICK_SECONDS = 0.01
-LATE_SECONDS = 0.005  # a tick that is less late than this shows a loop with time to spare
+LATE_SECONDS = (
+    0.025  # a reply takes three turns; a hundred callers who each wait for their reply make no turn this long on end
+)
+SPARE_SECONDS = 0.005  # a tick that is less late than this shows a loop with time to spare
 STANDING_SECONDS = 0.1  # late for so long on end, after the first late tick: a pause of any length makes one tick late
 RECOVERED_SECONDS = 1.0  # on time for so long on end, and it is over: refusing gives the loop moments to spare
 QUIET_SECONDS = 1.0  # without requests, the ticking stops
@@ -28,7 +31,7 @@ class LoopTurn:
         self._asked = 0.0
         self._due: float | None = None
         self._late_since: float | None = None  # the first of the late ticks without one on time between
-        self._late = 0.0  # the last one
+        self._busy = 0.0  # when the loop last had no time to spare
         self._overrun = False
 
     def is_over(self) -> bool:
@@ -50,14 +53,17 @@ class LoopTurn:
 
     def _tick(self) -> None:
         now = self._clock()
-        if now - (self._due or now) >= LATE_SECONDS:
-            self._late = now
-            if self._late_since is None:
-                self._late_since = now
-            self._overrun |= now - self._late_since > STANDING_SECONDS
-        else:
+        late = now - (self._due or now)
+        if late < LATE_SECONDS:
             self._late_since = None
-            self._overrun &= now - self._late <= RECOVERED_SECONDS
+        elif self._late_since is None:
+            self._late_since = now
+        elif now - self._late_since > STANDING_SECONDS:
+            self._overrun = True
+        if late >= SPARE_SECONDS:
+            self._busy = now
+        elif now - self._busy > RECOVERED_SECONDS:
+            self._overrun = False
         if now - self._asked > QUIET_SECONDS:
             self._due, self._late_since, self._overrun = None, None, False
         else:

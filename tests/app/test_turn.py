@@ -7,7 +7,15 @@ import asyncio
 import pytest
 
 from app.errors import Overloaded
-from app.turn import LATE_SECONDS, RECOVERED_SECONDS, STANDING_SECONDS, TICK_SECONDS, TURN_SECONDS, LoopTurn
+from app.turn import (
+    LATE_SECONDS,
+    RECOVERED_SECONDS,
+    SPARE_SECONDS,
+    STANDING_SECONDS,
+    TICK_SECONDS,
+    TURN_SECONDS,
+    LoopTurn,
+)
 from tests.app.fakes import FakeEngine, running
 
 
@@ -43,7 +51,7 @@ def test_an_overrun_loop_refuses_the_rest_of_a_turn_and_admits_in_the_next() -> 
     async def go() -> list[bool]:
         clock = Loop()
         turn = LoopTurn(clock)
-        await run_late(clock, turn, 10 * LATE_SECONDS, 2 * STANDING_SECONDS)
+        await run_late(clock, turn, 2 * LATE_SECONDS, 4 * STANDING_SECONDS)
         return await answers_of_a_turn(clock, turn)
 
     assert asyncio.run(go()) == [False, True, False]
@@ -57,13 +65,34 @@ def test_a_burst_is_admitted_whole() -> None:
     assert asyncio.run(go()) == [False, False, False]
 
 
+def test_a_full_house_of_callers_who_wait_is_no_overrun() -> None:
+    async def go() -> list[bool]:
+        clock = Loop()
+        turn = LoopTurn(clock)
+        await run_late(clock, turn, 2 * SPARE_SECONDS, 20 * STANDING_SECONDS)
+        return await answers_of_a_turn(clock, turn)
+
+    assert asyncio.run(go()) == [False, False, False]
+
+
+def test_an_overrun_lasts_while_the_loop_has_nothing_to_spare() -> None:
+    async def go() -> list[bool]:
+        clock = Loop()
+        turn = LoopTurn(clock)
+        await run_late(clock, turn, 2 * LATE_SECONDS, 4 * STANDING_SECONDS)
+        await run_late(clock, turn, 2 * SPARE_SECONDS, 3 * RECOVERED_SECONDS)
+        return await answers_of_a_turn(clock, turn)
+
+    assert asyncio.run(go()) == [False, True, False]
+
+
 def test_the_burst_after_a_pause_is_admitted_whole() -> None:
     async def go() -> list[bool]:
         clock = Loop()
         turn = LoopTurn(clock)
         turn.is_over()
         await run_late(clock, turn, 10 * STANDING_SECONDS, TICK_SECONDS)  # one tick, very late
-        await run_late(clock, turn, 2 * LATE_SECONDS, STANDING_SECONDS / 2)  # and what had piled up
+        await run_late(clock, turn, LATE_SECONDS, STANDING_SECONDS / 2)  # and what had piled up
         return await answers_of_a_turn(clock, turn)
 
     assert asyncio.run(go()) == [False, False, False]
@@ -74,7 +103,7 @@ def test_a_loop_with_time_to_spare_now_and_then_refuses_nothing() -> None:
         clock = Loop()
         turn = LoopTurn(clock)
         for _ in range(10):
-            await run_late(clock, turn, 10 * LATE_SECONDS, STANDING_SECONDS / 2)
+            await run_late(clock, turn, 1.1 * LATE_SECONDS, STANDING_SECONDS / 2)
             await run_late(clock, turn, 0.0, TICK_SECONDS / 2)
         return await answers_of_a_turn(clock, turn)
 
@@ -86,7 +115,7 @@ def test_an_overrun_ends_when_the_loop_has_been_on_time_for_a_while(seconds: flo
     async def go() -> list[bool]:
         clock = Loop()
         turn = LoopTurn(clock)
-        await run_late(clock, turn, 10 * LATE_SECONDS, 2 * STANDING_SECONDS)
+        await run_late(clock, turn, 2 * LATE_SECONDS, 4 * STANDING_SECONDS)
         await run_late(clock, turn, 0.0, seconds)
         return await answers_of_a_turn(clock, turn)
 
