@@ -44,9 +44,17 @@ class FaultyEngine(FakeEngine):
         del self.forwards[:], self.parts[:]
         if options.leak_bytes:
             leaked.extend(bytearray(options.leak_bytes) for _ in items)
-        if options.cross and len(outcomes) > 1 and len({len(outcome.scores) for outcome in outcomes}) == 1:
-            outcomes = outcomes[1:] + outcomes[:1]
-        return outcomes
+        return crossed(outcomes) if options.cross else outcomes
+
+
+def crossed(outcomes: list[Outcome]) -> list[Outcome]:
+    """Each outcome where the next of as many candidates belongs, so that no length gives the mistake away."""
+    found = list(outcomes)
+    for size in {len(outcome.scores) for outcome in outcomes}:
+        places = [place for place, outcome in enumerate(outcomes) if len(outcome.scores) == size]
+        for place, other in zip(places, places[1:] + places[:1], strict=True):
+            found[place] = outcomes[other]
+    return found
 
 
 def stock_protocol(*arguments: Any, limits: object, observer: object, **named: Any) -> HttpToolsProtocol:
