@@ -116,7 +116,7 @@ check: $(VENV)/.installed ## lint, format, types, import direction
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
 	$(BIN)/python .ci/audit
 
-files: ## the list of files in README.md, from the modules' first sentences
+files: ## the lists of files and decisions in docs/, from the modules' first sentences
 	$(PYTHON) .ci/list-files
 
 lock: $(VENV)/.installed ## resolve docker/requirements.lock anew

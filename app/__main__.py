@@ -7,8 +7,8 @@ import sys
 
 import structlog
 
-from app import logs
 from app.settings import Settings, SettingsProblem, load_settings
+from app.telemetry import logs
 
 EXIT_USAGE = 2
 
@@ -27,11 +27,10 @@ def main() -> int:
 
 def run(settings: Settings) -> int:
     """Serve until the end; the exit code."""
-    from app.factory import create_app  # late: --help and a slip in a setting need no torch
-    from app.server import serve
+    from app import assembly  # late: --help and a slip in a setting need no torch
 
     try:
-        return serve(create_app(settings), settings)
+        return assembly.run(settings)
     except SystemExit as ended:  # uvicorn cannot listen; loading has begun meanwhile, in native code that nothing stops
         sys.stderr.flush()
         os._exit(ended.code if isinstance(ended.code, int) else 1)

@@ -69,8 +69,8 @@ class Batching(Group):
     """Candidates in one forward."""
     max_context_tokens: int = Field(default=16_384, ge=1)
     """Context tokens in one forward."""
-    part_candidates: int = Field(default=512, ge=1)
-    """A longer candidate list is cut into parts of this many, served in turn with other requests."""
+    chunk_candidates: int = Field(default=512, ge=1)
+    """A longer candidate list is cut into chunks of this many, served in turn with other requests."""
     window_seconds: float = Field(default=0.0, ge=0, le=1)
     """How long a forward may wait for company while the engine is busy anyway; an idle engine never waits."""
 

@@ -63,7 +63,7 @@ class Compositions:
         self._contexts = [_first(context, length) for context in longest for length in GROWTH]
         self._pool = random_candidates(config, POOL, seed)
         self._oracle = [
-            [alone.forward([Item(context, self._pool.part(place, place + 1))])[0].scores for place in range(POOL)]
+            [alone.forward([Item(context, self._pool.chunk(place, place + 1))])[0].scores for place in range(POOL)]
             for context in self._contexts
         ]
 

@@ -55,7 +55,7 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.post_ids)
 
-    def part(self, start: int, stop: int) -> Candidates:
+    def chunk(self, start: int, stop: int) -> Candidates:
         """Candidates `start … stop - 1`, as views, remembering their slots."""
         cut = slice(start, stop)
         return Candidates(

@@ -26,7 +26,7 @@ def prove_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_
         whole = engine.forward([Item(context, candidates)])[0]
         _require_equal(batched.scores, whole.scores, f"{len(candidates)} candidates in a batch and by themselves")
         for place in sorted({0, len(candidates) // 2, len(candidates) - 1}):
-            single = engine.forward([Item(context, candidates.part(place, place + 1), whole.state)])[0]
+            single = engine.forward([Item(context, candidates.chunk(place, place + 1), whole.state)])[0]
             row = _rows(whole.scores, place)
             _require_equal(row, single.scores, f"candidate {place} of {len(candidates)} in its list and alone")
             compared += 1

@@ -86,7 +86,7 @@ def test_the_search_for_python_takes_what_runs_this_test() -> None:
     assert make("-n", "-B", "files").stdout.split()[0] in {"python3", "python3.11", "python3.12", "python3.13"}
 
 
-def test_the_readmes_list_of_files_is_up_to_date() -> None:
+def test_the_list_of_files_is_up_to_date() -> None:
     check = subprocess.run([sys.executable, ROOT / ".ci/list-files", "--check"], capture_output=True, text=True)
     assert check.returncode == 0, check.stderr
 

@@ -1,6 +1,6 @@
 """`python -m weights`: see `weights.cli`."""
 
-from weights.cli import app
+from weights.commands.checkpoints import app
 
 if __name__ == "__main__":
     app(prog_name="python -m weights")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weights.manifest import ContinuousOutput
+from weights.format.manifest import ContinuousOutput
 
 STANDARD_ACTIONS = (
     "favorite", "reply", "repost", "photo_expand", "click", "profile_click", "vqv", "share", "share_via_dm",

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from model.ranker import Ranker
 from weights.errors import CheckpointError
-from weights.layout import ranker_for
-from weights.manifest import ContinuousOutput, Manifest
-from weights.reader import Progress, open_directory, read_manifest, read_tensors
-from weights.writer import Labels, TableDtype, write_checkpoint
+from weights.format.layout import ranker_for
+from weights.format.manifest import ContinuousOutput, Manifest
+from weights.format.reader import Progress, open_directory, read_manifest, read_tensors
+from weights.format.writer import Labels, TableDtype, write_checkpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "Progress", "load_checkpoint", "load_manifest", "save_checkpoint"]
 

@@ -12,9 +12,9 @@ from typing import Annotated
 import structlog
 import typer
 
-from app import logs
-from app.factory import create_app
+from app.assembly import build_app
 from app.settings import Logs, Settings
+from app.telemetry import logs
 from loadtest.fuzz.run import Tally, fuzz, series_by_route, sources
 
 PROGRESS_SECONDS = 10.0
@@ -40,7 +40,7 @@ def main(
 async def _run(requests: int, seconds: float, checkpoint: Path, seed: int, only_paths: bool) -> Tally:
     logs.configure(Logs(level="error"))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    app = create_app(Settings(checkpoint=checkpoint, logs=Logs(success_sample=0)))
+    app = build_app(Settings(checkpoint=checkpoint, logs=Logs(success_sample=0)))
     async with app.router.lifespan_context(app):
         await app.state.service.wait_ready()
         started = shown = time.monotonic()

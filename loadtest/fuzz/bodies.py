@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from app.contract import MAX_TIME
+from app.request.contract import MAX_TIME
 
 ids = st.one_of(
     st.integers(0, 2**64 - 1),

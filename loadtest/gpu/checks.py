@@ -90,14 +90,14 @@ def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, in
     contexts += [_first(context, length) for context in contexts for length in (0, 1, full // 2, full - 1)]
     candidates = random_candidates(config, 100, seed)
     oracle: list[list[Scores]] = [
-        [engine.forward([Item(context, candidates.part(i, i + 1))])[0].scores for i in range(0, 100, 9)]
+        [engine.forward([Item(context, candidates.chunk(i, i + 1))])[0].scores for i in range(0, 100, 9)]
         for context in contexts
     ]
     compared = 0
     for _ in range(compositions):
         chosen = generator.choice(len(contexts), size=int(generator.integers(1, 8)))
         starts = generator.integers(0, 60, len(chosen))
-        items = [Item(contexts[n], candidates.part(int(s), 100)) for n, s in zip(chosen, starts, strict=True)]
+        items = [Item(contexts[n], candidates.chunk(int(s), 100)) for n, s in zip(chosen, starts, strict=True)]
         for n, start, outcome in zip(chosen, starts, engine.forward(items), strict=True):
             for place in range(0, 100, 9):
                 if place >= start:

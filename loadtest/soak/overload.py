@@ -23,7 +23,7 @@ CAPACITY_RPS = BATCH / FORWARD_SECONDS
 ENGINE = (f"--forward-ms={FORWARD_SECONDS * 1e3}",)
 SETTINGS = {
     "batching__max_candidates": BATCH * CANDIDATES,
-    "batching__part_candidates": BATCH * CANDIDATES,
+    "batching__chunk_candidates": BATCH * CANDIDATES,
     "queue__max_wait_seconds": 0.7 * FORWARD_SECONDS,  # a newcomer joins the next forward or is refused
     "queue__max_candidates": 16 * BATCH * CANDIDATES,
 }
@@ -173,7 +173,7 @@ def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
     """L3: deadlines shorter than the queue. What was answered 504 must not have been computed."""
     loose = {
         "batching__max_candidates": CANDIDATES,
-        "batching__part_candidates": CANDIDATES,
+        "batching__chunk_candidates": CANDIDATES,
         "queue__max_wait_seconds": 0,
     }
     with fake("--forward-ms=2", **{**loose, **(settings or {})}) as server, asyncio.Runner() as runner:

@@ -131,7 +131,7 @@ def plan_steps(
                 continue
             if start + take < len(candidates):
                 take -= take % TILE_ROWS
-            plans[-1].add_candidates(CandidateWork(item, start, candidates.part(start, start + take), state))
+            plans[-1].add_candidates(CandidateWork(item, start, candidates.chunk(start, start + take), state))
             start += take
     return plans
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from app.fleet import Loader, Say
-from app.metrics import Metrics
-from app.service import LoadedModel, Policies, RankingService
+from app.engine.versions import LoadedModel, Loader, Say
+from app.service.service import Policies, RankingService
+from app.telemetry.metrics import Metrics
 from model.config import HashSpec, ModelConfig
 from model.engine import CacheStats, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 from model.ranker import Ranker
 from weights.checkpoint import Checkpoint
-from weights.manifest import ContinuousOutput, Manifest
+from weights.format.manifest import ContinuousOutput, Manifest
 
 HASHES = HashSpec(scales=(3, 5), biases=(1, 2), modulus=97, vocab_size=11)
 CONFIG = ModelConfig(
@@ -37,7 +37,7 @@ class FakeEngine:
         self.config, self.version, self.before = CONFIG, version, before or (lambda items: None)
         self.info = EngineInfo("cpu", "float32", "fake", "shared", {})
         self.forwards: list[list[int]] = []  # users of each forward that finished
-        self.parts: list[list[int]] = []  # candidates of each item
+        self.chunks: list[list[int]] = []  # candidates of each item
         self.closed = threading.Event()
 
     def warm_up(self) -> None: ...
@@ -45,7 +45,7 @@ class FakeEngine:
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         self.before(items)
         self.forwards.append([item.context.user_id for item in items])
-        self.parts.append([len(item.candidates) for item in items])
+        self.chunks.append([len(item.candidates) for item in items])
         return [Outcome(expected(item.context, item.candidates, self.version), "state", "miss") for item in items]
 
     def cache_stats(self) -> CacheStats:

@@ -11,10 +11,10 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from app.factory import create_app
-from app.metrics import Metrics
-from app.service import Policies, RankingService
+from app.http.application import create_app
+from app.service.service import Policies, RankingService
 from app.settings import Settings
+from app.telemetry.metrics import Metrics
 from tests.app.fakes import FakeEngine, loader
 
 GOOD: dict[str, Any] = {

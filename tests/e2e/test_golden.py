@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from app.factory import create_app
+from app.assembly import build_app
 from app.settings import Settings
 from loadtest.fuzz.bodies import in_arrays
 from tests import goldens
 from tests.e2e.process import serving
-from weights.published import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedRanker, import_published, labels_for
 
 PROBABILITIES = 5e-5  # a logit that is 2e-4 off moves a sigmoid by at most a quarter of that
 DWELL_SCALE_SECONDS = 30.0
@@ -47,7 +47,7 @@ def golden(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iter
             yield name, mode, client
     else:
         settings = Settings(checkpoint=checkpoints[name], dtype="float32", candidate_positions=mode)
-        with TestClient(create_app(settings)) as client:
+        with TestClient(build_app(settings)) as client:
             wait_ready(client)
             yield name, mode, client
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.factory import create_app
+from app.http.application import create_app
 from app.settings import Logs, Settings
 from loadtest.fuzz.calls import MARK, Call
 from loadtest.fuzz.mutate import Mutator
@@ -100,7 +100,7 @@ def test_series_that_grow_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         def __contains__(self, path: str) -> bool:
             return True
 
-    monkeypatch.setattr("app.observe.frozenset", lambda routes: Everything(), raising=False)
+    monkeypatch.setattr("app.http.observe.frozenset", lambda routes: Everything(), raising=False)
     monkeypatch.setattr("loadtest.fuzz.run.WARM_UP_CALLS", 100)
     assert run(600, only="paths").new_series > 100
 

@@ -98,7 +98,7 @@ for dtype, layers in ((torch.float32, 2), (torch.bfloat16, 1)):
     for ours, theirs in zip(outcomes, DenseEngine(ranker, torch.float32).forward(items)):
         assert np.abs(ours.scores.logits - theirs.scores.logits).max() < PARITY[dtype].logits
         assert np.abs(ours.scores.continuous - theirs.scores.continuous).max() < PARITY[dtype].continuous
-    alone = engine.forward([Item(items[0].context, items[0].candidates.part(1, 2))])[0]
+    alone = engine.forward([Item(items[0].context, items[0].candidates.chunk(1, 2))])[0]
     assert alone.cache == "hit"
     assert np.array_equal(alone.scores.logits, outcomes[0].scores.logits[1:2])
 print("equal")

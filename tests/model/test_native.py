@@ -175,7 +175,7 @@ def test_equal_contexts_of_one_forward_are_computed_once() -> None:
     config = random_config()
     engine = NativeEngine(random_ranker(config), torch.bfloat16, cache_bytes=10**6)
     context, candidates = random_request(config, 20, 9)
-    outcomes = engine.forward([Item(context, candidates), Item(context, candidates.part(3, 5))])
+    outcomes = engine.forward([Item(context, candidates), Item(context, candidates.chunk(3, 5))])
     assert [outcome.cache for outcome in outcomes] == ["miss", "hit"]
     assert outcomes[0].state is outcomes[1].state
     np.testing.assert_array_equal(outcomes[0].scores.logits[3:5], outcomes[1].scores.logits)

@@ -14,7 +14,7 @@ from model.hashing import hash_rows
 from tests import goldens
 from tests.tolerances import PARITY
 from weights.checkpoint import Checkpoint, load_checkpoint
-from weights.published import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedRanker, import_published, labels_for
 
 CASES = [(name, index) for name in goldens.NAMES for index in range(len(goldens.requests(name)))]
 PADDING_ROWS = 65  # the published pipeline lays the three tables into one, after these rows

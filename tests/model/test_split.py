@@ -128,9 +128,9 @@ def test_parts_of_a_request_share_its_state() -> None:
     engine = make_engine(cache_bytes=0)
     asked = item(engine, 20, 100)
     whole = engine.forward([asked])[0]
-    first = engine.forward([Item(asked.context, asked.candidates.part(0, 1))])[0]
+    first = engine.forward([Item(asked.context, asked.candidates.chunk(0, 1))])[0]
     assert first.cache == "miss"
-    rest = engine.forward([Item(asked.context, asked.candidates.part(1, 100), first.state)])[0]
+    rest = engine.forward([Item(asked.context, asked.candidates.chunk(1, 100), first.state)])[0]
     assert same_bits(Scores.concatenate([first.scores, rest.scores]), whole.scores)
 
 
@@ -167,7 +167,7 @@ def test_random_compositions_change_no_bit() -> None:
         chosen = generator.choice(12, size=int(generator.integers(1, 7)))
         cuts = [sorted(generator.integers(0, len(requests[n].candidates), 2)) for n in chosen]
         items = [
-            Item(requests[n].context, requests[n].candidates.part(start, stop + 1))
+            Item(requests[n].context, requests[n].candidates.chunk(start, stop + 1))
             for n, (start, stop) in zip(chosen, cuts, strict=True)
         ]
         for n, (start, stop), outcome in zip(chosen, cuts, engine.forward(items), strict=True):

@@ -15,7 +15,7 @@ from model.split.graphs import PlainRecorder
 from tests import goldens
 from tests.tolerances import PARITY
 from weights.checkpoint import load_checkpoint
-from weights.published import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedRanker, import_published, labels_for
 
 
 @pytest.fixture(scope="module", params=goldens.NAMES)

@@ -10,12 +10,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-import app.server
-from app.factory import create_app
-from app.loading import policies
-from app.metrics import Metrics
-from app.service import RankingService
+from app.assembly import build_server, policies
+from app.server import process
+from app.service.service import RankingService
 from app.settings import load_settings
+from app.telemetry.metrics import Metrics
 from model.engine import EngineError, Item, Outcome
 from tests.app.fakes import FakeEngine, loader
 
@@ -41,7 +40,7 @@ class FaultyEngine(FakeEngine):
         if RAISE in users:
             raise MemoryError("planted")
         outcomes = super().forward(items)
-        del self.forwards[:], self.parts[:]
+        del self.forwards[:], self.chunks[:]
         if options.leak_bytes:
             leaked.extend(bytearray(options.leak_bytes) for _ in items)
         return crossed(outcomes) if options.cross else outcomes
@@ -72,10 +71,10 @@ def main() -> int:
     parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
     options = parser.parse_args()
     if options.stock_protocol:
-        app.server.StrictProtocol = stock_protocol  # type: ignore[misc,assignment]
+        process.StrictProtocol = stock_protocol  # type: ignore[misc,assignment]
     settings = load_settings([])
     service = RankingService(loader(FaultyEngine(options)), policies(settings), Metrics())
-    return app.server.serve(create_app(settings, service), settings)
+    return process.serve(build_server(settings, service))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ from typing import Any
 
 import structlog
 
-from app import logs
-from app.factory import create_app
-from app.loading import policies
-from app.metrics import Metrics
-from app.server import RankingServer
-from app.service import RankingService
+from app.assembly import build_server, policies
+from app.server.process import RankingServer
+from app.service.service import RankingService
 from app.settings import Settings
+from app.telemetry import logs
+from app.telemetry.metrics import Metrics
 from tests.app.fakes import loader
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +49,7 @@ def live(engine: Any, **settings: Any) -> Iterator[Live]:
     chosen = Settings(**{**values, **settings})
     logs.configure(chosen.logs)
     service = RankingService(loader(engine), policies(chosen), Metrics())
-    server = RankingServer(create_app(chosen, service), chosen)
+    server = build_server(chosen, service)
     loop = asyncio.new_event_loop()
 
     def run() -> None:

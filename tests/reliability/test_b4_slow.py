@@ -66,8 +66,8 @@ def test_a_slow_connection_is_closed_in_time(
 
 def test_the_defaults_close_within_ten_seconds() -> None:
     """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
-    from app.connections import LEAST_BODY_SECONDS
-    from app.server import connection_limits
+    from app.server.process import connection_limits
+    from app.server.protocol import LEAST_BODY_SECONDS
     from app.settings import Connections
 
     limits = connection_limits(Connections())

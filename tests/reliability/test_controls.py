@@ -11,11 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from app.batching import Batcher
+from app.engine.worker import EngineWorker, RankJob
 from app.errors import DeadlineExceeded, EngineDown, ServiceError
-from app.service import Policies, RankingService
-from app.tickets import Ticket
-from app.worker import EngineWorker
+from app.scheduling.batching import Batcher
+from app.service.service import Policies, RankingService
 from tests.app.fakes import FakeEngine, rank, right, run, running, until
 
 
@@ -165,8 +164,8 @@ def test_f7_a_place_that_is_not_given_back_is_noticed(monkeypatch: pytest.Monkey
             return service.admission.requests
 
     assert run(main()) == 0
-    monkeypatch.setattr(Ticket, "release", lambda ticket: None)
-    monkeypatch.setattr(Ticket, "__del__", lambda ticket: None)
+    monkeypatch.setattr(RankJob, "release", lambda ticket: None)
+    monkeypatch.setattr(RankJob, "__del__", lambda ticket: None)
     monkeypatch.setattr(RankingService, "stop", _stop_without_waiting(RankingService.stop))
     assert run(main()) == 1
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from loadtest.soak.row import Row
 from weights.checkpoint import CheckpointError, load_checkpoint
-from weights.manifest import signed
-from weights.published import labels_for
-from weights.synthetic import mini_config, random_chunks
-from weights.writer import write_checkpoint
+from weights.format.manifest import signed
+from weights.format.writer import write_checkpoint
+from weights.published.importer import labels_for
+from weights.synthetic.chunks import mini_config, random_chunks
 
 BATCH = 50
 SHAPING = (

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from model.batch import collate
 from tests import goldens
 from tests.weights.mutants import accepted, make_signed_nan, mutants, sign_again, write_small
-from weights import layout, reader
 from weights.checkpoint import CheckpointError, load_checkpoint, load_manifest, save_checkpoint
-from weights.manifest import ContinuousOutput
-from weights.synthetic import mini_config, random_ranker
+from weights.format import layout, reader
+from weights.format.manifest import ContinuousOutput
+from weights.synthetic.chunks import mini_config, random_ranker
 
 CONFIG = mini_config(3, (50, 60, 70), continuous_actions=2)
 NAMES = [f"action_{index}" for index in range(19)]

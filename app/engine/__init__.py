@@ -1,0 +1,1 @@
+"""Engine threads and the model versions that they hold."""

@@ -1,0 +1,1 @@
+"""The HTTP application: endpoints, headers, problems. Knows no torch."""

@@ -1,0 +1,95 @@
+"""The ASGI application around a service: routes, error handlers, life. Not for opening sockets: that is `server`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from app.errors import NotReady, ServiceError
+from app.http import operations
+from app.http.observe import Observe
+from app.http.openapi import PREFERRED, describe_app
+from app.http.problems import on_http_exception, on_service_error
+from app.http.rank import RankEndpoint, Ranking
+from app.http.rank_batch import BatchEndpoint
+from app.interface import Service
+from app.settings import Settings
+from app.telemetry.logs import RequestLog
+from app.telemetry.tracing import RequestTracer, create_tracer
+
+DESCRIPTION = (
+    "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
+    "checkpoint its numbers are the same bits whatever else is in the request."
+)
+
+
+def create_app(settings: Settings, service: Service) -> FastAPI:
+    """The service as one ASGI application; its lifespan starts and stops the service.
+
+    `app.state` holds `settings`, `service` and `metrics`. Raises SettingsProblem where tracing is asked for and not installed.
+    """
+    routers = [operations.probes(service), operations.info(service, settings)]
+    routers += [] if settings.probes.port is not None else [operations.metrics(service)]
+    tracer = create_tracer(settings.tracing)
+    app = _application(settings, service, routers, tracer)
+    ranking = Ranking(service, settings)
+    # First in the list: what is asked most is found first.
+    app.router.routes.insert(0, Route("/rank", RankEndpoint(ranking), methods=["POST"]))
+    app.router.routes.insert(1, Route("/rank/batch", BatchEndpoint(ranking, settings.batching), methods=["POST"]))
+    _observe(app, settings, routers, tracer)
+    app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
+    return app
+
+
+def create_probe_app(settings: Settings, service: Service) -> FastAPI:
+    """Probes, metrics and /info alone, for a port that the outside does not see."""
+    routers = [operations.probes(service), operations.metrics(service), operations.info(service, settings)]
+    app = _application(settings, service, routers)
+    _observe(app, settings, routers, None)
+    return app
+
+
+def _application(
+    settings: Settings, service: Service, routers: list[APIRouter], tracer: RequestTracer | None = None
+) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.stop(settings.drain.timeout_seconds)
+        if tracer is not None:
+            tracer.close()
+
+    app = FastAPI(
+        title="Phoenix ranking server",
+        version=version("phoenix-ranking-server"),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
+        exception_handlers={ServiceError: on_service_error, HTTPException: on_http_exception},
+    )
+    for router in routers:
+        app.include_router(router)
+    app.state.settings, app.state.service, app.state.metrics = settings, service, service.metrics
+    return app
+
+
+def _observe(app: FastAPI, settings: Settings, routers: list[APIRouter], tracer: RequestTracer | None) -> None:
+    known = [*app.routes, *(route for router in routers for route in router.routes)]
+    paths = {path for route in known if (path := getattr(route, "path", None))}
+    request_log = RequestLog(settings.logs.success_sample)
+    app.add_middleware(Observe, metrics=app.state.metrics, routes=paths, request_log=request_log, tracer=tracer)
+
+
+def _action_names(service: Service) -> Any:
+    try:
+        return service.model.manifest.action_names
+    except NotReady:
+        return PREFERRED

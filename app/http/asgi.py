@@ -1,0 +1,114 @@
+"""ASGI by hand: headers, bodies and replies of one request, and whether its client is still there. Not for what is ranked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from starlette.types import Receive, Scope, Send
+
+from app.errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from app.request.contract import is_request_id
+from app.telemetry.exchange import Exchange
+
+Headers = Mapping[bytes, bytes]
+JSON_TYPES = (b"application/json", b"application/json;charset=utf-8")
+EXCHANGE = "exchange"
+CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
+
+
+class ClientGone(Exception):
+    """The client disconnected before its reply."""
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The one that the outermost layer made."""
+    exchange: Exchange = scope["state"][EXCHANGE]
+    return exchange
+
+
+def request_id_of(headers: Headers) -> str | None:
+    """The caller's X-Request-ID, if it may go into headers and logs."""
+    sent = headers.get(b"x-request-id", b"").decode("latin-1")
+    return sent if is_request_id(sent) else None
+
+
+def timeout_seconds_of(headers: Headers) -> float | None:
+    """How long the caller waits, None where it does not say. Raises InvalidRequest for a bad X-Request-Timeout-Ms.
+
+    Envoy's header is a proxy's, so a bad one is no fault of the caller and does not count; 0 means no limit there.
+    """
+    own, envoy = headers.get(b"x-request-timeout-ms"), headers.get(b"x-envoy-expected-rq-timeout-ms")
+    found = []
+    if own is not None:
+        if not _is_count(own):
+            raise InvalidRequest([("X-Request-Timeout-Ms", "must be whole milliseconds")])
+        found.append(int(own) / 1000)
+    if envoy is not None and _is_count(envoy) and int(envoy):
+        found.append(int(envoy) / 1000)
+    return min(found, default=None)
+
+
+def _is_count(text: bytes) -> bool:
+    return text.isdigit() and len(text) <= 12
+
+
+def check_media_type(headers: Headers) -> None:
+    """Raise UnsupportedMediaType for anything but plain JSON in UTF-8."""
+    sent = headers.get(b"content-type", b"").lower().replace(b" ", b"").replace(b'"', b"").rstrip(b";")
+    if sent not in JSON_TYPES:
+        raise UnsupportedMediaType
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise UnsupportedMediaType("The body must not be compressed.")
+
+
+async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes | bytearray:
+    """The whole body. Raises TooLarge as soon as it is longer than the limit, keeping no more, and ClientGone."""
+    too_large = f"The body is longer than {limit_bytes} bytes."
+    length = headers.get(b"content-length", b"0")
+    if not _is_count(length) or int(length) > limit_bytes:
+        raise TooLarge(too_large)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk: bytes = message.get("body", b"")
+        if len(body) + len(chunk) > limit_bytes:
+            raise TooLarge(too_large)
+        if not message.get("more_body", False):
+            return body + chunk if body else chunk
+        body += chunk
+
+
+@contextmanager
+def watching(receive: Receive) -> Iterator[None]:
+    """Cancel what runs inside when the client goes away, and turn that into ClientGone. The body must have been read."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.get_running_loop().create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and not task.uncancel():
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def send_reply(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Send a whole reply at once."""
+    headers = [*headers, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,100 @@
+"""The outermost layer: names every request, counts and logs it, and turns our own faults into a problem reply. Pure ASGI."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import uuid
+from collections.abc import Collection
+
+import orjson
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.errors import InternalError
+from app.http.asgi import CLIENT_GONE, EXCHANGE, request_id_of, send_reply
+from app.http.problems import MEDIA_TYPE, problem
+from app.telemetry.exchange import Exchange
+from app.telemetry.logs import RequestLog
+from app.telemetry.metrics import Metrics
+from app.telemetry.tracing import RequestTracer
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+UNMATCHED = "unmatched"
+OTHER = "other"
+
+log = structlog.get_logger("app.http.observe")
+
+
+class Observe:
+    """`routes` are the known paths: any other is one label, so that no caller can make a metric series."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        routes: Collection[str],
+        request_log: RequestLog,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.routes = frozenset(routes)
+        self.request_log = request_log
+        self.tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = self._begin(scope)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                name = (b"x-request-id", exchange.request_id.encode())
+                message["headers"] = [*message.get("headers", ()), name]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_named)
+        except Exception as error:
+            started = exchange.status != 0
+            exchange.status, exchange.code = InternalError.status, InternalError.code
+            _log_fault(error, exchange)
+            if started:
+                raise  # half a reply cannot be mended: the connection must end
+            content = orjson.dumps(problem(InternalError(), exchange.request_id))
+            await send_reply(send_named, InternalError.status, content, [(b"content-type", MEDIA_TYPE.encode())])
+        finally:
+            self._end(exchange, scope)
+
+    def _begin(self, scope: Scope) -> Exchange:
+        method, path = scope["method"], scope["path"]
+        sent = request_id_of(dict(scope["headers"]))
+        exchange = Exchange(
+            request_id=sent or uuid.uuid4().hex,
+            is_named_by_caller=sent is not None,
+            started=time.perf_counter(),
+            method=method if method in METHODS else OTHER,
+            route=path if path in self.routes else UNMATCHED,
+        )
+        scope.setdefault("state", {})[EXCHANGE] = exchange
+        return exchange
+
+    def _end(self, exchange: Exchange, scope: Scope) -> None:
+        seconds = time.perf_counter() - exchange.started
+        exchange.status = exchange.status or CLIENT_GONE
+        self.metrics.http_requests.labels(exchange.method, exchange.route, str(exchange.status)).inc()
+        self.metrics.http_seconds.labels(exchange.method, exchange.route).observe(seconds)
+        trace_id = None
+        if self.tracer is not None:
+            trace_id = self.tracer.record(exchange, seconds, dict(scope["headers"]))
+        self.request_log.write(exchange, seconds, trace_id)
+
+
+def _log_fault(error: Exception, exchange: Exchange) -> None:
+    """Where it happened, without the message: that may hold what the caller sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    trace = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-12:]]
+    log.error("fault", request_id=exchange.request_id, error=type(error).__name__, trace=trace)

@@ -1,0 +1,157 @@
+"""`/openapi.json`: the ranking endpoints described from `contract`, with examples that work against the checkpoint that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from app.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineDown,
+    InternalError,
+    InvalidRequest,
+    MalformedJson,
+    NonFiniteScores,
+    NotReady,
+    Overloaded,
+    ServiceError,
+    TooLarge,
+    Unauthorized,
+    UnsupportedMediaType,
+)
+from app.http.problems import MEDIA_TYPE
+from app.request.contract import BatchReply, Problem, RankBatch, RankReply, RankRequest
+
+REF = "#/components/schemas/{model}"
+FAILURES: tuple[type[ServiceError], ...] = (
+    MalformedJson, Unauthorized, TooLarge, UnsupportedMediaType, InvalidRequest, Overloaded, NonFiniteScores,
+    InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
+)  # fmt: skip
+PREFERRED = ("favorite", "dwell", "reply", "repost")
+TIMEOUT = "X-Request-Timeout-Ms"
+HEADERS_IN = {
+    "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
+    TIMEOUT: "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
+    "traceparent": "W3C trace context.",
+}
+HEADERS_OUT = {
+    "X-Request-ID": "The call's name.",
+    "X-Model-Version": "Version of the checkpoint.",
+    "X-Context-Cache": "`hit` when the user's context came whole from the cache, else `miss`.",
+    "Server-Timing": "Milliseconds of parse, queue, forward and serialize.",
+}
+
+
+def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
+    """The whole document. The examples use these action names."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    models: list[type[BaseModel]] = [RankRequest, RankBatch, RankReply, BatchReply, Problem]
+    refs, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    ref = {model: refs[model, "validation"] for model in models}
+    examples = example_requests(action_names)
+    batch = {"requests": [example["value"] for example in examples.values()]}
+    paths = {
+        "/rank": _operation(
+            "Rank one user's candidates",
+            "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself.",
+            _body(ref[RankRequest], examples),
+            ref[RankReply],
+        ),
+        "/rank/batch": _operation(
+            "Rank several requests",
+            "Each request on its own terms: one that fails carries its own problem, the others their scores. "
+            "A bare array of requests is taken as well, and answered by a bare array.",
+            _body(
+                {"anyOf": [ref[RankBatch], {"type": "array", "minItems": 1, "items": ref[RankRequest]}]},
+                {"two requests": {"value": batch}},
+            ),
+            {
+                "anyOf": [
+                    ref[BatchReply],
+                    {"type": "array", "items": definitions["$defs"]["BatchReply"]["properties"]["results"]["items"]},
+                ]
+            },
+        ),
+    }
+    document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """One request in both shapes, in words that the checkpoint knows."""
+    known = [name for name in PREFERRED if name in action_names] or list(action_names[:2])
+    weights = {known[0]: 1.0} | ({"report": -20.0} if "report" in action_names else {})
+    objects = {
+        "user_id": "1868434417286410240",
+        "history": [
+            {"post_id": 17, "author_id": 5, "actions": known[:2], "product_surface": 0, "dwell_time": 12.5},
+            {"post_id": 18, "author_id": 6, "actions": {known[-1]: 1.0}, "product_surface": 1},
+        ],
+        "candidates": [
+            {"post_id": 90, "author_id": 7, "product_surface": 0, "created_at": 1779990000},
+            {"post_id": "9223372036854775808", "author_id": "5", "created_at": 1779900000},
+        ],
+        "impression_ts": 1780000000,
+        "weights": weights,
+    }
+    arrays = {
+        "user_id": "1868434417286410240",
+        "history": {
+            "post_id": [17, 18],
+            "author_id": [5, 6],
+            "actions": [known[:2], known[-1:]],
+            "dwell_time": [12.5, 0],
+        },
+        "candidates": {"post_id": [90, 91, 92], "author_id": [7, 5, 6], "created_at": [1779990000, 1779900000, 0]},
+        "impression_ts": 1780000000,
+        "top_k": 2,
+        "actions_wanted": known[:1],
+    }
+    return {
+        "lists of objects": {"summary": "Lists of objects", "value": objects},
+        "arrays": {"summary": "Arrays: the fast form", "value": arrays},
+    }
+
+
+def _body(schema: dict[str, Any], examples: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": schema, "examples": examples}}}
+
+
+def _operation(summary: str, description: str, body: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
+    inward = [
+        {
+            "name": name,
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string"} | ({"pattern": "^[1-9][0-9]{0,11}$"} if name == TIMEOUT else {}),
+            "description": text,
+        }
+        for name, text in HEADERS_IN.items()
+    ]
+    outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in HEADERS_OUT.items()}
+    answers: dict[str, Any] = {
+        "200": {"description": "The ranking.", "content": {"application/json": {"schema": reply}}, "headers": outward}
+    }
+    for status in sorted({failure.status for failure in FAILURES}):
+        kinds = [failure for failure in FAILURES if failure.status == status]
+        text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)
+        schema = {"$ref": REF.format(model="Problem")}
+        answers[str(status)] = {"description": text, "content": {MEDIA_TYPE: {"schema": schema}}}
+    return {
+        "tags": ["ranking"],
+        "summary": summary,
+        "description": description,
+        "operationId": summary.lower().replace(" ", "_").replace("'", ""),
+        "parameters": inward,
+        "requestBody": body,
+        "responses": answers,
+        "security": [{}, {"key": []}],
+    }

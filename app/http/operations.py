@@ -1,0 +1,100 @@
+"""The endpoints besides ranking: probes, metrics, and what runs here. Not for the endpoints that rank."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from app.errors import Draining, EngineDown, NotReady, ServiceError
+from app.interface import Service
+from app.request.contract import Problem
+from app.settings import Settings
+from app.telemetry.metrics import CONTENT_TYPE
+
+PROBE_RETRY_SECONDS = 2.0
+PRIVATE = ("auth", "admin", "checkpoint")  # who may ask, and where things lie, is nobody's business
+NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Problem, "description": "Not now; `detail` says why."}}
+
+
+def probes(service: Service) -> APIRouter:
+    """Health, for the platform."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/livez", summary="The process is alive")
+    async def livez() -> dict[str, str]:
+        """200 as long as the process can answer at all."""
+        return {"status": "alive"}
+
+    @router.get("/readyz", summary="Requests may be sent here", responses=NOT_NOW)
+    async def readyz() -> dict[str, str]:
+        """503 with the reason while loading, warming or draining, or when the engine has work and finishes none of it."""
+        health = service.health()
+        if not health.ready:
+            kind: type[ServiceError] = EngineDown if health.failed else Draining if health.draining else NotReady
+            raise kind(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
+        return {"status": "ready"}
+
+    @router.get("/startupz", summary="Warm-up is done", responses=NOT_NOW)
+    async def startupz() -> dict[str, str]:
+        """503 until the first checkpoint is loaded and warm; 200 from then on."""
+        health = service.health()
+        if not health.started:
+            raise NotReady(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
+        return {"status": "started"}
+
+    return router
+
+
+def metrics(service: Service) -> APIRouter:
+    """Prometheus exposition."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/metrics", summary="Prometheus exposition", response_class=Response)
+    async def scrape() -> Response:
+        """All series, prefix `ranker_`."""
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    return router
+
+
+def info(service: Service, settings: Settings) -> APIRouter:
+    """What runs here, for people and tools."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/info", summary="What runs here", responses=NOT_NOW, response_model=dict[str, Any])
+    async def info() -> Response:
+        """Model, checkpoint, architecture, action names, limits, device, dtype, build."""
+        return Response(orjson.dumps(describe(service, settings)), media_type="application/json")
+
+    return router
+
+
+def describe(service: Service, settings: Settings) -> dict[str, Any]:
+    """Plain JSON values. Raises NotReady while nothing is loaded."""
+    model = service.model
+    manifest, engine = model.manifest, model.engine
+    return {
+        "model": {"name": manifest.name, "version": manifest.version},
+        "checkpoint": {"digest": manifest.digest},
+        "architecture": manifest.config.to_dict(),
+        "actions": list(manifest.action_names),
+        "continuous": [{"name": output.name, "unit": output.unit} for output in manifest.continuous],
+        "weights": manifest.score_weights,
+        "device": engine.device,
+        "dtype": engine.dtype,
+        "backend": engine.backend,
+        "candidate_positions": engine.candidate_positions,
+        "engine": engine.notes,
+        "limits": settings.limits.model_dump(mode="json"),
+        "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},
+        "build": {
+            "version": version("phoenix-ranking-server"),
+            "python": platform.python_version(),
+            "torch": version("torch"),
+        },
+    }

@@ -1,0 +1,197 @@
+"""POST /rank: the path of a request from bytes to reply, in the order in which things may fail. Batches: `rank_batch`.
+
+Plain ASGI: FastAPI's own validation costs more than the small models take. Not for the documentation of the endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from app.errors import ServiceError, TooLarge
+from app.http.asgi import (
+    CLIENT_GONE,
+    ClientGone,
+    check_media_type,
+    exchange_of,
+    read_body,
+    send_reply,
+    timeout_seconds_of,
+    watching,
+)
+from app.http.auth import KeyRing
+from app.http.problems import MEDIA_TYPE, problem, problem_headers
+from app.interface import Ranked, ServedModel, Service, Ticket
+from app.request import features, reply, strict_json, validate
+from app.request.reply import ReplyFormat
+from app.request.validate import Request, Vocabulary
+from app.settings import Settings
+from app.telemetry.exchange import Exchange
+from model.inputs import Candidates, Context
+from weights.format.manifest import Manifest
+
+JSON_HEADER = (b"content-type", b"application/json")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A valid request with its place in the queue of one model version, whatever version serves later ones."""
+
+    model: ServedModel
+    ticket: Ticket
+    request: Request
+    context: Context
+    candidates: Candidates
+    form: ReplyFormat
+    check_seconds: float
+
+
+class Ranking:
+    """What one request and a batch share: bytes → value → prepared request → scores → bytes."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        self.service = service
+        self.limits = settings.limits
+        self.keys = KeyRing(settings.auth)
+        self.metrics = service.metrics
+        self._words: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
+
+    async def read(self, scope: Scope, receive: Receive, exchange: Exchange) -> tuple[Any, float | None]:
+        """The body as JSON and the deadline in seconds of the service's clock. Cheap refusals come first."""
+        headers = dict(scope["headers"])
+        exchange.key = self.keys.caller(headers)
+        self.service.check_open()
+        check_media_type(headers)
+        timeout_seconds = timeout_seconds_of(headers)
+        deadline = None if timeout_seconds is None else self.service.clock() + timeout_seconds
+        try:
+            body = await read_body(headers, receive, self.limits.max_body_bytes)
+        except ClientGone:
+            self.metrics.cancelled.labels("body").inc()
+            raise
+        started = time.perf_counter()
+        value = strict_json.parse(body)
+        exchange.stages["parse"] = time.perf_counter() - started
+        return value, deadline
+
+    def prepare(self, body: Any, deadline: float | None, exchange: Exchange) -> Prepared:
+        """Count, admit, check, make features: a request that is refused for want of room costs no checks."""
+        started = time.perf_counter()
+        model = self.service.model
+        shape = validate.measure(body, self.limits)
+        exchange.candidates += shape.candidates
+        exchange.history += shape.history
+        ticket = self.service.admit(
+            model, candidates=shape.candidates, history=shape.history, deadline=deadline, key=exchange.key
+        )
+        try:
+            vocabulary, form = self._words_of(model.manifest)
+            request = validate.check(body, vocabulary)
+            config = model.manifest.config
+            context, candidates = features.context_of(request, config), features.candidates_of(request, config)
+        except BaseException:
+            ticket.release()
+            raise
+        if len(context) < len(request.history):
+            self.metrics.history_truncated.inc()
+        seconds = time.perf_counter() - started
+        exchange.stages["parse"] += seconds
+        return Prepared(model, ticket, request, context, candidates, form, seconds)
+
+    async def rank(self, job: Prepared) -> Ranked:
+        """The reply. Raises what the service raises."""
+        return await self.service.rank(job.ticket, job.context, job.candidates)
+
+    async def render(self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> bytes:
+        """The reply of one request; other requests go between the pieces of a long one."""
+        started = time.perf_counter()
+        stages = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
+        pieces: list[bytes] = []
+        for piece in reply.render(
+            job.request,
+            ranked.scores,
+            job.form,
+            history_used=len(job.context),
+            timings_ms={stage: round(seconds * 1000, 3) for stage, seconds in stages.items()},
+        ):
+            if pieces and len(job.candidates) > reply.ROWS_IN_A_PIECE:
+                await asyncio.sleep(0)
+            pieces.append(piece)
+        self.metrics.reply_probabilities.record(job.form.action_names, ranked.scores.probabilities)
+        spent = exchange.stages
+        for stage in ("queue", "forward"):  # requests of a batch run side by side
+            spent[stage] = max(spent.get(stage, 0.0), stages[stage])
+        spent["serialize"] = spent.get("serialize", 0.0) + time.perf_counter() - started
+        return b"".join(pieces)
+
+    def headers(self, model: ServedModel, results: Sequence[Ranked], exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        """Headers of a reply with scores; a context counts as a hit when all of it came from the cache."""
+        exchange.version = model.manifest.version
+        exchange.cache = "hit" if results and all(ranked.cache == "hit" for ranked in results) else "miss"
+        for stage in ("parse", "serialize"):
+            self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
+        timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items())
+        return [
+            JSON_HEADER,
+            (b"x-model-version", exchange.version.encode()),
+            (b"x-context-cache", exchange.cache.encode()),
+            (b"server-timing", timing.encode()),
+        ]
+
+    def _words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
+        """What a model's requests may say and how its replies look; kept for the manifest used last."""
+        if self._words is None or self._words[0] is not manifest:
+            self._words = (manifest, Vocabulary.of(manifest), ReplyFormat.of(manifest))
+        return self._words[1], self._words[2]
+
+
+class Endpoint:
+    """An ASGI application that turns what may go wrong into problem replies. Whatever else is raised is a fault of ours."""
+
+    def __init__(self, ranking: Ranking) -> None:
+        self.ranking = ranking
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        try:
+            body, headers = await self.answer(scope, receive, exchange)
+        except ServiceError as error:
+            if isinstance(error, TooLarge):
+                self.ranking.metrics.rejected.labels("too_large").inc()
+            exchange.code = error.code
+            content = orjson.dumps(problem(error, exchange.request_id))
+            kind = (b"content-type", MEDIA_TYPE.encode())
+            await send_reply(send, error.status, content, [kind, *problem_headers(error)])
+        except ClientGone:
+            exchange.status = CLIENT_GONE
+        else:
+            await send_reply(send, 200, body, headers)
+
+    async def answer(
+        self, scope: Scope, receive: Receive, exchange: Exchange
+    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        """The body of the reply and its headers."""
+        raise NotImplementedError
+
+
+class RankEndpoint(Endpoint):
+    """One request."""
+
+    async def answer(
+        self, scope: Scope, receive: Receive, exchange: Exchange
+    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        ranking = self.ranking
+        value, deadline = await ranking.read(scope, receive, exchange)
+        job = ranking.prepare(value, deadline, exchange)
+        if job.request.request_id is not None and not exchange.is_named_by_caller:
+            exchange.request_id = job.request.request_id
+        with watching(receive):
+            ranked = await ranking.rank(job)
+        body = await ranking.render(job, ranked, exchange.stages["parse"], exchange)
+        return body, ranking.headers(job.model, [ranked], exchange)

@@ -1,0 +1,125 @@
+"""POST /rank/batch: several requests in one call, each on its own terms. What one request goes through is in `rank`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.types import Receive, Scope
+
+from app.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
+from app.http.asgi import watching
+from app.http.problems import problem
+from app.http.rank import Endpoint, Prepared, Ranking
+from app.interface import Ranked, ServedModel
+from app.settings import Batching
+from app.telemetry.exchange import Exchange
+
+
+class Answer(NamedTuple):
+    """One request of a batch as it ended: its reply or problem, and what computed it."""
+
+    body: bytes
+    model: ServedModel | None = None
+    ranked: Ranked | None = None
+
+
+class BatchEndpoint(Endpoint):
+    """A request that fails carries its own problem, and each that does not names its model."""
+
+    def __init__(self, ranking: Ranking, batching: Batching) -> None:
+        super().__init__(ranking)
+        self.batching = batching
+
+    async def answer(
+        self, scope: Scope, receive: Receive, exchange: Exchange
+    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        ranking, service = self.ranking, self.ranking.service
+        value, deadline = await ranking.read(scope, receive, exchange)
+        items = self._items(value)
+        exchange.requests = len(items)
+        if deadline is None:  # one for all of them, from the start
+            deadline = service.clock() + service.default_deadline_seconds
+        run = Run(ranking, self.batching, deadline, exchange)
+        with watching(receive):
+            answers = await run.all(items)
+        models = [answer.model for answer in answers if answer.model is not None]
+        results = [answer.ranked for answer in answers if answer.ranked is not None]
+        headers = ranking.headers(models[-1] if models else service.model, results, exchange)
+        body = b"[%b]" % b",".join(answer.body for answer in answers)
+        return (body if type(value) is list else b'{"results":%b}' % body), headers
+
+    def _items(self, value: Any) -> list[Any]:
+        items = value.get("requests") if type(value) is dict and len(value) == 1 else value
+        if type(items) is not list or not items:
+            raise InvalidRequest([("requests", "must be a list of requests that is not empty, and nothing else")])
+        limit = self.ranking.limits.max_batch_requests
+        if len(items) > limit:
+            raise TooLarge(f"requests: {len(items)}, and at most {limit} are taken.")
+        return items
+
+
+class Run:
+    """The requests of one call. It keeps about one forward's worth in the queue, so that a batch neither fills the queue for
+    others nor is refused for want of the room that it takes up itself."""
+
+    def __init__(self, ranking: Ranking, batching: Batching, deadline: float, exchange: Exchange) -> None:
+        self.ranking = ranking
+        self.batching = batching
+        self.deadline = deadline
+        self.exchange = exchange
+        self._queued: dict[asyncio.Task[Answer], Prepared] = {}
+
+    async def all(self, items: list[Any]) -> list[Answer]:
+        """How each of them ended, in order. Cancelling it drops what was not computed."""
+        begun: list[Answer | asyncio.Task[Answer]] = []
+        try:
+            for item in items:
+                begun.append(await self._begin(item))
+                await asyncio.sleep(0)  # other callers' requests go between
+            return [answer if isinstance(answer, Answer) else await answer for answer in begun]
+        finally:
+            for task in self._queued:
+                task.cancel()
+            await asyncio.gather(*self._queued, return_exceptions=True)  # gone from the queue before the call is
+
+    async def _begin(self, item: Any) -> Answer | asyncio.Task[Answer]:
+        while True:
+            while self._is_enough():
+                await self._one_ends()
+            try:
+                job = self.ranking.prepare(item, self.deadline, self.exchange)
+            except Overloaded as error:
+                if not self._queued:
+                    return _failed(error)
+                await self._one_ends()
+            except ServiceError as error:
+                return _failed(error)
+            else:
+                task = asyncio.get_running_loop().create_task(self._finish(job))
+                self._queued[task] = job
+                return task
+
+    async def _finish(self, job: Prepared) -> Answer:
+        try:
+            ranked = await self.ranking.rank(job)
+        except ServiceError as error:
+            return _failed(error)
+        return Answer(await self.ranking.render(job, ranked, job.check_seconds, self.exchange), job.model, ranked)
+
+    def _is_enough(self) -> bool:
+        jobs = self._queued.values()
+        return (
+            sum(len(job.candidates) for job in jobs) >= self.batching.max_candidates
+            or sum(1 + len(job.context) for job in jobs) >= self.batching.max_context_tokens
+        )
+
+    async def _one_ends(self) -> None:
+        done, _ = await asyncio.wait(self._queued, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            del self._queued[task]
+
+
+def _failed(error: ServiceError) -> Answer:
+    return Answer(orjson.dumps({"error": problem(error)}))

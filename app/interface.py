@@ -1,0 +1,134 @@
+"""The seam between a request and its ranking: all that the HTTP side knows of the service. Imports neither torch nor HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from app.telemetry.metrics import Metrics
+from model.engine import CacheResult, EngineInfo
+from model.inputs import Candidates, Context, Scores
+from weights.format.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """One model version that this process serves, by identity: loading the same checkpoint again makes another one."""
+
+    manifest: Manifest
+    engine: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One request's result. `queue_seconds` until its first forward, `forward_seconds` summed over its chunks."""
+
+    scores: Scores
+    cache: CacheResult
+    queue_seconds: float
+    forward_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What the probes say. `reason` is a sentence, empty when ready; `started`: a model has been loaded and warmed up."""
+
+    ready: bool
+    started: bool
+    failed: bool
+    draining: bool
+    reason: str
+
+
+class Ticket(Protocol):
+    """A reserved place in the queue of one model version. Give it to `Service.rank`, or release it."""
+
+    def release(self) -> None:
+        """Free the place; a second time does nothing."""
+        ...
+
+
+class Service(Protocol):
+    """Ranks requests. All methods belong to the event loop; deadlines are in seconds of `clock`."""
+
+    metrics: Metrics
+    clock: Callable[[], float]
+    on_fatal: Callable[[str], None]
+
+    @property
+    def default_deadline_seconds(self) -> float:
+        """For a request that names no deadline."""
+        ...
+
+    @property
+    def model(self) -> ServedModel:
+        """The version that serves new requests. Raises NotReady while nothing is loaded."""
+        ...
+
+    def check_open(self) -> None:
+        """Raise what any request would get now: NotReady, Draining, EngineDown or Overloaded."""
+        ...
+
+    def admit(
+        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None = None
+    ) -> Ticket:
+        """Reserve room for one request on `model`. Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
+        ...
+
+    async def rank(self, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
+        """Scores in the order of the candidates. Raises DeadlineExceeded, NonFiniteScores or EngineDown."""
+        ...
+
+    def health(self) -> Health:
+        """Whether requests may be sent here, and why not."""
+        ...
+
+    def start(self) -> None:
+        """Begin to load in the background; a second time does nothing."""
+        ...
+
+    def begin_drain(self) -> None:
+        """Readiness is lost; requests are still served."""
+        ...
+
+    async def stop(self, timeout_seconds: float = 30.0) -> bool:
+        """Finish what was admitted, then free the engines. False when the time was not enough."""
+        ...
+
+    def has_running_threads(self) -> bool:
+        """Whether native code still runs that an orderly end of the process would wait for."""
+        ...
+
+
+class CheckpointNotFound(LookupError):
+    """No checkpoint of that name lies below the root. Says nothing about what else may lie there."""
+
+
+class ReloadInProgress(RuntimeError):
+    """One reload at a time."""
+
+
+class Reloads(Protocol):
+    """Changes the checkpoint of a running service."""
+
+    def resolve(self, name: str) -> Path:
+        """The directory that a relative name means. Raises CheckpointNotFound."""
+        ...
+
+    async def reload(self, path: Path | None = None) -> ServedModel:
+        """Serve that checkpoint, or the present one read again. Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
+        ...
+
+    def reload_soon(self) -> None:
+        """Read the present checkpoint again in the background."""
+        ...
+
+    def watch(self, seconds: float) -> None:
+        """From now on, look that often for another manifest, and load it then."""
+        ...
+
+    def stop(self) -> None:
+        """End the watch and whatever still loads."""
+        ...

@@ -1,0 +1,39 @@
+"""A valid request → what the model reads: the newest history that fits its window, ages in buckets. Not for checks: all is checked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from app.request.validate import Request
+from model.config import MAX_DWELL_SECONDS, ModelConfig
+from model.inputs import Candidates, Context, age_bucket
+
+
+def context_of(request: Request, config: ModelConfig) -> Context:
+    """User and history, the newest `history_length` items of it. Values that the checkpoint has no input for do no harm."""
+    kept = min(len(request.history), config.history_length)
+    newest = slice(len(request.history) - kept, None)
+    cells = request.actions
+    seen = cells.rows >= newest.start
+    actions = np.zeros((kept, config.actions), np.float32)
+    actions[cells.rows[seen] - newest.start, cells.columns[seen]] = cells.values[seen]
+    # The model clips there anyway; clipping here makes equal tokens equal keys of the cache, and 1e300 fit a float32.
+    dwell = np.minimum(request.dwell_seconds[newest], MAX_DWELL_SECONDS).astype(np.float32)
+    return Context(
+        user_id=request.user_id,
+        post_ids=request.history.post_ids[newest],
+        author_ids=request.history.author_ids[newest],
+        actions=actions,
+        surfaces=request.history.surfaces[newest],
+        dwell_seconds=dwell,
+    )
+
+
+def candidates_of(request: Request, config: ModelConfig) -> Candidates:
+    """All candidates in the request's order, with the age bucket at `impression_ts`."""
+    return Candidates(
+        post_ids=request.candidates.post_ids,
+        author_ids=request.candidates.author_ids,
+        surfaces=request.candidates.surfaces,
+        age_buckets=age_bucket(request.impression_ts, request.created_at, config),
+    )

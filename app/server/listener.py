@@ -1,0 +1,69 @@
+"""A listening port that takes every waiting connection in one turn of the event loop. Not for what is said on a connection.
+
+libuv, hence uvloop, takes one connection a turn. In a loop with little to do nobody notices; under load a turn lasts tens of
+milliseconds, and new clients wait for seconds behind those already connected, unseen by any queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import structlog
+
+MOST_IN_A_TURN = 1024  # a flood of connections must not hold the loop
+PAUSE_SECONDS = 1.0  # without descriptors to be had, accepting again at once would only fail again
+
+log = structlog.get_logger("app.server.listener")
+
+
+class Listener:
+    """Listens from the start, accepts from `start` to `close`. Raises OSError where the address cannot be had."""
+
+    def __init__(self, host: str, port: int, *, backlog: int, protocol: Callable[[], asyncio.Protocol]) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.create_server((host, port), family=family, backlog=backlog)
+        self.socket.setblocking(False)
+        self._protocol = protocol
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Accept from now on."""
+        self._pause = None
+        self._loop.add_reader(self.socket.fileno(), self._accept)
+
+    async def close(self) -> None:
+        """Accept who waits already, then free the port. Returns when those connections have begun."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self.socket.fileno())
+        self._accept()
+        self.socket.close()
+        if self._beginning:
+            await asyncio.wait(self._beginning)
+
+    def _accept(self) -> None:
+        for _ in range(MOST_IN_A_TURN):
+            try:
+                connection, _address = self.socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("accept_failed", error=error.strerror)
+                self._loop.remove_reader(self.socket.fileno())
+                self._pause = self._loop.call_later(PAUSE_SECONDS, self.start)
+                return
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            task = self._loop.create_task(self._begin(connection))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._protocol, connection)
+        except OSError:
+            connection.close()  # gone before it began

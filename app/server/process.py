@@ -1,0 +1,229 @@
+"""The process: listeners, signals, drain, exit code. Not for what a request means, nor for how it is computed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from app.interface import Reloads, Service
+from app.server.listener import Listener
+from app.server.protocol import ConnectionLimits, StrictProtocol
+from app.server.wire import refuse_handshakes
+from app.settings import Connections, Settings
+from app.telemetry import logs
+from app.telemetry.metrics import Metrics
+
+EXIT_START = 3  # as uvicorn: cannot listen
+EXIT_ENGINE_LOST = 70  # EX_SOFTWARE: a supervisor should start the process again
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HANDSHAKE_SECONDS = 0.1  # longer than the way there and back of any client near
+
+log = structlog.get_logger("app.server.process")
+
+
+def serve(server: RankingServer) -> int:
+    """Run a server until its end; returns the exit code of the process."""
+    logs.configure(server.settings.logs)
+    _raise_file_limit()
+    server.run()
+    if server.service.has_running_threads():
+        sys.stderr.flush()
+        os._exit(server.exit_code)  # a thread that loads or hangs in native code does not survive an orderly end
+    return server.exit_code
+
+
+class RankingServer(uvicorn.Server):
+    """uvicorn with its own order of shutdown: readiness first, then the delay, then the listeners, then what is admitted."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        side_apps: Mapping[tuple[str, int], ASGIApp],
+        service: Service,
+        reloads: Reloads,
+        settings: Settings,
+    ) -> None:
+        """`app`'s lifespan starts and stops `service`. `side_apps` maps (host, port) to applications with ports of their own."""
+        self.settings = settings
+        self.service = service
+        self.reloads = reloads
+        self.side_apps = side_apps
+        self.observer = ConnectionObserver(service.metrics)
+        self.exit_code = 0
+        self.listeners: list[Listener] = []
+        self._signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+        super().__init__(_config(app, settings, self.observer, settings.host, settings.port, lifespan="on"))
+        self.service.on_fatal = self.fatal
+
+    def fatal(self, reason: str) -> None:
+        """Only a new process can help: answer who waits, then exit with a code that says so."""
+        log.error("fatal", reason=reason)
+        self.exit_code = EXIT_ENGINE_LOST if self.service.health().started else 1
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; loading goes on in the background. Unlike uvicorn's, its listeners take all connections that wait: see `listener`."""
+        self._loop = asyncio.get_running_loop()
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise SystemExit(EXIT_START)
+        self._listen(self.config, self.server_state)
+        for (host, port), side in self.side_apps.items():
+            config = _config(side, self.settings, self.observer, host, port, lifespan="off")
+            config.load()
+            self._listen(config, ServerState())
+        if len(self.listeners) <= len(self.side_apps):
+            await self.lifespan.shutdown()
+            raise SystemExit(EXIT_START)
+        for listener in self.listeners:
+            listener.start()
+            log.info("listening", host=listener.socket.getsockname()[0], port=listener.socket.getsockname()[1])
+        self.started = True
+        if self.settings.reload.watch_seconds:
+            self.reloads.watch(self.settings.reload.watch_seconds)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, answer every request that was begun, end the application."""
+        self.observer.draining = True
+        self.reloads.stop()
+        for listener in self.listeners:
+            refuse_handshakes(listener.socket.fileno())
+        await asyncio.sleep(HANDSHAKE_SECONDS)  # handshakes under way end, and their connections are accepted
+        for listener in self.listeners:
+            await listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.settings.drain.timeout_seconds):
+                await self._connections_end()
+        except TimeoutError:
+            self.exit_code = self.exit_code or 1
+            log.error("drain_timeout", connections=len(self.server_state.connections))
+        await self.lifespan.shutdown()
+        log.info("stopped", exit_code=self.exit_code)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Own the signals while serving; unlike uvicorn, do not raise them again at the end, so that the exit code is ours."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self.handle_reload)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain. Second: end at once."""
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(128 + sig)
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.drain)
+
+    def handle_reload(self, sig: int, frame: FrameType | None) -> None:
+        """SIGHUP: read the present checkpoint again."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.reloads.reload_soon)
+
+    def drain(self) -> None:
+        """Lose readiness now, go on serving for the delay, then stop."""
+        if self._ending is not None:
+            return
+        self.service.begin_drain()
+        self.observer.draining = True  # from here on every reply ends its connection
+        log.info("draining", delay_seconds=self.settings.drain.delay_seconds)
+        self._ending = asyncio.get_running_loop().create_task(self._stop_after_delay())
+
+    async def _stop_after_delay(self) -> None:
+        await asyncio.sleep(self.settings.drain.delay_seconds)
+        self.should_exit = True
+
+    async def _connections_end(self) -> None:
+        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110  # uvicorn tells nobody
+            await asyncio.sleep(0.01)
+
+    def _listen(self, config: uvicorn.Config, state: ServerState) -> None:
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(config, state, self.lifespan.state, loop)  # type: ignore[call-arg]
+
+        try:
+            listener = Listener(config.host, config.port, backlog=config.backlog, protocol=protocol)
+        except OSError as error:
+            log.error("cannot_listen", host=config.host, port=config.port, reason=error.strerror)
+        else:
+            self.listeners.append(listener)
+
+
+class ConnectionObserver:
+    """Counts connections that the server closed, and tells them when to end."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.draining = False
+        self._closed = metrics.connections_closed
+
+    def closed(self, reason: str) -> None:
+        """The server closed a connection."""
+        self._closed.labels(reason).inc()
+
+
+def connection_limits(settings: Connections) -> ConnectionLimits:
+    """The part of the settings that one connection understands."""
+    return ConnectionLimits(
+        header_seconds=settings.header_seconds,
+        body_seconds=settings.body_seconds,
+        max_header_bytes=settings.max_header_bytes,
+    )
+
+
+def _config(
+    app: Any, settings: Settings, observer: ConnectionObserver, host: str, port: int, *, lifespan: Any
+) -> uvicorn.Config:
+    limits = connection_limits(settings.connections)
+    protocol: Any = functools.partial(StrictProtocol, limits=limits, observer=observer)
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=protocol,
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=settings.connections.backlog,
+        timeout_keep_alive=max(1, round(settings.connections.keep_alive_seconds)),
+    )
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system allows, not as the shell's default does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))

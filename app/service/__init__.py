@@ -1,0 +1,1 @@
+"""The ranking service without HTTP: admission, life, health, swaps; `interface` is what HTTP sees of it."""

@@ -1,0 +1,29 @@
+"""What is noted about one HTTP request on its way: the source of its log line, its metrics and its span."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Nothing here comes from a history; ids have been checked.
+
+    `stages` are seconds; `status` 499 means that the client disconnected; `code` is a problem's. A request that was not named
+    by its caller's header takes the name in its body, if there is one.
+    """
+
+    request_id: str
+    started: float
+    method: str
+    route: str
+    status: int = 0
+    code: str = ""
+    key: str | None = None
+    version: str = ""
+    candidates: int = 0
+    history: int = 0
+    requests: int = 0
+    cache: str = ""
+    stages: dict[str, float] = field(default_factory=dict)
+    is_named_by_caller: bool = False

@@ -1,0 +1,174 @@
+"""Every Prometheus series of the service, in a registry that is handed in. Not for deciding anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.metrics_core import Metric
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from app.telemetry.distributions import ReplyProbabilities
+from model.engine import CacheStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .075, .1, .15, .25, .5, 1, 2.5)  # fmt: skip
+SIZES = tuple(2.0**power for power in range(13))
+RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
+STAGES = ("parse", "queue", "collate", "forward", "serialize")
+REJECTIONS = ("queue_full", "deadline", "draining", "not_ready", "too_large")
+CANCEL_STAGES = ("body", "queue", "forward")
+RELOAD_RESULTS = ("success", "failure")
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` beside every series, which no dashboard reads
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is read at scrape time. `model` holds the labels of `model_info`; None while nothing serves."""
+
+    ready: bool
+    queue_requests: int
+    queue_candidates: int
+    cache: CacheStats
+    model: dict[str, str] | None
+    last_forward_timestamp_seconds: float
+    device_memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What one forward was: for metrics and the observed rate. `candidates` counts per part; seconds by stage."""
+
+    candidates: Sequence[int]
+    cost: int
+    queue_seconds: Sequence[float]
+    collate_seconds: float
+    forward_seconds: float
+    failed: bool
+
+
+class Source(Protocol):
+    """Where a scrape finds the figures that the service keeps anyway."""
+
+    def snapshot(self) -> Snapshot: ...
+
+
+class Metrics:
+    """The counters and histograms that code increments. `watch` adds those that are read at scrape time."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry = registry or CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, namespace="ranker", registry=registry)
+
+        def histogram(name: str, text: str, *labels: str, buckets: Iterable[float] = LATENCY_SECONDS) -> Histogram:
+            return Histogram(name, text, labels, namespace="ranker", registry=registry, buckets=tuple(buckets))
+
+        self.http_requests = counter(
+            "http_requests", "Replies sent; 499: the client went away.", "method", "route", "code"
+        )
+        self.http_seconds = histogram("http_request_duration_seconds", "From headers to the reply.", "method", "route")
+        self.stage_seconds = histogram("stage_duration_seconds", "Time of one stage of a request or batch.", "stage")
+        self.batch_requests = histogram("batch_requests", "Requests, or parts of them, in one forward.", buckets=SIZES)
+        self.batch_candidates = histogram("batch_candidates", "Candidates in one forward.", buckets=SIZES)
+        self.batch_padding_ratio = histogram(
+            "batch_padding_ratio", "Share of a forward's candidate slots that a rectangle would waste.", buckets=RATIOS
+        )
+        self.reply_probabilities = ReplyProbabilities()
+        registry.register(self.reply_probabilities)
+        self.rejected = counter("rejected", "Requests refused before any work was done.", "reason")
+        self.cancelled = counter("cancelled", "Requests whose client went away.", "stage")
+        self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
+        self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")
+        self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
+        self.forward_failures = counter("forward_failures", "Batches that raised and were split.")
+        self.connections_closed = counter("connections_closed", "Connections the server closed.", "reason")
+        self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
+        for metric, values in (
+            (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS)
+        ):  # fmt: skip
+            for value in values:
+                metric.labels(value)  # a series that is there from the start can be alerted on
+
+    def watch(self, source: Source) -> None:
+        """Read this source at each scrape from now on."""
+        self.registry.register(_SnapshotCollector(source))
+
+    def record_batch(self, report: BatchReport) -> None:
+        """A forward finished."""
+        candidates, rows = sum(report.candidates), len(report.candidates)
+        if report.failed:
+            self.forward_failures.inc()
+        else:
+            self.candidates_scored.inc(candidates)
+        self.stage["forward"].observe(report.forward_seconds)
+        self.stage["collate"].observe(report.collate_seconds)
+        for seconds in report.queue_seconds:
+            self.stage["queue"].observe(seconds)
+        self.batch_requests.observe(rows)
+        self.batch_candidates.observe(candidates)
+        self.batch_padding_ratio.observe(1 - candidates / (rows * max(report.candidates)))
+
+    def render(self) -> bytes:
+        """The exposition, of type CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+class _SnapshotCollector(Collector):
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        now = self.source.snapshot()
+        for name, text, value in (
+            ("ready", "1 while requests may be sent here.", float(now.ready)),
+            ("queue_requests", "Requests admitted and not answered.", now.queue_requests),
+            ("queue_candidates", "Candidates of those requests.", now.queue_candidates),
+            ("context_cache_bytes", "Bytes held by the context cache.", now.cache.bytes),
+            (
+                "last_forward_timestamp_seconds",
+                "Unix time when a forward last finished.",
+                now.last_forward_timestamp_seconds,
+            ),
+        ):
+            yield GaugeMetricFamily(f"ranker_{name}", text, value=value)
+        lookups = CounterMetricFamily(
+            "ranker_context_cache_lookups", "Lookups in the context cache.", labels=["result"]
+        )
+        for result, count in (("hit", now.cache.hits), ("prefix", now.cache.prefixes), ("miss", now.cache.misses)):
+            lookups.add_metric([result], count)
+        yield lookups
+        evictions = "Contexts dropped from the cache for want of room."
+        yield CounterMetricFamily("ranker_context_cache_evictions", evictions, value=now.cache.evictions)
+        if now.model is not None:
+            info = GaugeMetricFamily("ranker_model_info", "The model that serves; always 1.", labels=list(now.model))
+            info.add_metric(list(now.model.values()), 1)
+            yield info
+        if now.device_memory_bytes is not None:
+            text = "Device memory held by tensors."
+            yield GaugeMetricFamily("ranker_device_memory_bytes", text, value=now.device_memory_bytes)
+
+
+def add_stats(left: CacheStats, right: CacheStats, *, keep_gauges: bool = False) -> CacheStats:
+    """Totals of two caches. Of a cache that is gone only the running totals remain, so that no counter runs backwards."""
+    gone = () if keep_gauges else ("bytes", "entries")
+    return CacheStats(
+        **{
+            field.name: getattr(left, field.name) + (0 if field.name in gone else getattr(right, field.name))
+            for field in fields(CacheStats)
+        }
+    )

@@ -1,0 +1,93 @@
+"""OpenTelemetry spans of a request, made when it is over from what its log line says. Not loaded unless it is turned on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from app.settings import SettingsProblem, Tracing
+from app.telemetry.exchange import Exchange
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+
+STAGES = ("parse", "queue", "forward", "serialize")  # in the order in which a request passes them
+SERVICE_NAME = "phoenix-ranking-server"
+
+
+def create_tracer(settings: Tracing, processor: SpanProcessor | None = None) -> RequestTracer | None:
+    """A tracer that exports to the configured collector, or None where tracing is off. Raises SettingsProblem."""
+    if not settings.enabled:
+        return None
+    try:
+        return RequestTracer(settings, processor)
+    except ImportError as error:
+        raise SettingsProblem(f"RANKER_TRACING__ENABLED needs the `tracing` extra: {error}") from error
+
+
+class RequestTracer:
+    """Turns a finished exchange into a span with one child a stage."""
+
+    def __init__(self, settings: Tracing, processor: SpanProcessor | None = None) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
+            resource=Resource.create({"service.name": SERVICE_NAME}),
+        )
+        if processor is None:
+            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=settings.endpoint))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer(SERVICE_NAME)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def record(self, exchange: Exchange, seconds: float, headers: Mapping[bytes, bytes]) -> str:
+        """Make the spans of a request that ended now and took that long; returns its trace id, 32 hex digits.
+
+        A valid `traceparent` makes them children of the caller's span, and its sampling decision holds.
+        """
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        carrier = {
+            name: headers[name.encode()].decode("latin-1")
+            for name in ("traceparent", "tracestate")
+            if name.encode() in headers
+        }
+        end = time.time_ns()
+        start = end - round(seconds * 1e9)
+        span = self._tracer.start_span(
+            f"{exchange.method} {exchange.route}",
+            context=self._propagator.extract(carrier),
+            kind=SpanKind.SERVER,
+            start_time=start,
+            attributes={
+                "http.request.method": exchange.method,
+                "http.route": exchange.route,
+                "http.response.status_code": exchange.status,
+                "ranker.request_id": exchange.request_id,
+                "ranker.model_version": exchange.version,
+                "ranker.candidates": exchange.candidates,
+                "ranker.history": exchange.history,
+                "ranker.context_cache": exchange.cache,
+            },
+        )
+        inside = set_span_in_context(span)
+        for stage in STAGES:
+            if (length := exchange.stages.get(stage)) is not None:
+                child = self._tracer.start_span(stage, context=inside, start_time=start)
+                start += round(length * 1e9)
+                child.end(start)
+        if exchange.status >= 500:
+            span.set_status(Status(StatusCode.ERROR, exchange.code))
+        span.end(end)
+        return format(span.get_span_context().trace_id, "032x")
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()

@@ -1,0 +1,190 @@
+"""B6: who may reload, and what a name may mean."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from app.engine.versions import LoadedModel, Loader, Say
+from app.http.admin import create_admin_app
+from app.interface import CheckpointNotFound
+from app.service.reload import Reloader
+from app.service.service import Policies, RankingService
+from app.settings import Admin
+from app.telemetry.metrics import Metrics
+from tests.app.fakes import FakeEngine, loaded, loader
+from weights.checkpoint import CheckpointError
+
+TOKEN = "correct horse"
+GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}
+SETTINGS = Admin(port=0, token_sha256=hashlib.sha256(TOKEN.encode()).hexdigest())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("admin")
+    for name in ("root/v1", "root/nested/v2", "root/refused", "root/empty", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+        if name != "root/empty":
+            (tmp_path / name / "manifest.json").write_text("{}")
+    (tmp_path / "root" / "escape").symlink_to(tmp_path / "outside")
+    (tmp_path / "root" / "deep").symlink_to(tmp_path)
+    return tmp_path / "root"
+
+
+def by_name(path: Path) -> Loader:
+    def load(say: Say) -> LoadedModel:
+        if path.name == "refused":
+            raise CheckpointError("params.safetensors: digest differs")
+        return loaded(FakeEngine(2), path.name)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> Iterator[TestClient]:
+    service = RankingService(loader(FakeEngine()), Policies(), Metrics())
+    app = create_admin_app(SETTINGS, Reloader(service, root, root / "v1", by_name))
+    with TestClient(app, base_url="http://localhost:9000") as client:
+        assert client.portal is not None
+
+        async def start() -> None:
+            service.start()
+            await service.wait_ready()
+
+        client.portal.call(start)
+        client.app_state["service"] = service  # type: ignore[attr-defined]
+        yield client
+        client.portal.call(service.stop, 1.0)
+
+
+def reload(client: TestClient, name: object, **headers: str) -> tuple[int, dict[str, object]]:
+    reply = client.post("/admin/reload", json={"checkpoint": name}, headers={**GOOD, **headers})
+    return reply.status_code, reply.json()
+
+
+def test_a_named_checkpoint_serves_afterwards(client: TestClient) -> None:
+    status, reply = reload(client, "nested/v2")
+    assert status == 200
+    assert reply["model"]["name"] == "fake"  # type: ignore[index]
+    service = client.app_state["service"]  # type: ignore[attr-defined]
+    assert service.model.manifest.version == "v2"
+    assert 'ranker_reloads_total{result="success"} 1.0' in service.metrics.render().decode()
+    assert client.post("/admin/reload", headers=GOOD).json()["model"]["version"] == "v2"  # the present one again
+
+
+def test_a_refused_checkpoint_says_why_and_the_old_one_serves(client: TestClient) -> None:
+    service = client.app_state["service"]  # type: ignore[attr-defined]
+    before = service.model
+    status, reply = reload(client, "refused")
+    assert (status, reply["code"]) == (422, "checkpoint_refused")
+    assert "digest differs" in str(reply["detail"])
+    assert service.model is before
+    assert 'ranker_reloads_total{result="failure"} 1.0' in service.metrics.render().decode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": ""}, 401),
+        ({"authorization": "Bearer"}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": f"Basic {TOKEN}"}, 401),
+        ({"authorization": f"Bearer {TOKEN}x"}, 401),
+        ({"host": "evil.example"}, 404),
+        ({"host": "evil.example:9000"}, 404),
+        ({"host": "localhost.evil.example"}, 404),
+        ({"host": "127.0.0.1.evil.example:9000"}, 404),
+        ({"host": ""}, 404),
+        ({"host": "evil.example", "authorization": "Bearer wrong"}, 404),
+    ],
+)
+def test_strangers_are_turned_away(client: TestClient, headers: dict[str, str], status: int) -> None:
+    found, reply = reload(client, "v1", **headers)
+    assert found == status
+    assert TOKEN not in str(reply)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9000", "[::1]:9000"])
+def test_local_names_are_let_in(client: TestClient, host: str) -> None:
+    assert reload(client, "v1", host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", "../outside", "v1/../../outside", "nested/../v1", "/etc", "//etc", "~/x", "escape", "deep/outside",
+        "deep/root/../outside", "no-such", "empty", "v1\0", "v1\\..\\..", "./v1", "x" * 5000, "%2e%2e/outside", "v1/manifest.json",
+    ],
+)  # fmt: skip
+def test_a_name_means_nothing_outside_the_root(client: TestClient, root: Path, name: str) -> None:
+    status, reply = reload(client, name)
+    assert status in (404, 413)
+    assert str(root) not in str(reply)
+
+
+def test_an_absolute_path_is_not_a_name(client: TestClient, root: Path) -> None:
+    assert reload(client, str(root / "v1"))[0] == 404
+    assert reload(client, "v1")[0] == 200  # the same directory by its name
+
+
+def test_the_guard_is_what_turns_them_away(root: Path) -> None:
+    """The negative control: joining names without the guard reaches what lies outside."""
+    assert (root / "../outside" / "manifest.json").is_file()
+    assert (root / "escape" / "manifest.json").is_file()
+    with pytest.raises(CheckpointNotFound):
+        Reloader(None, root, root, by_name).resolve("escape")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b"{", b'{"checkpoint": 5}', b'{"path": "v1"}', b'{"checkpoint": null}', b"\xff"]
+)
+def test_other_bodies_are_refused(client: TestClient, body: bytes) -> None:
+    reply = client.post("/admin/reload", content=body, headers={**GOOD, "content-type": "application/json"})
+    assert reply.status_code in (400, 422)
+
+
+def test_other_paths_and_methods_are_not_there(client: TestClient) -> None:
+    assert client.get("/admin/reload", headers=GOOD).status_code == 405
+    assert client.post("/admin/other", headers=GOOD).status_code == 404
+
+
+def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tmp_path: Path) -> None:
+    place, loads = tmp_path / "model", []
+
+    def load(path: Path) -> Loader:
+        loads.append(path.resolve().name)
+        return by_name(path.resolve())
+
+    def point(name: str) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "manifest.json").write_text(name)
+        fresh = tmp_path / "fresh"
+        fresh.symlink_to(tmp_path / name)
+        fresh.rename(place)
+
+    async def main() -> None:
+        point("v1")
+        service = RankingService(loader(FakeEngine()), Policies(), Metrics())
+        service.start()
+        await service.wait_ready()
+        reloader = Reloader(service, tmp_path, place, load)
+        reloader.watch(0.01)
+        await asyncio.sleep(0.1)
+        assert loads == []
+        point("refused")
+        await asyncio.sleep(0.15)
+        assert loads == ["refused"]
+        point("v3")
+        await asyncio.sleep(0.15)
+        assert loads == ["refused", "v3"]
+        assert service.model.manifest.version == "v3"
+        reloader.stop()
+        await service.stop(1.0)
+
+    asyncio.run(main())

@@ -1,0 +1,152 @@
+"""Faults of ours, bodies that are too long, clients that leave, servers that are not ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from app.http.application import create_app
+from app.service.service import Policies, RankingService
+from app.settings import Limits, Settings
+from tests.app.fakes import FakeEngine, loaded, running
+from tests.app.serving import ask, chunk, good, served, value_of
+
+
+def test_a_fault_of_ours_is_a_problem_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the history holds a secret")
+
+    with served() as (client, service):
+        monkeypatch.setattr("app.request.features.context_of", fail)
+        reply = client.post("/rank", json=good())
+        assert (reply.status_code, reply.json()["code"]) == (500, "internal")
+        assert reply.headers["x-request-id"] == reply.json()["request_id"]
+        assert "secret" not in reply.text
+        assert service.admission.requests == 0  # its place in the queue is free again
+        monkeypatch.undo()
+        assert client.post("/rank", json=good()).status_code == 200
+    out = capsys.readouterr()
+    assert "RuntimeError" in out.out + out.err
+    assert "secret" not in out.out + out.err
+
+
+def test_a_refused_request_gives_its_place_back() -> None:
+    with served() as (client, service):
+        for _ in range(5):
+            assert client.post("/rank", json=good(user_id=-1)).status_code == 422
+        assert service.admission.requests == 0
+        assert service.admission.candidates == 0
+
+
+def test_before_the_checkpoint_is_there_nothing_is_ranked() -> None:
+    gate = threading.Event()
+    engine = FakeEngine()
+
+    def load(say: Any) -> Any:
+        gate.wait(10)
+        return loaded(engine)
+
+    from app.telemetry.metrics import Metrics
+
+    service = RankingService(load, Policies(), Metrics())
+    with TestClient(create_app(Settings(), service)) as client:
+        assert client.get("/livez").status_code == 200
+        for method, path in (("GET", "/readyz"), ("GET", "/startupz"), ("GET", "/info"), ("POST", "/rank")):
+            reply = client.request(method, path, json=good() if method == "POST" else None)
+            assert (reply.status_code, reply.json()["code"]) == (503, "not_ready"), path
+            assert int(reply.headers["retry-after"]) >= 1
+        assert client.get("/openapi.json").status_code == 200
+        gate.set()
+        asyncio.run(asyncio.sleep(0.1))
+        assert client.get("/readyz").status_code == 200
+        service.begin_drain()
+        reply = client.get("/readyz")
+        assert (reply.status_code, reply.json()["code"]) == (503, "draining")
+        assert client.get("/startupz").status_code == 200
+        assert client.post("/rank", json=good()).status_code == 200  # still served during the delay
+        service.refuse_new()
+        reply = client.post("/rank", json=good())
+        assert (reply.status_code, reply.json()["code"]) == (503, "draining")
+
+
+def test_a_long_body_is_refused_while_it_is_read() -> None:
+    pulled = 0
+
+    def endless() -> Iterator[dict[str, Any]]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            yield chunk(b" " * 1000, True)
+
+    async def main() -> None:
+        async with running(FakeEngine()) as service:
+            app = create_app(Settings(limits=Limits(max_body_bytes=10_000)), service)
+            sent = await ask(app, endless())  # type: ignore[arg-type]
+            assert sent[0]["status"] == 413
+            assert pulled == 11
+            sent = await ask(app, [], {"content-length": "10001"})
+            assert sent[0]["status"] == 413
+
+    asyncio.run(main())
+
+
+def test_a_body_in_many_chunks_is_one_body() -> None:
+    async def main() -> None:
+        async with running(FakeEngine()) as service:
+            app = create_app(Settings(), service)
+            raw = json.dumps(good()).encode()
+            pieces = [chunk(raw[place : place + 1], True) for place in range(len(raw))]
+            sent = await ask(app, [*pieces, chunk(b"", False)])
+            assert sent[0]["status"] == 200
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_costs_nothing_more() -> None:
+    gate = threading.Event()
+    engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
+
+    async def main() -> None:
+        async with running(engine) as service:
+            app = create_app(Settings(), service)
+            raw = json.dumps(good(user_id=1)).encode()
+            first = asyncio.create_task(ask(app, [chunk(raw, False)]))
+            await asyncio.sleep(0.05)  # in its forward
+            leaver = json.dumps(good(user_id=2)).encode()
+            gone = await ask(app, [chunk(leaver, False), {"type": "http.disconnect"}])
+            assert gone == []  # nobody to answer
+            left_early = await ask(app, [chunk(b"{", True), {"type": "http.disconnect"}])
+            assert left_early == []
+            gate.set()
+            assert (await first)[0]["status"] == 200
+            assert engine.forwards == [[1]]  # never computed
+            assert service.admission.requests == 0
+            text = service.metrics.render().decode()
+            assert value_of(text, 'ranker_http_requests_total{code="499",method="POST",route="/rank"}') == 2
+            assert value_of(text, 'ranker_cancelled_total{stage="queue"}') == 1
+            assert value_of(text, 'ranker_cancelled_total{stage="body"}') == 1
+
+    asyncio.run(main())
+
+
+def test_a_server_that_cancels_is_no_client_that_leaves() -> None:
+    gate = threading.Event()
+    engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
+
+    async def main() -> None:
+        async with running(engine) as service:
+            app = create_app(Settings(), service)
+            task = asyncio.create_task(ask(app, [chunk(json.dumps(good()).encode(), False)]))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            gate.set()
+
+    asyncio.run(main())

@@ -1,0 +1,95 @@
+"""The documentation: every field and status is described, and every example is a request that works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from app.http.openapi import example_requests
+from tests.app.serving import served
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with served() as (client, _):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client: TestClient) -> dict[str, Any]:
+    content: dict[str, Any] = client.get("/openapi.json").json()
+    return content
+
+
+def test_every_field_is_described(document: dict[str, Any]) -> None:
+    fields = {
+        f"{name}.{key}": schema
+        for name, model in document["components"]["schemas"].items()
+        for key, schema in model.get("properties", {}).items()
+    }
+    assert len(fields) > 40
+    assert [path for path, schema in fields.items() if len(schema.get("description", "")) < 10] == []
+    assert [name for name, model in document["components"]["schemas"].items() if not model.get("description")] == []
+
+
+def test_every_path_is_there_and_described(document: dict[str, Any], client: TestClient) -> None:
+    wanted = {"/rank", "/rank/batch", "/livez", "/readyz", "/startupz", "/metrics", "/info"}
+    assert set(document["paths"]) == wanted
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert operation["summary"], path
+            assert operation["description"], path
+    assert client.get("/docs").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
+def test_every_refusal_is_listed(document: dict[str, Any], path: str) -> None:
+    responses = document["paths"][path]["post"]["responses"]
+    assert set(responses) == {"200", "400", "401", "413", "415", "422", "429", "500", "503", "504"}
+    text = str(responses)
+    for code in (
+        "malformed_json",
+        "unauthorized",
+        "too_large",
+        "unsupported_media_type",
+        "invalid_request",
+        "overloaded",
+    ):
+        assert code in text
+    for code in ("not_ready", "draining", "engine_down", "deadline_exceeded", "non_finite_scores"):
+        assert code in text
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    def references(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from ([value["$ref"]] if "$ref" in value else [])
+            for item in value.values():
+                yield from references(item)
+        elif isinstance(value, list):
+            for item in value:
+                yield from references(item)
+
+    found = set(references(document))
+    assert found
+    assert {reference.rpartition("/")[2] for reference in found} <= set(document["components"]["schemas"])
+
+
+def test_every_example_works(document: dict[str, Any], client: TestClient) -> None:
+    for path in ("/rank", "/rank/batch"):
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert content["examples"]
+        for example in content["examples"].values():
+            reply = client.post(path, json=example["value"])
+            assert reply.status_code == 200, reply.text
+            assert "error" not in reply.text
+
+
+def test_examples_speak_the_checkpoints_words() -> None:
+    for names in (("favorite", "reply", "report"), ("action_0", "action_1"), ("one",)):
+        text = str(example_requests(names))
+        assert names[0] in text
+        assert ("report" in text) == ("report" in names)

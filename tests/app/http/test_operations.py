@@ -1,0 +1,71 @@
+"""What runs here, and metrics that no caller can make grow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from app.assembly import build_server
+from app.http.application import create_app
+from app.settings import Probes, Settings
+from tests.app.fakes import FakeEngine, running
+from tests.app.serving import good, served
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with served() as (client, _):
+        yield client
+
+
+def test_info_says_what_runs(client: TestClient) -> None:
+    info = client.get("/info").json()
+    assert info["model"] == {"name": "fake", "version": "v1"}
+    assert info["actions"] == ["favorite", "reply", "report"]
+    assert (info["device"], info["dtype"]) == ("cpu", "float32")
+    assert info["limits"]["max_candidates"] == 4096
+    assert info["architecture"]["history_length"] == 16
+    assert len(info["checkpoint"]["digest"]) == 64
+    assert {"version", "python", "torch"} <= info["build"].keys()
+    assert not {"auth", "admin"} & info["settings"].keys()
+
+
+def test_paths_make_no_series(client: TestClient) -> None:
+    def series() -> set[str]:
+        return {line.rsplit(" ", 1)[0] for line in client.get("/metrics").text.splitlines() if line[0] != "#"}
+
+    def visit(number: int) -> None:
+        client.request(f"M{number}", f"/{number}")
+        client.get(f"/rank/{number}?x={number}", headers={"x-request-id": str(number)})
+        client.post("/rank", json=good(user_id=number))
+
+    client.get("/metrics")
+    visit(0)
+    before = series()
+    for number in range(1, 40):
+        visit(number)
+    assert series() == before
+    assert any('route="unmatched"' in name for name in before)
+    client.put("/rank")
+    assert series() != before  # a series that is new would have been noticed
+
+
+def test_metrics_move_to_a_port_of_their_own() -> None:
+    settings = Settings(probes=Probes(port=9100))
+
+    async def main() -> None:
+        async with running(FakeEngine()) as service:
+            app = create_app(settings, service)
+            side = build_server(settings, service).side_apps["127.0.0.1", 9100]
+            moved = {"/metrics": 404, "/readyz": 200, "/rank": 405}
+            there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404}
+            for given, paths in ((app, moved), (side, there)):
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(given), base_url="http://test") as client:
+                    for path, status in paths.items():
+                        assert (await client.get(path)).status_code == status
+
+    asyncio.run(main())

@@ -1,0 +1,118 @@
+"""POST /rank over a fake engine: what a reply holds, headers in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from loadtest.fuzz.bodies import in_arrays
+from tests.app.fakes import FakeEngine, expected, loaded
+from tests.app.serving import good, served, value_of
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with served() as (client, _):
+        yield client
+
+
+def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
+    body = good(actions_wanted=..., top_k=..., weights=...)
+    reply = client.post("/rank", json=body)
+    assert reply.status_code == 200
+    content = reply.json()
+    assert content["model"] == {"name": "fake", "version": "v1"}
+    assert content["actions"] == ["favorite", "reply", "report"]
+    assert [row["post_id"] for row in content["candidates"]] == [90, "9223372036854775809", 0]
+    assert list(content["candidates"][0]) == ["post_id", "score", "rank", "probabilities", "continuous"]
+    assert (content["history_used"], content["history_dropped"]) == (3, 0)
+    assert set(content["timings_ms"]) == {"parse", "queue", "forward"}
+    assert content["request_id"] == "page-7"
+
+
+def test_scores_are_the_engines(client: TestClient) -> None:
+    from app.request import features, validate
+    from app.request.validate import Vocabulary
+
+    body = good(actions_wanted=..., top_k=..., weights=...)
+    request = validate.check(body, Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest))
+    engine = FakeEngine()
+    wanted = expected(features.context_of(request, engine.config), features.candidates_of(request, engine.config))
+    for shaped in (body, body | {"history": in_arrays(body["history"]), "candidates": in_arrays(body["candidates"])}):
+        rows = client.post("/rank", json=shaped).json()["candidates"]
+        assert np.array_equal(np.array([row["probabilities"] for row in rows], np.float32), wanted.probabilities)
+        assert np.array_equal(
+            np.array([row["continuous"]["dwell_time"] for row in rows], np.float32),
+            wanted.continuous[:, 0] * np.float32(30),
+        )
+        assert [row["score"] for row in rows] == [float(p[0]) * 1.0 + float(p[2]) * -2.0 for p in wanted.probabilities]
+
+
+def test_a_long_history_keeps_its_newest_and_says_so(client: TestClient) -> None:
+    before = client.get("/metrics").text
+    history = [{"post_id": place + 1, "author_id": 1} for place in range(20)]
+    content = client.post("/rank", json=good(history=history)).json()
+    assert (content["history_used"], content["history_dropped"]) == (16, 4)
+    assert value_of(client.get("/metrics").text, "ranker_history_truncated_total") == 1 + value_of(
+        before, "ranker_history_truncated_total"
+    )
+
+
+def test_headers_out(client: TestClient) -> None:
+    headers = client.post("/rank", json=good()).headers
+    assert headers["x-model-version"] == "v1"
+    assert headers["x-context-cache"] == "miss"
+    stages = [part.split(";dur=") for part in headers["server-timing"].split(", ")]
+    assert [name for name, _ in stages] == ["parse", "queue", "forward", "serialize"]
+    assert all(float(milliseconds) >= 0 for _, milliseconds in stages)
+
+
+@pytest.mark.parametrize("path", ["/rank", "/livez", "/nowhere"])
+def test_a_request_id_is_echoed_or_made(client: TestClient, path: str) -> None:
+    sent = client.get(path, headers={"x-request-id": "Call-7:a/b"})
+    assert sent.headers["x-request-id"] == "Call-7:a/b"
+    made = {client.get(path).headers["x-request-id"] for _ in range(3)}
+    assert len(made) == 3
+
+
+def test_a_name_in_the_body_is_the_requests(client: TestClient) -> None:
+    assert client.post("/rank", json=good()).headers["x-request-id"] == "page-7"
+    both = client.post("/rank", json=good(), headers={"x-request-id": "call-1"})
+    assert (both.headers["x-request-id"], both.json()["request_id"]) == ("call-1", "page-7")
+
+
+@pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "é", "a\x1b[31m", "<script>"])
+def test_a_bad_request_id_is_replaced(client: TestClient, sent: str) -> None:
+    reply = client.post("/rank", json=good(request_id=...), headers={"x-request-id": sent.encode()})
+    assert reply.status_code == 200
+    assert reply.headers["x-request-id"].isalnum()
+    assert len(reply.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-request-timeout-ms": "60000"},
+        {"x-envoy-expected-rq-timeout-ms": "60000"},
+        {"x-envoy-expected-rq-timeout-ms": "0"},
+        {"x-envoy-expected-rq-timeout-ms": "nonsense"},
+        {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"},
+        {"content-type": "Application/JSON; Charset=UTF-8"},
+        {"content-type": 'application/json; charset="utf-8"'},
+        {"content-encoding": "identity"},
+    ],
+)
+def test_headers_that_change_nothing(client: TestClient, headers: dict[str, str]) -> None:
+    sent = {"content-type": "application/json"} | headers
+    assert client.post("/rank", content=json.dumps(good()), headers=sent).status_code == 200
+
+
+def test_a_reply_in_pieces_is_whole(client: TestClient) -> None:
+    posts = {"post_id": list(range(1, 2501)), "author_id": [1] * 2500}
+    rows = client.post("/rank", json=good(candidates=posts, top_k=...)).json()["candidates"]
+    assert [row["post_id"] for row in rows] == posts["post_id"]
+    assert sorted(row["rank"] for row in rows) == posts["post_id"]

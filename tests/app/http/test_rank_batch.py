@@ -1,0 +1,119 @@
+"""POST /rank/batch: every request on its own terms, and room for others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from app.http.application import create_app
+from app.scheduling.admission import AdmissionPolicy
+from app.service.service import Policies
+from app.settings import Batching, Settings
+from model.engine import Item, Outcome
+from tests.app.fakes import FakeEngine, running
+from tests.app.serving import ask, chunk, good, served, value_of
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with served() as (client, _):
+        yield client
+
+
+class Broken(FakeEngine):
+    """Gives NaN to one user's request."""
+
+    def forward(self, items: Sequence[Item]) -> list[Outcome]:
+        outcomes = super().forward(items)
+        for item, outcome in zip(items, outcomes, strict=True):
+            if item.context.user_id == 13:
+                outcome.scores.logits[:] = np.nan
+        return outcomes
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_an_item_that_fails_carries_its_own_problem(client: TestClient, bare: bool) -> None:
+    items = [good(user_id=1), good(user_id=-1), "nonsense", good(user_id=2, candidates=[]), good(user_id=3)]
+    reply = client.post("/rank/batch", json=items if bare else {"requests": items})
+    assert reply.status_code == 200
+    results = reply.json() if bare else reply.json()["results"]
+    assert [result.get("error", {}).get("code") for result in results] == [None, *["invalid_request"] * 3, None]
+    assert results[1]["error"]["errors"][0]["field"] == "user_id"
+    alone = [client.post("/rank", json=items[place]).json()["candidates"] for place in (0, 4)]
+    assert [results[place]["candidates"] for place in (0, 4)] == alone
+
+
+def test_a_whole_batch_may_fail_one_by_one(client: TestClient) -> None:
+    reply = client.post("/rank/batch", json=[{}, {}])
+    assert reply.status_code == 200
+    assert [item["error"]["status"] for item in reply.json()] == [422, 422]
+
+
+def test_a_batch_is_not_refused_for_the_room_that_it_takes_up_itself() -> None:
+    items = [good(user_id=user, candidates=[{"post_id": n, "author_id": 1} for n in range(10)]) for user in range(1, 9)]
+    tight = Policies(AdmissionPolicy(queue_candidates=15, queue_seconds=0))
+    for settings in (Settings(), Settings(batching=Batching(max_candidates=10))):
+        engine = FakeEngine()
+        with served(engine, settings, tight) as (client, service):
+            results = client.post("/rank/batch", json=items).json()
+            assert all("error" not in result for result in results)
+            assert sorted(chain.from_iterable(engine.forwards)) == list(range(1, 9))
+            assert service.admission.requests == 0
+
+
+def test_a_batch_is_refused_for_the_room_that_others_take_up() -> None:
+    gate = threading.Event()
+    engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
+    with (
+        served(engine, policies=Policies(AdmissionPolicy(queue_candidates=5))) as (client, _),
+        ThreadPoolExecutor() as pool,
+    ):
+        first = pool.submit(client.post, "/rank", json=good())
+        while not value_of(client.get("/metrics").text, "ranker_queue_requests"):
+            time.sleep(0.005)
+        results = client.post("/rank/batch", json=[good(), good()]).json()
+        assert [result["error"]["code"] for result in results] == ["overloaded"] * 2
+        alone = client.post("/rank", json=good())
+        assert alone.status_code == 429
+        assert int(alone.headers["retry-after"]) >= 1
+        gate.set()
+        assert first.result(10).status_code == 200
+
+
+def test_a_batch_whose_client_leaves_is_dropped() -> None:
+    gate = threading.Event()
+    engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
+
+    async def main() -> None:
+        async with running(engine) as service:
+            app = create_app(Settings(), service)
+            first = asyncio.create_task(ask(app, [chunk(json.dumps(good(user_id=1)).encode(), False)]))
+            await asyncio.sleep(0.05)
+            raw = json.dumps([good(user_id=2), good(user_id=3)]).encode()
+            messages = [chunk(raw, False), {"type": "http.disconnect"}]
+            assert await ask(app, messages, path="/rank/batch") == []
+            gate.set()
+            assert (await first)[0]["status"] == 200
+            assert engine.forwards == [[1]]
+            assert service.admission.requests == 0
+
+    asyncio.run(main())
+
+
+def test_nan_fails_one_request_alone() -> None:
+    with served(Broken()) as (client, _):
+        results = client.post("/rank/batch", json=[good(user_id=user) for user in (1, 13, 2)]).json()
+        assert [result.get("error", {}).get("code") for result in results] == [None, "non_finite_scores", None]
+        alone = client.post("/rank", json=good(user_id=13))
+        assert (alone.status_code, alone.json()["code"]) == (500, "non_finite_scores")
+        assert "null" not in alone.text
+        assert "NaN" not in alone.text

@@ -1,0 +1,138 @@
+"""Replies: exact numbers, ranks, columns, and bits that do not depend on company."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from app.request import validate
+from app.request.reply import ReplyFormat, combine, order_of, render
+from app.request.validate import Vocabulary
+from model.inputs import Scores
+from tests.app.fakes import FakeEngine, loaded
+from tests.app.serving import good
+
+MANIFEST = loaded(FakeEngine()).checkpoint.manifest
+FORM = ReplyFormat.of(MANIFEST)
+BARE = replace(FORM, scales=np.zeros(0, np.float32), before_continuous=())
+unit = st.floats(0, 1, width=32)
+
+
+def request(count: int, **changes: Any) -> validate.Request:
+    candidates = [{"post_id": str(place) if place % 2 else place, "author_id": 1} for place in range(count)]
+    body = good(candidates=candidates, top_k=..., actions_wanted=..., request_id=...) | changes
+    return validate.check(body, Vocabulary.of(MANIFEST))
+
+
+def scores(count: int, seed: int = 0) -> Scores:
+    random = np.random.default_rng(seed)
+    probabilities = random.random((count, 3), dtype=np.float32)
+    return Scores(
+        np.log(probabilities / (1 - probabilities)), probabilities, random.random((count, 1), dtype=np.float32)
+    )
+
+
+def rendered(asked: validate.Request, given: Scores, form: ReplyFormat = FORM) -> dict[str, Any]:
+    pieces = render(asked, given, form, history_used=1, timings_ms={"parse": 0.1})
+    reply: dict[str, Any] = orjson.loads(b"".join(pieces))
+    return reply
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 65, 100, 1024, 1025, 2049])
+@pytest.mark.parametrize("form", [FORM, BARE], ids=["continuous", "bare"])
+def test_every_number_survives_the_round_trip(count: int, form: ReplyFormat) -> None:
+    given = scores(count)
+    given = given if form is FORM else replace(given, continuous=np.zeros((count, 0), np.float32))
+    reply = rendered(request(count), given, form)
+    rows = reply["candidates"]
+    assert [row["post_id"] for row in rows] == request(count).echo_ids
+    assert np.array_equal(np.array([row["probabilities"] for row in rows], np.float32), given.probabilities)
+    names = [output.name for output in MANIFEST.continuous] if form is FORM else []
+    assert all(list(row["continuous"]) == names for row in rows)
+    continuous = np.array([list(row["continuous"].values()) for row in rows], np.float32)
+    assert np.array_equal(continuous, given.continuous * form.scales)
+    assert [row["score"] for row in rows] == combine(given.probabilities, request(count).weights).tolist()
+    assert reply["history_used"] == 1
+    assert reply["history_dropped"] == 2
+    assert "request_id" not in reply
+
+
+@settings(max_examples=100, deadline=None)
+@given(npst.arrays(np.float32, st.tuples(st.integers(1, 70), st.just(3)), elements=unit), st.data())
+def test_a_score_does_not_depend_on_company(probabilities: Any, data: st.DataObject) -> None:
+    weights = np.array(data.draw(st.lists(st.floats(-1e9, 1e9), min_size=3, max_size=3)))
+    together = combine(probabilities, weights)
+    alone = np.concatenate([combine(probabilities[place : place + 1], weights) for place in range(len(probabilities))])
+    assert together.tobytes() == alone.tobytes()
+    order = np.random.default_rng(0).permutation(len(probabilities))
+    assert combine(probabilities[order], weights).tobytes() == together[order].tobytes()
+
+
+def test_a_matrix_product_would_depend_on_company() -> None:
+    random = np.random.default_rng(0)
+    probabilities, weights = random.random((512, 19), dtype=np.float32), random.normal(size=19)
+    together = probabilities.astype(np.float64) @ weights
+    alone = np.concatenate([probabilities[place : place + 1].astype(np.float64) @ weights for place in range(512)])
+    assert not np.array_equal(together, alone)  # why `combine` adds action by action
+    assert np.allclose(together, combine(probabilities, weights), rtol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([0.0, -0.0, 0.25, 0.5]), min_size=1, max_size=20))
+def test_equal_scores_keep_their_order(values: list[float]) -> None:
+    assert order_of(np.array(values)).tolist() == sorted(range(len(values)), key=lambda place: -values[place])
+
+
+def test_ranks_count_from_the_best() -> None:
+    given = scores(40)
+    rows = rendered(request(40), given)["candidates"]
+    by_rank = sorted(rows, key=lambda row: row["rank"])
+    assert [row["rank"] for row in by_rank] == list(range(1, 41))
+    assert [row["score"] for row in by_rank] == sorted((row["score"] for row in rows), reverse=True)
+
+
+@pytest.mark.parametrize("count", [1, 5, 39, 40, 99])
+def test_top_k_is_the_head_of_the_whole(count: int) -> None:
+    given = scores(40)
+    whole = sorted(rendered(request(40), given)["candidates"], key=lambda row: row["rank"])
+    assert rendered(request(40, top_k=count), given)["candidates"] == whole[:count]
+
+
+def test_wanted_actions_are_columns_in_that_order() -> None:
+    given = scores(9)
+    whole, part = rendered(request(9), given), rendered(request(9, actions_wanted=["report", "0"]), given)
+    assert whole["actions"] == ["favorite", "reply", "report"]
+    assert part["actions"] == ["report", "favorite"]
+    for row, all_of_it in zip(part["candidates"], whole["candidates"], strict=True):
+        probabilities = all_of_it["probabilities"]
+        assert row["probabilities"] == [probabilities[2], probabilities[0]]
+        assert row["score"] == all_of_it["score"]
+    assert all(row["probabilities"] == [] for row in rendered(request(9, actions_wanted=[]), given)["candidates"])
+    assert rendered(request(1, actions_wanted=[]), scores(1))["candidates"][0]["probabilities"] == []
+
+
+def test_weights_of_nothing_score_nothing() -> None:
+    rows = rendered(request(4, weights={}), scores(4))["candidates"]
+    assert [(row["score"], row["rank"]) for row in rows] == [(0.0, 1), (0.0, 2), (0.0, 3), (0.0, 4)]
+
+
+def test_no_piece_of_a_long_reply_holds_the_loop() -> None:
+    given, spent = scores(4096), []
+    for _ in range(3):
+        pieces = render(request(4096), given, FORM, history_used=1, timings_ms={})
+        longest = 0.0
+        while True:
+            started = time.thread_time()
+            if next(pieces, None) is None:
+                break
+            longest = max(longest, time.thread_time() - started)
+        spent.append(longest)
+    assert min(spent) < 0.010

@@ -1,0 +1,202 @@
+"""Admission as pure policy, with a clock that moves when told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.scheduling.admission import Admission, AdmissionPolicy
+from app.scheduling.batching import BatchPolicy
+from app.scheduling.forecast import Load
+from app.scheduling.job import Job
+from tests.app.fakes import FakeClock
+
+FAR = 1e9
+
+
+def admission(batch: BatchPolicy | None = None, **policy: float) -> Admission:
+    return Admission(AdmissionPolicy(**{"queue_seconds": 0.0, **policy}), FakeClock(), batch)  # type: ignore[arg-type]
+
+
+def job(candidates: int, tokens: int = 0, *, key: str | None = None, deadline: float = FAR, chunks: int = 1) -> Job:
+    return Job(candidates=candidates, context_tokens=tokens, deadline=deadline, chunks=chunks, key=key)
+
+
+def test_work_is_counted_and_not_requests() -> None:
+    queue = admission(queue_candidates=1000, queue_context_tokens=500)
+    for _ in range(10):
+        queue.add(job(90, 10))
+    assert queue.refusal(job(100, 1)) is None
+    assert queue.refusal(job(101, 1)) is not None
+    assert queue.refusal(job(1, 401)) is not None
+    queue.remove(job(90, 10))
+    assert queue.refusal(job(101, 1)) is None
+
+
+def test_an_idle_engine_takes_whatever_one_request_may_be() -> None:
+    queue = admission(queue_candidates=10, queue_context_tokens=10)
+    assert queue.refusal(job(2000, 1000)) is None
+    queue.add(job(2000, 1000))
+    assert queue.refusal(job(1, 1)) is not None
+    assert queue.full() is not None
+
+
+def linear(queue: Admission, seconds_per_token: float) -> None:
+    """Teach it an engine whose time grows with its work."""
+    for cost in (100, 200, 400):
+        queue.forward_time.observe(cost, cost * seconds_per_token)
+
+
+def test_retry_after_is_when_it_would_fit_at_the_observed_rate() -> None:
+    queue = admission(queue_candidates=1000)
+    linear(queue, 0.002)
+    queue.add(job(1000))
+    refused = queue.refusal(job(250))
+    assert refused is not None
+    assert refused.reason == "queue_full"
+    assert refused.retry_after_seconds == pytest.approx(250 * 0.002)
+
+
+def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
+    queue = admission(BatchPolicy(candidates=100), queue_seconds=0.5)
+    queue.add(job(400))
+    assert queue.full() is None  # nothing was observed yet, so nothing is predicted
+    linear(queue, 0.001)
+    assert queue.full() is None
+    queue.add(job(200))
+    refused = queue.full()
+    assert refused is not None
+    assert refused.retry_after_seconds == pytest.approx(0.1)
+
+
+def test_who_joins_the_next_batch_does_not_wait_for_it_to_fill() -> None:
+    """An engine whose time does not grow with its batch: all of the next batch wait equally long."""
+    queue = admission(BatchPolicy(candidates=40), queue_seconds=0.04)
+    for _ in range(3):
+        queue.forward_time.observe(10, 0.05)
+    for _ in range(3):
+        queue.add(job(10))
+        assert queue.predicted_wait_seconds() == 0.0
+    queue.add(job(10))
+    assert queue.predicted_wait_seconds() == pytest.approx(0.05)  # that batch is full
+
+
+@pytest.mark.parametrize(
+    ("per_second", "joins_next", "joins_second"), [(40, True, True), (80, True, False), (400, False, False)]
+)
+def test_the_bound_gives_way_where_refusing_would_lose_work(
+    per_second: int, joins_next: bool, joins_second: bool
+) -> None:
+    """An engine that can do 80 a second in forwards of four, one of which has just begun."""
+    clock = FakeClock()
+    policy = AdmissionPolicy(queue_seconds=0.04)
+    queue = Admission(policy, clock, BatchPolicy(candidates=40), lambda: Load(4, 40, 0, 0.0))
+    queue.forward_time.observe(40, 0.05)
+    for _ in range(4):
+        queue.add(job(10))
+    for _ in range(10 * per_second):
+        clock.advance(1 / per_second)
+        queue.refusal(job(10))
+    assert (queue.refusal(job(10)) is None) == joins_next
+    for _ in range(4):
+        queue.add(job(10))
+    queue._running = lambda: Load(4, 40, 0, 0.02)
+    assert (queue.refusal(job(10)) is None) == joins_second
+
+
+def test_what_the_present_forward_has_done_shortens_the_wait() -> None:
+    clock, began = FakeClock(), 100.0
+    queue = Admission(AdmissionPolicy(), clock, running=lambda: Load(1, 500, 0, clock() - began))
+    linear(queue, 0.001)
+    queue.add(job(500))
+    assert queue.predicted_wait_seconds() == pytest.approx(0.5)
+    clock.advance(0.2)
+    assert queue.predicted_wait_seconds() == pytest.approx(0.3)
+    clock.advance(5.0)  # longer than predicted: it may be over any moment
+    assert queue.predicted_wait_seconds() == 0.0
+
+
+def test_a_deadline_is_held_against_the_predicted_wait_and_all_chunks() -> None:
+    queue = admission(BatchPolicy(candidates=100))
+    clock = queue.clock
+    linear(queue, 0.001)
+    queue.add(job(500))
+    assert queue.refusal(job(100, deadline=clock() + 0.61)) is None
+    late = queue.refusal(job(100, deadline=clock() + 0.59))
+    assert late is not None
+    assert late.reason == "deadline"
+    assert queue.refusal(job(100, chunks=2, deadline=clock() + 1.11)) is None  # two turns, each behind the others
+    assert queue.refusal(job(100, chunks=2, deadline=clock() + 1.09)) is not None
+    past = queue.refusal(job(1, deadline=clock()))
+    assert past is not None
+    assert past.reason == "deadline"
+
+
+def test_no_key_keeps_a_newcomer_out() -> None:
+    queue = admission(queue_candidates=500, queue_context_tokens=500, key_share=0.5)
+    taken = {"greedy": 0, "second": 0, "third": 0}
+    for key in taken:
+        while queue.refusal(job(10, key=key)) is None:
+            queue.add(job(10, key=key))
+            taken[key] += 10
+        assert taken[key] > 0
+    assert taken["greedy"] == 250  # before its last ten, ten less were held and ten more were free
+    assert taken["greedy"] > taken["second"] > taken["third"]
+
+
+def test_with_a_share_of_one_a_key_may_fill_the_queue() -> None:
+    queue = admission(queue_candidates=500, queue_context_tokens=500, key_share=1.0)
+    queue.add(job(490, key="greedy"))
+    assert queue.refusal(job(10, key="greedy")) is None
+
+
+def test_a_light_key_is_not_told_to_wait_for_a_heavy_one() -> None:
+    queue = admission(BatchPolicy(candidates=100), queue_seconds=0.6)
+    linear(queue, 0.001)
+    queue.add(job(1000, key="heavy"))
+    assert queue.refusal(job(10, key="heavy")) is not None
+    queue.add(job(10, key="other"))
+    assert queue.predicted_wait_seconds("other") < queue.predicted_wait_seconds("heavy")
+    assert queue.refusal(job(10, key="other")) is None
+
+
+def test_a_key_over_its_rate_is_told_when_its_bucket_has_refilled() -> None:
+    queue = admission(key_candidates_per_second=100.0, key_burst_seconds=1.0)
+    clock = queue.clock
+    assert isinstance(clock, FakeClock)
+    work = job(80, key="k")
+    assert queue.refusal(work) is None
+    queue.add(work)
+    queue.remove(work)
+    refused = queue.refusal(work)
+    assert refused is not None
+    assert refused.retry_after_seconds == pytest.approx(0.6)
+    assert queue.refusal(job(80, key="other")) is None
+    clock.advance(0.6)
+    assert queue.refusal(work) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 500), st.integers(0, 200), st.sampled_from([None, "a", "b"]), st.booleans()),
+        max_size=60,
+    )
+)
+def test_what_comes_goes_and_the_limits_hold(steps: list[tuple[int, int, str | None, bool]]) -> None:
+    queue = admission(queue_candidates=1000, queue_context_tokens=1000, queue_requests=20)
+    inside: list[Job] = []
+    for candidates, tokens, key, leave in steps:
+        work = job(candidates, tokens, key=key)
+        if queue.refusal(work) is None:
+            queue.add(work)
+            inside.append(work)
+        if leave and inside:
+            queue.remove(inside.pop(0))
+        assert queue.requests == len(inside) <= 20
+        if len(inside) > 1:
+            assert queue.candidates <= 1000
+            assert queue.context_tokens <= 1000
+    for work in inside:
+        queue.remove(work)
+    assert queue.requests == queue.candidates == queue.context_tokens == queue.cost == 0

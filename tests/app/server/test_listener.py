@@ -1,0 +1,134 @@
+"""New connections do not wait for a busy loop: all that knock are taken in one turn."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from app.server import listener as module
+from app.server.listener import Listener
+
+WAITING = 50
+LOOPS = [asyncio.new_event_loop]
+try:
+    import uvloop
+except ImportError:  # a platform that uvicorn[standard] installs none on
+    uvloop = None
+else:
+    LOOPS.append(uvloop.new_event_loop)
+
+
+class Counting(asyncio.Protocol):
+    """How many connections have begun."""
+
+    begun = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        type(self).begun += 1
+
+
+@pytest.fixture(autouse=True)
+def nobody_yet() -> None:
+    Counting.begun = 0
+
+
+def run(work: Coroutine[Any, Any, None], make_loop: Callable[[], asyncio.AbstractEventLoop] = LOOPS[-1]) -> None:
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(work)
+
+
+@contextmanager
+def knocking(address: Any, count: int = WAITING) -> Iterator[None]:
+    """That many clients connect; the kernel lets them, whoever accepts."""
+    clients = [socket.create_connection(address[:2], timeout=5) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for client in clients:
+            client.close()
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("make_loop", LOOPS, ids=lambda make: make.__module__)
+def test_all_who_wait_are_taken_in_a_few_turns(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def go() -> None:
+        listener = Listener("127.0.0.1", 0, backlog=128, protocol=Counting)
+        listener.start()
+        with knocking(listener.socket.getsockname()):
+            await turns(8)
+            assert Counting.begun == WAITING
+        await listener.close()
+
+    run(go(), make_loop)
+
+
+@pytest.mark.skipif(uvloop is None, reason="needs uvloop")
+def test_the_loops_own_server_takes_one_a_turn() -> None:
+    """The control, and the reason for all this. When it fails, libuv has changed and the module may go."""
+
+    async def go() -> None:
+        server = await asyncio.get_running_loop().create_server(Counting, "127.0.0.1", 0, backlog=128)
+        with knocking(server.sockets[0].getsockname()):
+            await turns(8)
+            assert 0 < Counting.begun < WAITING / 2
+        server.close()
+
+    run(go())
+
+
+def test_who_waits_at_the_close_is_taken() -> None:
+    async def go() -> None:
+        listener = Listener("127.0.0.1", 0, backlog=128, protocol=Counting)
+        listener.start()
+        with knocking(listener.socket.getsockname()):
+            await listener.close()
+            assert Counting.begun == WAITING
+
+    run(go())
+
+
+def test_without_descriptors_it_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """A socket that no descriptor can be had for."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self.fileno, self.tried = real.fileno, 0
+
+        def accept(self) -> None:
+            self.tried += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    async def go() -> None:
+        monkeypatch.setattr(module, "PAUSE_SECONDS", 0.05)
+        listener = Listener("127.0.0.1", 0, backlog=128, protocol=Counting)
+        real, full = listener.socket, Full(listener.socket)
+        monkeypatch.setattr(listener, "socket", full)
+        listener.start()
+        with knocking(real.getsockname(), 3):
+            await asyncio.sleep(0.02)
+            assert full.tried == 1  # not again and again
+            monkeypatch.setattr(listener, "socket", real)
+            async with asyncio.timeout(5):
+                while Counting.begun < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        await listener.close()
+
+    run(go())
+
+
+def test_an_address_in_use_is_an_error() -> None:
+    async def go() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+            Listener("127.0.0.1", taken.getsockname()[1], backlog=8, protocol=Counting)
+
+    run(go())

@@ -1,0 +1,33 @@
+"""States only move forward, and each says why the process is not ready."""
+
+from __future__ import annotations
+
+from app.service.lifecycle import Lifecycle, State
+
+
+def test_states_only_move_forward() -> None:
+    seen: list[State] = []
+    lifecycle = Lifecycle(seen.append)
+    for state in (State.LOADING, State.WARMING, State.LOADING, State.DRAINING, State.READY, State.READY, State.STOPPED):
+        lifecycle.move(state)
+    assert seen == [State.LOADING, State.WARMING, State.DRAINING, State.STOPPED]  # a late loader undoes no drain
+
+
+def test_every_state_but_ready_has_a_reason() -> None:
+    for state in State:
+        lifecycle = Lifecycle()
+        lifecycle.move(state)
+        assert bool(lifecycle.reason) == (state is not State.READY)
+        assert lifecycle.draining == (state in (State.DRAINING, State.STOPPED))
+    lifecycle.failure = "it broke"
+    assert lifecycle.reason == "it broke"
+
+
+def test_started_is_remembered_and_a_drain_while_loading_is_no_start() -> None:
+    drained, served = Lifecycle(), Lifecycle()
+    for state in (State.LOADING, State.DRAINING, State.STOPPED):
+        drained.move(state)
+        assert not drained.started  # or /startupz says 200, and a failed load exits as if an engine had been lost
+    served.move(State.READY)
+    served.move(State.DRAINING)
+    assert served.started

@@ -1,0 +1,57 @@
+"""Spans: children of the caller's, one a stage, none when off."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from app.http.asgi import Exchange
+from app.settings import Tracing
+from app.telemetry.tracing import create_tracer
+
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
+PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+
+
+def traced(headers: dict[bytes, bytes], **settings: object) -> tuple[str, dict[str, object]]:
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    memory = InMemorySpanExporter()
+    tracer = create_tracer(Tracing(enabled=True, **settings), SimpleSpanProcessor(memory))
+    assert tracer is not None
+    stages = {"parse": 0.001, "queue": 0.002, "forward": 0.003, "serialize": 0.001}
+    trace = tracer.record(Exchange("r1", 0.0, "POST", "/rank", 200, candidates=64, stages=stages), 0.008, headers)
+    return trace, {span.name: span for span in memory.get_finished_spans()}
+
+
+def test_the_callers_trace_is_continued_with_a_span_a_stage() -> None:
+    trace, spans = traced(PARENT)
+    assert trace == "0af7651916cd43dd8448eb211c80319c"
+    assert set(spans) == {"POST /rank", "parse", "queue", "forward", "serialize"}
+    root = spans["POST /rank"]
+    assert root.parent.span_id == 0xB7AD6B7169203331
+    assert root.end_time - root.start_time == 8_000_000
+    assert spans["forward"].parent.span_id == root.context.span_id
+    assert spans["forward"].end_time - spans["forward"].start_time == 3_000_000
+    assert spans["queue"].end_time == spans["forward"].start_time
+
+
+def test_without_a_parent_a_new_trace_begins_and_the_ratio_decides() -> None:
+    trace, spans = traced({})
+    assert int(trace, 16)
+    assert spans["POST /rank"].parent is None
+    assert traced({}, sample_ratio=0.0)[1] == {}
+    assert traced({b"traceparent": b"garbage\r\n"})[0] != trace
+
+
+def test_the_callers_decision_not_to_sample_holds() -> None:
+    assert traced({b"traceparent": PARENT[b"traceparent"][:-2] + b"00"})[1] == {}
+
+
+def test_off_costs_nothing() -> None:
+    assert create_tracer(Tracing()) is None
+    code = "import sys, app.telemetry.tracing; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

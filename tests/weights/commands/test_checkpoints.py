@@ -1,0 +1,138 @@
+"""`python -m weights` as a user meets it: texts, exit codes, quiet pipes."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests import goldens
+from weights.checkpoint import load_checkpoint
+from weights.commands.checkpoints import app, label_of
+
+SOURCE = goldens.GOLDEN / "phoenix-jan-gqa" / "ranker"
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_import_verify_inspect(tmp_path: Path) -> None:
+    out = tmp_path / "Phoenix January"
+    imported = call("import", SOURCE, "--out", out, "--tables", "bfloat16")
+    assert imported.exit_code == 0, imported.output
+    assert "3 layers of width 64, 19 actions" in imported.stdout
+    verified = call("verify", out)
+    assert verified.exit_code == 0
+    assert "is whole: Phoenix-January" in verified.stdout
+    assert verified.stderr == "", "no progress bar where nobody looks"
+    shown = call("inspect", out)
+    assert shown.exit_code == 0
+    assert "favorite" in shown.stdout
+    manifest = json.loads(call("inspect", out, "--json").stdout)
+    assert manifest["digest"] in verified.stdout
+    assert manifest["digest"] in shown.stdout
+
+
+def test_names_from_files(tmp_path: Path) -> None:
+    names = [f"custom_{index}" for index in range(19)]
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    (tmp_path / "weights.json").write_text('{"custom_4": -3}')
+    out = tmp_path / "out"
+    options = ["--actions", tmp_path / "names.json", "--score-weights", tmp_path / "weights.json"]
+    assert call("import", SOURCE, "--out", out, "--name", "n", "--version", "1.2", *options).exit_code == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["name"], manifest["version"]) == ("n", "1.2")
+    assert manifest["action_names"] == names
+    assert manifest["score_weights"] == {"custom_4": -3.0}
+
+
+def test_unknown_names_are_pointed_out(tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text(json.dumps([f"custom_{index}" for index in range(19)]))
+    result = call("import", SOURCE, "--out", tmp_path / "out", "--actions", tmp_path / "names.json")
+    assert "give --actions or --score-weights" in result.stdout
+
+
+def test_refusals_are_one_sentence_and_code_1(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "null.json").write_text('{"favorite": null}')
+    out = tmp_path / "out"
+    for arguments in (
+        ("verify", tmp_path),
+        ("inspect", tmp_path / "nothing"),
+        ("import", tmp_path, "--out", out),
+        ("import", SOURCE.parent, "--out", out),
+        ("import", SOURCE, "--out", out, "--name", "a b"),
+        ("import", SOURCE, "--out", out, "--actions", tmp_path / "bad.json"),
+        ("import", SOURCE, "--out", out, "--actions", tmp_path / "missing.json"),
+        ("import", SOURCE, "--out", out, "--actions", tmp_path / "list.json"),
+        ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "list.json"),
+        ("import", SOURCE, "--out", out, "--score-weights", tmp_path / "null.json"),
+        ("import", SOURCE, "--out", tmp_path),
+        ("random", "--out", tmp_path),
+        ("synthetic", "--out", tmp_path),
+    ):
+        result = call(*arguments)
+        assert result.exit_code == 1, arguments
+        assert result.stdout == ""
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+        assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("verify",), ("import", "x"), ("import", "x", "--out", "y", "--tables", "int8"), ("nothing",)]
+)
+def test_wrong_usage_is_code_2(arguments: tuple[str, ...]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["import", "verify", "inspect", "relabel", "random", "synthetic", "measure"])
+def test_every_command_has_help(command: str) -> None:
+    assert call(command, "--help").exit_code == 0
+
+
+def test_relabel_changes_names_and_leaves_the_weights(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert call("random", "--out", out).exit_code == 0
+    before = load_checkpoint(out)
+    (tmp_path / "weights.json").write_text('{"report": -1}')
+    assert call("relabel", out, "--name", "night", "--score-weights", tmp_path / "weights.json").exit_code == 0
+    after = load_checkpoint(out)
+    assert (after.manifest.name, after.manifest.score_weights) == ("night", {"report": -1.0})
+    assert after.manifest.version != before.manifest.version
+    assert after.manifest.digest != before.manifest.digest
+    assert after.manifest.files == before.manifest.files
+    for value in ('{"nothing": 1}', '{"report": null}', '{"report": "x"}', "[]"):
+        (tmp_path / "weights.json").write_text(value)
+        assert call("relabel", out, "--score-weights", tmp_path / "weights.json").exit_code == 1
+    (tmp_path / "names.json").write_text(json.dumps([[]] * 19))
+    assert call("relabel", out, "--actions", tmp_path / "names.json").exit_code == 1
+    assert load_checkpoint(out).manifest == after.manifest
+    assert not list(out.glob(".*"))
+
+
+def test_synthetic_in_both_layouts(tmp_path: Path) -> None:
+    assert call("synthetic", "--out", tmp_path / "a", "--published", "--rows", 50).exit_code == 0
+    assert call("import", tmp_path / "a", "--out", tmp_path / "b", "--name", "synthetic").exit_code == 0
+    assert call("synthetic", "--out", tmp_path / "c", "--rows", 50).exit_code == 0
+    first, second = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in "bc")
+    assert first == second
+
+
+def test_it_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["weights", "--help"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("weights", run_name="__main__")
+    assert left.value.code == 0
+    assert "python -m weights" in capsys.readouterr().out
+
+
+def test_a_directory_gives_a_usable_name(tmp_path: Path) -> None:
+    assert label_of(tmp_path / "mein Modell, März!") == "mein-Modell-M-rz"
+    assert label_of(tmp_path / ".phoenix_mini-1.2") == "phoenix_mini-1.2"
+    assert label_of(tmp_path / "§") == "checkpoint"

@@ -1,0 +1,166 @@
+"""From a log to scores: the commands, and the round trip train → save → verify → load → engine → POST /rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+
+from typer.testing import CliRunner
+
+from model.create import EngineOptions, create_engine
+from model.engine import Item
+from tests.e2e.process import serving
+from tests.weights.training.small_run import TRAINING, WORLD, small_config
+from weights.actions import default_score_weights
+from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.commands.checkpoints import app
+from weights.commands.training import DWELL_OUTPUT
+from weights.training.evaluate.predict import predict
+from weights.training.examples import Examples
+from weights.training.run import train
+from weights.training.world.simulate import World, simulate
+
+WORLD_SETTINGS = ["users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12"]
+RUN_SETTINGS = ["epochs=0.2", "batch_requests=16", "evaluate_every=5", "validation_requests=10"]
+TOLERANCE = 2e-5  # fp32, other order of sums
+
+
+def settings(values: list[str]) -> list[str]:
+    return [word for value in values for word in ("--set", value)]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return simulate(WORLD)
+
+
+@pytest.fixture(scope="module")
+def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Examples, np.ndarray[Any, Any]]:
+    """A checkpoint, the examples and the trainer's own probabilities of the last five requests."""
+    ranker = train(world.log, small_config(), replace(TRAINING, init="unit", learning_rate=0.03))
+    examples = Examples(world.log, small_config())
+    requests = np.arange(len(examples) - 5, len(examples))
+    path = tmp_path_factory.mktemp("trained") / "checkpoint"
+    names = world.log.action_names
+    save_checkpoint(
+        path, ranker, name="t", action_names=names, continuous=[DWELL_OUTPUT], score_weights=default_score_weights(names)
+    )  # fmt: skip
+    return path, examples, predict(ranker, examples, requests).probabilities
+
+
+def test_the_engine_of_the_saved_checkpoint_gives_the_trainers_scores(
+    trained: tuple[Path, Examples, np.ndarray[Any, Any]],
+) -> None:
+    path, examples, expected = trained
+    assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == 0
+    engine = create_engine(load_checkpoint(path).ranker, EngineOptions(device="cpu", dtype="float32", threads=1))
+    engine.warm_up()
+    scores = []
+    for index in range(len(examples) - 5, len(examples)):
+        item = Item(examples.context(index), examples.candidates(index, examples.rows(index)))
+        scores.append(engine.forward([item])[0].scores.probabilities)
+    engine.close()
+    assert np.abs(np.concatenate(scores) - expected).max() < TOLERANCE
+    assert expected.std(0).max() > 0.05, "scores that are all alike would show nothing"
+
+
+def test_post_rank_gives_the_trainers_scores(trained: tuple[Path, Examples, np.ndarray[Any, Any]]) -> None:
+    path, examples, expected = trained
+    answers = []
+    with serving(path, dtype="float32", threads=1) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        for index in range(len(examples) - 5, len(examples)):
+            reply = client.post("/rank", json=body_of(examples, index))
+            assert reply.status_code == 200, reply.text
+            answers += [row["probabilities"] for row in reply.json()["candidates"]]
+    assert np.abs(np.array(answers) - expected).max() < TOLERANCE
+
+
+def body_of(examples: Examples, index: int) -> dict[str, Any]:
+    """A request of the log as a caller would send it: the whole history, names for actions, seconds for times."""
+    log = examples.log
+    events = examples.events[examples.first[index] : examples.last[index]]
+    rows = examples.rows(index)
+
+    def ids(values: np.ndarray[Any, Any]) -> list[str]:
+        return [str(value) for value in values]
+
+    return {
+        "user_id": str(log.user_id[rows[0]]),
+        "history": {
+            "post_id": ids(log.post_id[events]),
+            "author_id": ids(log.author_id[events]),
+            "actions": [[n for n, done in zip(log.action_names, log.actions[e], strict=True) if done] for e in events],
+            "product_surface": log.product_surface[events].tolist(),
+            "dwell_time": log.dwell_seconds[events].astype(float).tolist(),
+        },
+        "candidates": {
+            "post_id": ids(log.post_id[rows]),
+            "author_id": ids(log.author_id[rows]),
+            "product_surface": log.product_surface[rows].tolist(),
+            "created_at": log.created_at[rows].tolist(),
+        },
+        "impression_ts": int(examples.times[index]),
+    }
+
+
+def test_world_train_and_eval_from_the_command_line(tmp_path: Path) -> None:
+    run = CliRunner()
+    result = run.invoke(app, ["world", "--out", f"{tmp_path}/world", *settings(WORLD_SETTINGS)])
+    assert result.exit_code == 0, result.output
+    test_ts = json.loads((tmp_path / "world/world.json").read_text())["test_ts"]
+    (tmp_path / "config.json").write_text(json.dumps(small_config().to_dict()))
+    digests = []
+    for name in ("a", "b"):
+        arguments = ["train", "--log", f"{tmp_path}/world/log.parquet", "--out", f"{tmp_path}/{name}"]
+        arguments += ["--until", str(test_ts), "--config", f"{tmp_path}/config.json", *settings(RUN_SETTINGS)]
+        result = run.invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        digests.append(load_checkpoint(tmp_path / name).manifest.digest)
+    assert digests[0] == digests[1], "the same command twice gives the same digest"
+    arguments = ["eval", "--checkpoint", f"{tmp_path}/a", "--world", f"{tmp_path}/world", "--out", f"{tmp_path}/report"]
+    result = run.invoke(app, [*arguments, "--ablation-requests", "10"])
+    assert result.exit_code == 0, result.output
+    assert 0 < json.loads(result.output.splitlines()[-1])["way_to_optimum"]["popularity"] < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["train", "--log", "absent.parquet", "--out", "x"], "cannot be read as Parquet"),
+        (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
+        (["world", "--out", "x", "--set", "sheep=3"], "no setting 'sheep'"),
+        (["world", "--out", "x", "--set", "users=many"], "must be of type int"),
+        (["eval", "--checkpoint", "x", "--out", "y"], "either --world, or --log with --since"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence_and_exit_code_1(
+    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_training_leaves_torch_as_it_was(world: World) -> None:
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    train(world.log, small_config(), replace(TRAINING, epochs=0.1, threads=threads + 1))
+    assert (torch.get_num_threads(), torch.get_deterministic_debug_mode()) == (threads, mode)
+
+
+def test_serving_and_verifying_need_none_of_the_training_libraries() -> None:
+    code = "import sys, weights.commands.checkpoints; print(sorted({'pyarrow', 'sklearn', 'matplotlib'} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"

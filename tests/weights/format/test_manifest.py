@@ -1,0 +1,136 @@
+"""What a manifest accepts and what it refuses, apart from any file beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weights.actions import STANDARD_ACTIONS, default_score_weights, released_action_names, released_continuous
+from weights.errors import CheckpointError
+from weights.format.manifest import ContinuousOutput, FileEntry, Manifest, TensorEntry, signed
+from weights.synthetic.chunks import mini_config
+
+MANIFEST = Manifest(
+    name="x",
+    version="",
+    config=mini_config(0, (5, 6, 7), continuous_actions=1),
+    action_names=STANDARD_ACTIONS,
+    continuous=(ContinuousOutput("dwell_time", 30, "s"),),
+    score_weights=default_score_weights(STANDARD_ACTIONS),
+    files={"a.safetensors": FileEntry("0" * 64, 10)},
+    tensors={"heads.norm": TensorEntry("a.safetensors", "float32", (128,))},
+)
+
+
+def content() -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(MANIFEST.to_json())
+    del values["digest"]
+    return values
+
+
+def test_it_comes_back() -> None:
+    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
+    assert Manifest.from_json(signed(content())) == MANIFEST
+    assert len(MANIFEST.version) == 12
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "y"},
+        {"version": "2"},
+        {"score_weights": {}},
+        {"action_names": STANDARD_ACTIONS[::-1]},
+        {"files": {"a.safetensors": FileEntry("1" * 64, 10)}},
+        {"config": replace(MANIFEST.config, rope_base=500.0)},
+    ],
+)
+def test_the_digest_covers_everything(change: dict[str, Any]) -> None:
+    assert MANIFEST.relabelled(**change).digest != MANIFEST.digest
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, len(MANIFEST.to_json()) - 1), st.integers(1, 255))
+def test_any_changed_byte_is_refused(place: int, flip: int) -> None:
+    raw = bytearray(MANIFEST.to_json())
+    raw[place] ^= flip
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(bytes(raw))
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(content())), ANY_JSON)
+def test_any_other_value_of_any_key_is_refused_in_print_or_is_well_formed(key: str, value: Any) -> None:
+    raw = signed(content() | {key: value})
+    problem = ""
+    try:
+        assert Manifest.from_json(raw).to_json() == raw
+    except CheckpointError as error:
+        problem = str(error)
+    assert problem.isprintable()
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" * 5000])
+@pytest.mark.parametrize("before", [b'"rope_base": 10000.0', b'"favorite": 1.0', b'"scale": 30.0'])
+def test_a_number_that_is_not_finite_is_refused(before: bytes, number: str) -> None:
+    raw = MANIFEST.to_json()
+    assert before in raw
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        Manifest.from_json(raw.replace(before, before.split(b":")[0] + b": " + number.encode()))
+
+
+@pytest.mark.parametrize(
+    "file", ["../a.safetensors", "/a.safetensors", "a/b.safetensors", "a\\b.safetensors", ".a.safetensors", "a.pkl", "a.safetensors\n", ""]
+)  # fmt: skip
+def test_a_file_outside_of_the_directory_is_refused(file: str) -> None:
+    values = content()
+    values["files"][file] = {"sha256": "0" * 64, "bytes": 1}
+    with pytest.raises(CheckpointError, match="plain"):
+        Manifest.from_json(signed(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"name": "a b"}, "name 'a b' must be"),
+        ({"version": "v\n1"}, "version"),
+        ({"action_names": STANDARD_ACTIONS[:-1]}, "needs 19 different action names"),
+        ({"action_names": ("favorite",) * 19}, "needs 19 different action names"),
+        ({"action_names": ("7", *STANDARD_ACTIONS[1:])}, "a letter first"),
+        ({"action_names": (None, [], *STANDARD_ACTIONS[2:])}, "a letter first"),
+        ({"continuous": ()}, "needs 1 different continuous"),
+        ({"continuous": (ContinuousOutput("x", float("inf"), ""),)}, "bad name, scale"),
+        ({"score_weights": {"nothing": 1.0}}, "no action of this checkpoint"),
+        ({"score_weights": {"reply": float("nan")}}, "must be finite"),
+        ({"score_weights": {"reply": 2**2000}}, "too large"),
+        ({"tensors": {"x": TensorEntry("b.safetensors", "float32", (1,))}}, "not among the files"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        MANIFEST.relabelled(**change)
+
+
+def test_default_weights_reward_and_punish() -> None:
+    weights = default_score_weights(STANDARD_ACTIONS)
+    complaints = {"not_interested", "block_author", "mute_author", "report"}
+    assert {name for name, weight in weights.items() if weight < 0} == complaints
+    assert {"favorite", "reply", "repost", "quote"} <= {name for name, weight in weights.items() if weight > 0}
+
+
+def test_names_of_an_unknown_model_are_numbers() -> None:
+    assert released_action_names(3) == ("action_0", "action_1", "action_2")
+    assert released_action_names(19)[13] == "vqv"
+    assert released_continuous(1) == (ContinuousOutput("continuous_0", 1.0, ""),)

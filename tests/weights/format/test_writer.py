@@ -1,0 +1,124 @@
+"""A checkpoint appears whole or not at all, and nothing of anybody's is overwritten unasked."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from weights.checkpoint import CheckpointError, load_checkpoint
+from weights.format import writer
+from weights.format.tensorfile import TensorFileWriter
+from weights.format.writer import write_checkpoint
+from weights.published.importer import labels_for
+from weights.synthetic.chunks import mini_config, random_chunks
+
+CONFIG = mini_config(0, (20, 21, 22))
+LABELS = labels_for(CONFIG, "x")
+
+
+def write(path: Path, seed: int = 0, **options: object) -> str:
+    return write_checkpoint(path, CONFIG, random_chunks(CONFIG, seed), LABELS, **options).digest  # type: ignore[arg-type]
+
+
+def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    digest = write(tmp_path / "c")
+    assert load_checkpoint(tmp_path / "c").manifest.digest == digest
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_parents_are_made_and_other_users_may_read(tmp_path: Path) -> None:
+    os.umask(0o022)
+    write(tmp_path / "a" / "b" / "c")
+    assert stat.S_IMODE((tmp_path / "a" / "b" / "c").stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "a" / "b" / "c" / "manifest.json").stat().st_mode) == 0o644
+
+
+def test_replacing_keeps_other_files(tmp_path: Path) -> None:
+    old = write(tmp_path / "c", extras={"example.json": b"1"})
+    (tmp_path / "c" / "notes.md").write_text("mine")
+    (tmp_path / "c" / "left.safetensors").write_text("an old table")
+    with pytest.raises(CheckpointError, match="--replace"):
+        write(tmp_path / "c", seed=1)
+    new = write(tmp_path / "c", seed=1, replace=True, extras={"example.json": b"2"})
+    assert load_checkpoint(tmp_path / "c").manifest.digest == new != old
+    assert (tmp_path / "c" / "notes.md").read_text() == "mine"
+    assert (tmp_path / "c" / "example.json").read_text() == "2"
+    assert not (tmp_path / "c" / "left.safetensors").exists()
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").write_text("dear")
+    (tmp_path / "file").write_text("dear")
+    write(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("home", "file", "link"):
+        with pytest.raises(CheckpointError, match="is not written"):
+            write(tmp_path / name, replace=True)
+    assert (tmp_path / "home" / "letter").read_text() == "dear"
+    assert sorted(os.listdir(tmp_path)) == ["file", "home", "link", "real"]
+
+
+@pytest.mark.parametrize("spoil", ["nan", "short", "long", "raise"])
+def test_a_failure_leaves_the_old_one_and_no_rest(tmp_path: Path, spoil: str) -> None:
+    digest = write(tmp_path / "c")
+    good = random_chunks(CONFIG, 1)
+
+    def chunks(name: str) -> Iterator[Tensor]:
+        yield from good(name)
+        if name == "tables.post" and spoil == "long":
+            yield torch.ones(1)
+        if name == "tables.user":
+            if spoil == "raise":
+                raise OSError(28, "No space left on device")
+            return
+
+    def spoiled(name: str) -> Iterator[Tensor]:
+        if name == "tables.user" and spoil == "nan":
+            return iter([torch.full((20 * 128,), torch.nan)])
+        if name == "tables.user" and spoil == "short":
+            return iter([torch.ones(20 * 128 - 1)])
+        return chunks(name)
+
+    with pytest.raises(CheckpointError):
+        write_checkpoint(tmp_path / "c", CONFIG, spoiled, LABELS, replace=True)
+    assert load_checkpoint(tmp_path / "c").manifest.digest == digest
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = write(tmp_path / "c")
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write(tmp_path / "c", seed=1, replace=True)
+    assert load_checkpoint(tmp_path / "c").manifest.digest == digest
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_bad_names_are_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_write_files", lambda *_: pytest.fail("weights were written"))
+    with pytest.raises(CheckpointError, match="needs 19 different action names"):
+        write_checkpoint(tmp_path / "c", CONFIG, random_chunks(CONFIG, 0), labels_for(CONFIG, "x", "", ["only"]))
+
+
+def test_the_data_of_a_table_starts_on_a_cache_line(tmp_path: Path) -> None:
+    for name in ("a", "ab", "abc" * 20):
+        path = tmp_path / f"{name}.safetensors"
+        with TensorFileWriter(path, {name: ("float32", (3, 5))}) as file:
+            file.write(name, torch.ones(15))
+        assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 64 == 0

@@ -1,0 +1,258 @@
+"""The published layout in both variants and other shapes of the same formats; nothing is ignored silently."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.batch import collate
+from model.config import ModelConfig
+from tests import goldens
+from weights.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from weights.format.writer import TableDtype
+from weights.published.importer import PublishedRanker, import_published, labels_for
+from weights.synthetic.chunks import mini_config, random_ranker, write_published
+
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "golden"
+
+
+def brought_in(source: Path, out: Path, tables: TableDtype = "float32", **options: Any) -> Checkpoint:
+    """Import and load."""
+    with PublishedRanker(source, **options) as ranker:
+        import_published(ranker, out, labels_for(ranker.config, "x"), table_dtype=tables)
+    return load_checkpoint(out)
+
+
+@pytest.fixture
+def january(tmp_path: Path) -> Path:
+    """A private copy of the smallest golden."""
+    return Path(shutil.copytree(goldens.GOLDEN / "phoenix-jan-gqa" / "ranker", tmp_path / "ranker"))
+
+
+def edit_config(source: Path, **changes: Any) -> None:
+    values = json.loads((source / "config.json").read_text()) | changes
+    (source / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+def edit_params(source: Path, file: str = "model_params.npz", **changes: Any) -> None:
+    """Replace arrays; `...` removes one."""
+    with np.load(source / file) as arrays:
+        values = dict(arrays) | changes
+    np.savez(source / file, **{name: value for name, value in values.items() if value is not ...})
+
+
+def test_the_variants_are_told_by_their_shapes(tmp_path: Path) -> None:
+    january = brought_in(goldens.GOLDEN / "phoenix-jan-gqa" / "ranker", tmp_path / "january").manifest
+    may = brought_in(goldens.GOLDEN / "phoenix-mini" / "ranker", tmp_path / "may").manifest
+    anchored = brought_in(goldens.GOLDEN / "phoenix-right-anchored" / "ranker", tmp_path / "anchored").manifest
+    assert (january.config.has_dwell, january.config.has_post_age, january.config.continuous_actions) == (
+        False,
+        False,
+        0,
+    )
+    assert (may.config.has_dwell, may.config.has_post_age, may.config.continuous_actions) == (True, True, 8)
+    assert (january.config.widening, january.config.kv_heads) == (4.0, 2)
+    assert (may.config.widening, may.config.kv_heads, may.config.attention_multiplier) == (2.0, 4, 0.125)
+    assert anchored.config.right_anchored
+    assert not may.config.right_anchored
+
+
+def test_released_names(tmp_path: Path) -> None:
+    manifest = brought_in(goldens.GOLDEN / "phoenix-mini" / "ranker", tmp_path / "may").manifest
+    named = {1: "favorite", 4: "reply", 5: "quote", 6: "repost", 11: "dwell", 13: "vqv"}
+    assert manifest.action_names == tuple(named.get(index, f"action_{index}") for index in range(19))
+    assert [output.name for output in manifest.continuous][:3] == ["continuous_0", "dwell_time", "continuous_2"]
+    assert (manifest.continuous[1].scale, manifest.continuous[1].unit) == (30.0, "s")
+    assert set(manifest.score_weights) == set(named.values())
+    assert min(manifest.score_weights.values()) > 0
+
+
+OTHER_SHAPES: dict[str, dict[str, Any]] = {
+    "wider": {"width": 192, "query_heads": 6, "kv_heads": 3, "widening": 3.5},
+    "one_kv_head": {"kv_heads": 1, "attention_multiplier": 0.2},
+    "half_hour": {"post_age_granularity_minutes": 30, "product_surfaces": 5},
+    "odd_age": {"post_age_granularity_minutes": 7},
+    "two_actions": {"actions": 2, "continuous_actions": 1},
+    "may_without_head": {"continuous_actions": 0},
+    "dwell_only": {"has_post_age": False, "continuous_actions": 3},
+    "age_only": {"has_dwell": False, "right_anchored": True},
+    "short": {"history_length": 3, "candidate_length": 5, "layers": 1, "head_width": 8},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SHAPES)
+def test_other_shapes_of_the_same_formats(name: str, tmp_path: Path) -> None:
+    config = replace(mini_config(1, (30, 40, 50)), layers=2, width=64, head_width=16)
+    check(replace(config, **OTHER_SHAPES[name]), tmp_path)
+
+
+@pytest.mark.parametrize("hashes", [1, 3, 4])
+def test_other_numbers_of_hashes(hashes: int, tmp_path: Path) -> None:
+    check(replace(mini_config(1, (30, 40, 50), hashes=hashes), layers=1, width=32, head_width=8), tmp_path)
+
+
+def check(config: ModelConfig, tmp_path: Path) -> None:
+    """Published layout → checkpoint → ranker: the same architecture, the same scores as the ranker in memory."""
+    write_published(tmp_path / "published", config, 4)
+    loaded = brought_in(tmp_path / "published", tmp_path / "ours")
+    assert loaded.manifest.config == config
+    request = goldens.requests("phoenix-mini")[4]
+    request["history"] = request["history"][: config.history_length]
+    for event in request["history"]:
+        event["actions"] = {"0": 1.0}
+    for post in [*request["history"], *request["candidates"]]:
+        post["product_surface"] %= config.product_surfaces
+    batch = collate([goldens.features(request, config)], config)
+    for before, after in zip(random_ranker(config, 4)(batch), loaded.ranker(batch), strict=True):
+        assert torch.equal(before, after)
+    assert random_ranker(config, 4)(batch)[0].abs().max() > 0.1
+
+
+def test_bfloat16_tables_are_the_rounded_ones(january: Path, tmp_path: Path) -> None:
+    full, half = (brought_in(january, tmp_path / dtype, dtype).ranker for dtype in ("float32", "bfloat16"))  # type: ignore[arg-type]
+    assert half.tables.post.dtype == torch.bfloat16
+    assert torch.equal(half.tables.post, full.tables.post.bfloat16())
+    assert not torch.equal(half.tables.post.float(), full.tables.post)
+    assert torch.equal(half.heads.actions, full.heads.actions)
+
+
+def test_context_attention_may_be_chosen(january: Path, tmp_path: Path) -> None:
+    assert brought_in(january, tmp_path / "a").ranker.config.context_attention == "causal"
+    assert brought_in(january, tmp_path / "b", context_attention="bidirectional").ranker.config.context_attention == (
+        "bidirectional"
+    )
+    edit_config(january, context_attention="bidirectional")
+    assert brought_in(january, tmp_path / "c").ranker.config.context_attention == "bidirectional"
+
+
+def test_a_key_that_is_present_wins(january: Path, tmp_path: Path) -> None:
+    edit_config(january, attn_output_multiplier=0.25)
+    assert brought_in(january, tmp_path / "x").ranker.config.attention_multiplier == 0.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"final_softcap": 30.0}, "does not know: final_softcap"),
+        ({"num_layers": ...}, "lacks num_layers"),
+        ({"num_layers": True}, "num_layers must be of type int"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000, but model_params.npz has"),
+        ({"num_layers": 2}, r"no place: transformer/decoder_layer_2"),
+        ({"num_layers": 4}, r"lacks array transformer/decoder_layer_3"),
+        ({"num_kv_heads": 3}, "must be a multiple of kv_heads"),
+        ({"num_kv_heads": 4}, "asks"),
+        ({"widening_factor": 2.0}, "asks"),
+        ({"widening_factor": "4"}, "widening_factor must be of type float"),
+        ({"attn_output_multiplier": None}, "attn_output_multiplier must be of type float"),
+        ({"emb_size": 10**12}, r"config\.json: describes a model that cannot be built"),
+        ({"emb_size": -64}, "width must be positive"),
+        ({"key_size": 15}, "head_width must be even"),
+        ({"user_vocab_size": 501}, r"user_embeddings has shape \[500, 64\], config.json asks \[501, 64\]"),
+        ({"num_user_hashes": 3}, "num_user_hashes is 3, but hash_params holds 2"),
+        ({"hash_params": {}}, "hash_params must hold exactly"),
+        ({"context_attention": "sideways"}, "context_attention must be 'causal' or 'bidirectional'"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(january: Path, tmp_path: Path, changes: Any, sentence: str) -> None:
+    edit_config(january, **changes)
+    with pytest.raises(CheckpointError, match=sentence):
+        brought_in(january, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff", b" " * (2**20 + 1)])
+def test_a_config_that_is_no_json_object_is_refused(january: Path, tmp_path: Path, raw: bytes) -> None:
+    (january / "config.json").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        brought_in(january, tmp_path / "out")
+
+
+def test_an_unknown_array_is_named_and_may_be_left_out_on_purpose(january: Path, tmp_path: Path) -> None:
+    edit_params(january, **{"phoenix_model/surprise": np.ones(3, np.float32)})
+    edit_params(january, "embedding_tables.npz", topic_embeddings=np.ones((3, 3), np.float32))
+    with pytest.raises(CheckpointError, match="no place: phoenix_model/surprise"):
+        brought_in(january, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no place: topic_embeddings"):
+        brought_in(january, tmp_path / "out", ignore=["phoenix_model/surprise"])
+    brought_in(january, tmp_path / "out", ignore=["phoenix_model/surprise", "topic_embeddings"])
+
+
+def test_a_missing_array_is_named(january: Path, tmp_path: Path) -> None:
+    edit_params(january, **{"phoenix_model/unembeddings": ...})
+    with pytest.raises(CheckpointError, match=r"model_params\.npz lacks array phoenix_model/unembeddings"):
+        brought_in(january, tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_refused(january: Path, tmp_path: Path, value: float) -> None:
+    table = np.ones((501, 64), np.float32)
+    table[400, 3] = value
+    edit_params(january, "embedding_tables.npz", item_embeddings=table)
+    with pytest.raises(CheckpointError, match="item_embeddings holds a NaN or an infinity"):
+        brought_in(january, tmp_path / "out")
+    assert not list(tmp_path.glob(".*")), "nothing half-written stays"
+
+
+def test_a_value_too_large_for_bfloat16_is_refused(january: Path, tmp_path: Path) -> None:
+    edit_params(january, "embedding_tables.npz", item_embeddings=np.full((501, 64), 3.4e38, np.float32))
+    brought_in(january, tmp_path / "full")
+    with pytest.raises(CheckpointError, match=r"tables\.post holds a NaN or an infinity"):
+        brought_in(january, tmp_path / "half", "bfloat16")
+
+
+def test_objects_in_a_download_are_never_unpickled(january: Path, tmp_path: Path) -> None:
+    edit_params(january, **{"phoenix_model/unembeddings": np.array([Tripwire()], dtype=object)})
+    with pytest.raises(CheckpointError, match="Python objects"):
+        brought_in(january, tmp_path / "out")
+    assert not Tripwire.woken
+    with np.load(january / "model_params.npz", allow_pickle=True) as arrays:  # negative control: it would have woken
+        arrays["phoenix_model/unembeddings"]
+    assert Tripwire.woken
+
+
+class Tripwire:
+    """Says so when it is unpickled."""
+
+    woken = False
+
+    def __setstate__(self, _state: object) -> None:
+        Tripwire.woken = True
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"x": 1}
+
+
+def test_other_directories_get_a_hint(january: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"import the ranker, {january}"):
+        PublishedRanker(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        PublishedRanker(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"lacks config\.json, model_params\.npz, embedding_tables\.npz"):
+        PublishedRanker(tmp_path / "empty")
+    brought_in(january, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="needs no import"):
+        PublishedRanker(tmp_path / "ours")
+
+
+def test_the_retrieval_model_is_recognised_by_its_arrays(january: Path) -> None:
+    with np.load(january / "model_params.npz") as arrays:
+        renamed = {name.replace("phoenix_model", "phoenix_retrieval_model"): array for name, array in arrays.items()}
+    np.savez(january / "model_params.npz", **renamed)
+    with pytest.raises(CheckpointError, match="two towers"):
+        PublishedRanker(january)
+
+
+def test_the_published_retrieval_model_is_recognised() -> None:
+    source = SHARED / "phoenix-mini" / "retrieval"
+    if not source.exists():
+        pytest.skip("the shared goldens, which hold a retrieval model, are not beside this checkout")
+    with pytest.raises(CheckpointError, match="two towers"):
+        PublishedRanker(source)

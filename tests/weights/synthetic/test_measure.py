@@ -1,0 +1,42 @@
+"""Tables are mapped by a load, and never held by an import: shown by the kernel's count of anonymous memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from weights.checkpoint import load_checkpoint
+from weights.published.importer import PublishedRanker, import_published, labels_for
+from weights.synthetic.chunks import mini_config, write_published
+from weights.synthetic.measure import footprint
+
+TABLE_MIB = 36  # above 32, so that the C library maps a copy anew instead of taking freed memory
+ROWS = TABLE_MIB * 2**20 // (128 * 4)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("measure") / "ranker"
+    write_published(path, mini_config(0, (ROWS, ROWS, ROWS)), 0)
+    return path
+
+
+def growth_mib(figures: dict[str, float]) -> float:
+    return figures["peak_anonymous_mib"] - figures["anonymous_before_mib"]
+
+
+def test_import_never_holds_a_table_and_load_maps_all(published: Path) -> None:
+    out = published.parent / "ours"
+    with PublishedRanker(published) as ranker:
+        labels = labels_for(ranker.config, "x")
+        imported = footprint(lambda: import_published(ranker, out, labels))
+    assert growth_mib(imported) < TABLE_MIB - 5, imported
+    loaded = footprint(lambda: load_checkpoint(out))
+    assert growth_mib(loaded) < 12, loaded  # the parameters are 3 MiB
+
+
+def test_a_copy_would_be_seen() -> None:
+    """Negative control."""
+    assert growth_mib(footprint(lambda: torch.ones(TABLE_MIB * 2**18))) > TABLE_MIB - 5

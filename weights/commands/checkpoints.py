@@ -1,0 +1,249 @@
+"""The command line: `python -m weights import | verify | inspect | …`. Exit codes: 0 done, 1 refused, 2 usage."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from model.config import ContextAttention
+from weights import checkpoint
+from weights.actions import default_score_weights
+from weights.checkpoint import CheckpointError
+from weights.commands import training
+from weights.format import writer
+from weights.format.writer import TableDtype
+from weights.published import importer
+from weights.synthetic import chunks as synthetic_weights
+from weights.synthetic import measure as measuring
+from weights.synthetic import small
+
+app = typer.Typer(
+    help="Checkpoints of the ranking transformer: make, check and describe them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+training.register(app)
+
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that lies there already.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="The ranker directory of a download: config.json and two npz files.")],
+    out: Annotated[Path, typer.Option(help="Checkpoint directory to write.")],
+    name: Annotated[str, typer.Option(help="Name of the checkpoint; that of the directory where not given.")] = "",
+    version: Annotated[str, typer.Option(help="Version; a short digest where not given.")] = "",
+    tables: Annotated[TableDtype, typer.Option(help="How to store embeddings; bfloat16 halves them.")] = "float32",
+    actions: Annotated[
+        Path | None,
+        typer.Option(help="JSON file: list of action names in output order. Default: the release's known ones."),
+    ] = None,
+    score_weights: Annotated[
+        Path | None, typer.Option(help="JSON file: action name → default weight. Default: weights of the known names.")
+    ] = None,
+    context_attention: Annotated[
+        ContextAttention | None, typer.Option(help="Overrides config.json. Default: what it says, else causal.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="A config key or array that may be left out; can be given more than once.")
+    ] = None,
+    replace: Replace = False,
+) -> None:
+    """Turn a published checkpoint into ours. Streams the tables; unpickles nothing; refuses what it does not know."""
+    started = time.perf_counter()
+    with (
+        refusals(),
+        importer.PublishedRanker(source, ignore or (), context_attention) as ranker,
+        byte_progress("Importing") as progress,
+    ):
+        config = ranker.config
+        names = read_names(actions) if actions else None
+        weights = read_json(score_weights, dict) if score_weights else None
+        labels = importer.labels_for(config, name or label_of(out), version, names, weights)
+        manifest = importer.import_published(
+            ranker, out, labels, table_dtype=tables, replace_existing=replace, progress=progress
+        )
+    variant = [word for word, has in (("dwell", config.has_dwell), ("post age", config.has_post_age)) if has]
+    say(
+        f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {config.layers} layers of width "
+        f"{config.width}, {config.actions} actions, {config.continuous_actions} continuous, "
+        f"{' and '.join(variant) or 'neither dwell nor post age'}; {time.perf_counter() - started:.1f} s"
+    )
+    if not manifest.score_weights:
+        say("No action has a known name, so every default score is 0: give --actions or --score-weights.")
+
+
+@app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+) -> None:
+    """Read every byte and check manifest, digests, tensors, finite numbers. Exit code 1 and one sentence when refused."""
+    started = time.perf_counter()
+    with refusals(), byte_progress("Verifying") as progress:
+        manifest = checkpoint.load_checkpoint(directory, progress).manifest
+    size = sum(entry.bytes for entry in manifest.files.values())
+    say(
+        f"{directory} is whole: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
+        f"{size / 2**20:.1f} MiB in {time.perf_counter() - started:.2f} s"
+    )
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,
+) -> None:
+    """Show what a checkpoint says about itself. Reads the manifest only; `verify` reads the weights."""
+    with refusals():
+        manifest = checkpoint.load_manifest(directory)
+    if as_json:
+        print(manifest.to_json().decode(), end="")
+        return
+    table = Table(show_header=False, title=f"{manifest.name} {manifest.version}")
+    table.add_row("digest", manifest.digest)
+    for key, value in manifest.config.to_dict().items():
+        table.add_row(key, json.dumps(value))
+    table.add_row("action names", ", ".join(manifest.action_names))
+    table.add_row("continuous", json.dumps([asdict(output) for output in manifest.continuous]))
+    table.add_row("score weights", json.dumps(manifest.score_weights))
+    for name, entry in manifest.files.items():
+        table.add_row(name, f"{entry.bytes / 2**20:.2f} MiB, sha256 {entry.sha256}")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command()
+def relabel(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    name: Annotated[str, typer.Option(help="New name.")] = "",
+    version: Annotated[str, typer.Option(help="New version; a short digest where not given.")] = "",
+    actions: Annotated[Path | None, typer.Option(help="JSON file: list of action names in output order.")] = None,
+    score_weights: Annotated[Path | None, typer.Option(help="JSON file: action name → default weight.")] = None,
+) -> None:
+    """Change names or default weights of a checkpoint in place. The weights stay; version and digest become new ones."""
+    with refusals():
+        changes: dict[str, Any] = {"version": version}
+        if name:
+            changes["name"] = name
+        if actions:
+            changes["action_names"] = read_names(actions)
+            changes["score_weights"] = default_score_weights(changes["action_names"])
+        if score_weights:
+            changes["score_weights"] = read_json(score_weights, dict)
+        manifest = checkpoint.load_manifest(directory).relabelled(**changes)
+        writer.replace_manifest(directory, manifest)
+    say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
+@app.command("random")
+def random_(
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    seed: Seed = 0,
+    replace: Replace = False,
+) -> None:
+    """Write the small random checkpoint with its example request."""
+    with refusals():
+        manifest = small.write_demo(out, seed, replace=replace)
+    say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
+@app.command()
+def synthetic(
+    out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
+    published_layout: Annotated[
+        bool, typer.Option("--published", help="Write the published layout, for `import`, instead of a checkpoint.")
+    ] = False,
+    rows: Annotated[int, typer.Option(min=2, help="Rows of each embedding table.")] = 1_000_000,
+    seed: Seed = 0,
+) -> None:
+    """Write random weights of the released geometry; full size by default (1.4 GiB)."""
+    config = synthetic_weights.mini_config(seed, (rows, rows, rows))
+    with refusals():
+        if out.exists():
+            raise CheckpointError(f"{out} exists already; choose another place.")
+        if published_layout:
+            synthetic_weights.write_published(out, config, seed)
+        else:
+            labels = importer.labels_for(config, "synthetic")
+            writer.write_checkpoint(out, config, synthetic_weights.random_chunks(config, seed), labels)
+    say(f"{out} holds a random {'download' if published_layout else 'checkpoint'} with {rows} rows a table")
+
+
+@app.command()
+def measure(
+    rows: Annotated[int, typer.Option(min=2, help="Rows of each embedding table.")] = 1_000_000,
+    seed: Seed = 0,
+    work: Annotated[
+        Path | None, typer.Option(help="Where to write 4 GiB for a while. Default: the temporary directory.")
+    ] = None,
+) -> None:
+    """Measure import and load of a full-size random checkpoint: seconds and memory. Removes its files."""
+    results = measuring.measure(rows, seed, work)
+    for what, figures in results.items():
+        say(f"{what}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
+    say(json.dumps({"rows": rows, "cpus": os.cpu_count(), "torch": torch.__version__, **results}))
+
+
+def label_of(directory: Path) -> str:
+    """A checkpoint name from the name of its directory."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", directory.absolute().name).strip("-._+")[:100] or "checkpoint"
+
+
+def read_names(path: Path) -> tuple[str, ...]:
+    """Action names from a JSON list of strings. Raises CheckpointError."""
+    names = read_json(path, list)
+    if any(type(name) is not str for name in names):
+        raise CheckpointError(f"{path} must hold a JSON list of strings.")
+    return tuple(names)
+
+
+def read_json(path: Path, kind: type) -> Any:
+    """A JSON file given on the command line. Raises CheckpointError where it is not a `kind`."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    if type(value) is not kind:
+        raise CheckpointError(f"{path} must hold a JSON {'list' if kind is list else 'object'}.")
+    return value
+
+
+def say(text: str) -> None:
+    """One plain line on standard output: results are for pipes too."""
+    print(text, flush=True)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A CheckpointError becomes its sentence on standard error and exit code 1."""
+    try:
+        yield
+    except CheckpointError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def byte_progress(label: str) -> Iterator[checkpoint.Progress]:
+    """A bar on standard error while bytes are read or written; nothing where that is no terminal."""
+    columns = TextColumn(label), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

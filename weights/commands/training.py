@@ -1,0 +1,239 @@
+"""The commands `world`, `train`, `eval` and `train-demo`. Their libraries are imported when they run: serving needs none of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from model.config import ConfigError, ModelConfig
+from weights.actions import default_score_weights
+from weights.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from weights.format.manifest import ContinuousOutput
+
+if TYPE_CHECKING:
+    from weights.training.log import Log
+    from weights.training.trainer import Look
+
+T = TypeVar("T")
+
+DWELL_OUTPUT = ContinuousOutput("dwell_time", 30.0, "s")
+
+Out = Annotated[Path, typer.Option(help="Directory to write.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. See docs/training.md."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to a command line."""
+    app.command()(world)
+    app.command()(train)
+    app.command("eval")(eval_)
+    app.command("train-demo")(train_demo)
+
+
+def world(
+    out: Out, seed: Annotated[int, typer.Option(help="Equal seeds, equal worlds.")] = 1, set_: Set = None
+) -> None:
+    """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
+    with learning_refusals():
+        from weights.training.world.settings import WorldSettings
+        from weights.training.world.simulate import simulate
+        from weights.training.world.store import save_world
+
+        settings = with_settings(WorldSettings(seed=seed), set_)
+        with progress_bar() as bar:
+            drawn = simulate(settings, lambda done, total: bar("sessions", done, total))
+        save_world(out, drawn)
+    print(
+        f"{out} holds {len(drawn.log)} impressions of {settings.all_users} users; the test period starts at {settings.test_ts}"
+    )
+
+
+def train(
+    log: Annotated[Path, typer.Option(help="Parquet log of impressions; its columns are in docs/training.md.")],
+    out: Annotated[Path, typer.Option(help="Checkpoint directory to write.")],
+    name: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "trained",
+    until: Annotated[int | None, typer.Option(help="Unix seconds: train on earlier requests only.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON file with an architecture; the demo's where not given.")
+    ] = None,
+    state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
+    seed: Annotated[int, typer.Option(help="Equal seeds, log and threads: equal checkpoints.")] = 1,
+    set_: Set = None,
+    replace_existing: Annotated[
+        bool, typer.Option("--replace", help="Replace the checkpoint that lies there.")
+    ] = False,
+) -> None:
+    """Train a checkpoint from a log, with the model code that serves it."""
+    with learning_refusals():
+        from weights.training.log import read_log
+        from weights.training.run import train as run
+        from weights.training.settings import TrainSettings, demo_config
+
+        if resume and state is None:
+            raise CheckpointError("--resume needs --state, the directory of the run to continue.")
+        if out.exists() and not replace_existing:
+            raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
+        impressions = read_log(log)
+        architecture = (
+            ModelConfig.from_dict(json.loads(config.read_text()))
+            if config
+            else demo_config(len(impressions.action_names))
+        )
+        settings = with_settings(TrainSettings(seed=seed), set_)
+        with progress_bar() as bar:
+            ranker = run(
+                impressions,
+                architecture,
+                settings,
+                until_ts=until,
+                state=state,
+                resume=resume,
+                report=training_report(bar),
+            )
+        continuous = [DWELL_OUTPUT, *(ContinuousOutput(f"continuous_{i}", 1.0, "") for i in range(1, 99))]
+        manifest = save_checkpoint(
+            out, ranker, name=name, action_names=impressions.action_names,
+            continuous=continuous[: architecture.continuous_actions],
+            score_weights=default_score_weights(impressions.action_names), replace=replace_existing,
+        )  # fmt: skip
+    print(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
+def eval_(
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],
+    out: Annotated[Path, typer.Option(help="Directory for report.md, figures.json and the plots.")],
+    world_directory: Annotated[
+        Path | None, typer.Option("--world", help="A world: its log, truth and test period.")
+    ] = None,
+    log: Annotated[Path | None, typer.Option(help="Instead of --world: a log of your own, with --since.")] = None,
+    since: Annotated[int | None, typer.Option(help="Unix seconds: the test period starts here.")] = None,
+    ablation_requests: Annotated[int, typer.Option(help="Requests that each ablation is measured on.")] = 3000,
+) -> None:
+    """Evaluate a checkpoint on a test period: per action figures, baselines, the optimum of a world, ablations, plots."""
+    with learning_refusals():
+        if (world_directory is None) == (log is None) or (log is not None and since is None):
+            raise CheckpointError("Give either --world, or --log with --since.")
+        from weights.training.evaluate.evaluation import evaluate
+        from weights.training.evaluate.report import figures, write_report
+        from weights.training.log import read_log
+        from weights.training.world.store import LOG_NAME, load_facts
+
+        loaded = load_checkpoint(checkpoint)
+        facts = load_facts(world_directory) if world_directory else None
+        impressions = aligned(
+            read_log(world_directory / LOG_NAME if world_directory else Path(str(log))), loaded.manifest.action_names
+        )
+        test_ts = facts.test_ts if facts else int(since or 0)
+        with progress_bar() as bar:
+            evaluation = evaluate(
+                loaded.ranker, impressions, test_ts, loaded.manifest.score_weights, facts,
+                ablation_requests=ablation_requests, progress=bar,
+            )  # fmt: skip
+        source = f"--world {world_directory}" if world_directory else f"--log {log} --since {since}"
+        command = f"python -m weights eval --checkpoint {checkpoint} {source} --out {out}"
+        write_report(evaluation, out, f"Evaluation of {loaded.manifest.name} {loaded.manifest.version}", command)
+    print(json.dumps(figures(evaluation)))
+
+
+def train_demo(
+    out: Out,
+    seed: Annotated[int, typer.Option(help="Equal seeds, equal bytes.")] = 1,
+    work: Annotated[
+        Path | None, typer.Option(help="Keep the world and the run's state here. Default: nowhere.")
+    ] = None,
+    set_: Set = None,
+) -> None:
+    """Make the demo checkpoint: draw its world, train, evaluate, write the report, names and the example request."""
+    with learning_refusals():
+        from weights.training.demo import make_demo
+        from weights.training.settings import TrainSettings
+
+        started, cpu = time.perf_counter(), time.process_time()
+        with progress_bar() as bar:
+            manifest, summary = make_demo(
+                out, work, with_settings(TrainSettings(seed=seed), set_), bar, training_report(bar)
+            )
+    seconds = f"{time.perf_counter() - started:.0f} s, {time.process_time() - cpu:.0f} CPU seconds"
+    print(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}; {seconds}")
+    print(json.dumps(summary))
+
+
+def aligned(log: Log, action_names: tuple[str, ...]) -> Log:
+    """A log with its actions in the checkpoint's order. Raises LogError where it lacks one."""
+    from weights.training.log import LogError
+
+    missing = set(action_names) - set(log.action_names)
+    if missing:
+        raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
+    order = [log.action_names.index(name) for name in action_names]
+    return replace(log, actions=log.actions[:, order], action_names=action_names)
+
+
+def with_settings(settings: T, assignments: list[str] | None) -> T:
+    """Settings with `NAME=VALUE` applied, read as the field's own type. Raises CheckpointError for an unknown name or a bad value."""
+    known = {field.name for field in fields(settings)}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    for assignment in assignments or ():
+        name, _, text = assignment.partition("=")
+        if name not in known:
+            raise CheckpointError(f"There is no setting {name!r}; there are {', '.join(sorted(known))}.")
+        kind = type(getattr(settings, name))
+        try:
+            changes[name] = kind(text)
+        except ValueError as error:
+            raise CheckpointError(f"Setting {name} must be of type {kind.__name__}, got {text!r}.") from error
+    return replace(settings, **changes)  # type: ignore[type-var]
+
+
+@contextmanager
+def learning_refusals() -> Iterator[None]:
+    """What a user can mend becomes one sentence on standard error and exit code 1."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        print(f"{error.name} is not installed; training needs: pip install -e '.[train]'", file=sys.stderr, flush=True)
+        raise typer.Exit(1) from error
+    except (CheckpointError, ConfigError, ValueError, OSError) as error:
+        print(error, file=sys.stderr, flush=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None, visible=False)
+        yield lambda what, done, total: progress.update(
+            task, description=what, completed=done, total=total, visible=True
+        )
+
+
+def training_report(bar: Callable[[str, int, int], None]) -> Callable[[Look], None]:
+    """Moves the bar at every step; without a terminal, prints a line for each look at the validation requests."""
+    terminal, seen = sys.stderr.isatty(), [float("nan")]
+
+    def report(look: Look) -> None:
+        words = f"loss {look.loss:.4f}, validation {look.validation:.5f}, best {look.best:.5f}"
+        if terminal:
+            bar(words, look.step, look.steps)
+        elif look.validation == look.validation and look.validation != seen[0]:
+            seen[0] = look.validation
+            print(f"step {look.step} of {look.steps}: {words}", file=sys.stderr, flush=True)
+
+    return report

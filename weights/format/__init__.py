@@ -1,0 +1,1 @@
+"""What lies on disk: manifest, tensors, reading with every check, writing in one step."""

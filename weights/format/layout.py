@@ -1,0 +1,66 @@
+"""Which tensors a checkpoint of an architecture has and in which file each lies. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from model.config import ModelConfig
+from model.ranker import Ranker
+from weights.errors import CheckpointError
+from weights.format.manifest import MANIFEST_NAME, Manifest, TensorEntry
+
+PARAMS_FILE = "params.safetensors"
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor is an embedding table: may be bf16, lies in a file of its own, is mapped instead of read."""
+    return name.startswith("tables.")
+
+
+def file_of(name: str) -> str:
+    """The file in which tensor `name` is written."""
+    return f"{name}.safetensors" if is_table(name) else PARAMS_FILE
+
+
+def empty_ranker(config: ModelConfig) -> Ranker:
+    """The ranker on the meta device: names and shapes without memory. Raises CheckpointError where it cannot be built."""
+    try:
+        with torch.device("meta"):
+            return Ranker(config)
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(f"describes a model that cannot be built: {str(error).splitlines()[0][:200]}") from error
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of a checkpoint with this architecture, in order: those of `Ranker.state_dict()`."""
+    return {name: tuple(tensor.shape) for name, tensor in empty_ranker(config).state_dict().items()}
+
+
+def ranker_for(manifest: Manifest) -> Ranker:
+    """The empty ranker of a manifest whose list of tensors fits its architecture. Raises CheckpointError."""
+    # before building anything: every layer has a tensor at least, so a forged layer count stops here
+    if manifest.config.layers > len(manifest.tensors):
+        raise CheckpointError(f"{MANIFEST_NAME} lists fewer tensors than the architecture has layers")
+    try:
+        ranker = empty_ranker(manifest.config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{MANIFEST_NAME} {error}") from error
+    check_tensors(manifest.tensors, {name: tuple(tensor.shape) for name, tensor in ranker.state_dict().items()})
+    return ranker
+
+
+def check_tensors(listed: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Names, shapes and dtypes against the architecture. Raises CheckpointError."""
+    missing, unknown = sorted(set(expected) - set(listed)), sorted(set(listed) - set(expected))
+    if missing or unknown:
+        what = f"lacks tensor {missing[0]}" if missing else f"lists tensor {unknown[0]}, unknown to the architecture"
+        raise CheckpointError(f"{MANIFEST_NAME} {what} ({len(missing)} missing, {len(unknown)} unknown in all)")
+    for name, entry in listed.items():
+        if entry.shape != expected[name]:
+            raise CheckpointError(
+                f"{entry.file} has tensor {name} of shape {list(entry.shape)}, the architecture asks {list(expected[name])}"
+            )
+        if entry.dtype != "float32" and not is_table(name):
+            raise CheckpointError(f"{entry.file} has tensor {name} as {entry.dtype}; parameters must be float32")

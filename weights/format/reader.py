@@ -1,0 +1,174 @@
+"""Reads the files of a checkpoint directory and checks each while it stays open. Builds no model."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from torch import Tensor
+
+from weights.errors import CheckpointError
+from weights.format.layout import is_table
+from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, TensorEntry
+from weights.format.tensorfile import Buffer, StoredTensor, read_header, scan
+
+_CLOCK_STEP_SECONDS = 0.02  # more than a tick of the kernel's clock for file times
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all, from several threads but one at a time."""
+
+
+@contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    """A descriptor, so that every file comes from one directory even while another is renamed into its place."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def read_manifest(directory: int) -> Manifest:
+    """`manifest.json` of an open directory, checked in itself. Raises CheckpointError."""
+    with _open_file(directory, MANIFEST_NAME) as file:
+        raw = b""
+        while len(raw) <= MAX_MANIFEST_BYTES and (part := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
+            raw += part
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
+        try:
+            return Manifest.from_json(raw)
+        except CheckpointError as error:
+            raise CheckpointError(f"{MANIFEST_NAME} {error}") from error
+
+
+def read_tensors(
+    directory: int, manifest: Manifest, progress: Progress | None, threads: int | None
+) -> dict[str, Tensor]:
+    """Every tensor by name, files side by side in `threads` (one a core if None).
+
+    Raises CheckpointError; with several bad files, for the first.
+    """
+    done, total, lock = 0, sum(entry.bytes for entry in manifest.files.values()), threading.Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            if progress:
+                progress(done, total)
+
+    def read(name: str) -> dict[str, Tensor]:
+        try:
+            return _read_file(directory, name, manifest, advance)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name} {error}") from error
+
+    tensors: dict[str, Tensor] = {}
+    with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1), thread_name_prefix="verify") as pool:
+        for part in pool.map(read, sorted(manifest.files)):
+            tensors.update(part)
+    return tensors
+
+
+def check_length(length: int, entry: FileEntry) -> None:
+    """Raises CheckpointError for a truncated or grown file, before it is read."""
+    if length != entry.bytes:
+        raise CheckpointError(f"is {length} bytes long instead of {entry.bytes}: it was cut, changed or copied in part")
+
+
+def check_digest(digest: str, entry: FileEntry) -> None:
+    """Raises CheckpointError for content that is not what was saved."""
+    if digest != entry.sha256:
+        raise CheckpointError(f"has SHA-256 {digest[:12]}… instead of {entry.sha256[:12]}…: its content was changed")
+
+
+def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, TensorEntry]) -> None:
+    """What a file holds against what the manifest says it holds. Raises CheckpointError."""
+    missing, unknown = sorted(set(listed) - set(stored)), sorted(set(stored) - set(listed))
+    if missing:
+        raise CheckpointError(f"lacks tensor {missing[0]}, which the manifest lists")
+    if unknown:
+        raise CheckpointError(f"holds tensor {unknown[0][:100]}, which the manifest does not list")
+    for name, tensor in stored.items():
+        entry = listed[name]
+        if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
+            raise CheckpointError(
+                f"holds tensor {name} as {tensor.dtype} {list(tensor.shape)}, the manifest says {entry.dtype} {list(entry.shape)}"
+            )
+
+
+def check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
+    """Raises CheckpointError when an open file was written to between two looks at it."""
+    if any(getattr(before, name) != getattr(after, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
+        raise CheckpointError("changed while it was being read")
+
+
+def check_finite(spoiled: str | None) -> None:
+    """Raises CheckpointError when `scan` found a NaN or an infinity."""
+    if spoiled is not None:
+        raise CheckpointError(f"holds a NaN or an infinity in tensor {spoiled}")
+
+
+def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[[int], None]) -> dict[str, Tensor]:
+    listed = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
+    with _open_file(directory, name) as file:
+        before = _settled(file)
+        check_length(before.st_size, manifest.files[name])
+        header, stored = read_header(file, before.st_size)
+        check_stored(stored, listed)
+        params = None if all(map(is_table, listed)) else bytearray(before.st_size)
+        digest, spoiled = scan(file, header, stored, params, advance)
+        buffer: Buffer = params or _map(file, before.st_size)
+        check_unchanged(before, os.fstat(file.fileno()))
+    check_digest(digest, manifest.files[name])
+    check_finite(spoiled)
+    return {key: tensor.view(buffer) for key, tensor in stored.items()}
+
+
+def _map(file: FileIO, length: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(
+            file.fileno(), length, access=mmap.ACCESS_COPY
+        )  # private: a stray write never reaches the file
+    except ValueError as error:
+        raise CheckpointError("became shorter while it was being read") from error
+
+
+def _settled(file: FileIO) -> os.stat_result:
+    """The file's status, once its times are old enough that a later write must change them: clocks of files are coarse."""
+    status = os.fstat(file.fileno())
+    age_seconds = time.time() - status.st_ctime
+    if 0 <= age_seconds < _CLOCK_STEP_SECONDS:
+        time.sleep(_CLOCK_STEP_SECONDS - age_seconds)
+        status = os.fstat(file.fileno())
+    return status
+
+
+@contextmanager
+def _open_file(directory: int, name: str) -> Iterator[FileIO]:
+    """A regular file of the directory, unbuffered; links are not followed. Raises CheckpointError."""
+    # O_NONBLOCK: opening a pipe that somebody put there must not hang
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, dir_fd=directory)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be opened, or is a symbolic link ({error.strerror})") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{name} is not a regular file")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with FileIO(descriptor) as file:
+        yield file

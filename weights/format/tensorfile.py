@@ -1,0 +1,215 @@
+"""Safetensors files, read as one open file and written as a stream. Knows nothing of manifests or models.
+
+The library's own reader opens a path by itself and checks no content; here one open file is hashed, checked and then mapped,
+and a file that shrinks meanwhile is an error instead of a fatal signal. Layout: header length (uint64, little-endian), JSON
+header, data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weights.errors import CheckpointError
+from weights.format.manifest import FileEntry, check_keys, parse_json_object
+
+Buffer = Any  # an mmap or a bytearray, writable as torch wants it; the stubs have no common name for both
+
+CHUNK_BYTES = 2**20  # read, hashed and checked while it is in the processor's cache
+_ALIGNMENT_BYTES = 64  # data starts on a cache line, so a table row never straddles one more than it must
+_MAX_HEADER_BYTES = 16 * 2**20
+_STORED = {"F32": "float32", "BF16": "bfloat16"}
+_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_BFLOAT16_EXPONENT = np.int16(0x7F80)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: `dtype` is `float32` or `bfloat16`; its bytes start `start` bytes into the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Length of its data in bytes."""
+        return self.count * _ITEM_BYTES[self.dtype]
+
+    def view(self, buffer: Buffer) -> Tensor:
+        """The tensor itself, sharing the buffer's memory."""
+        flat = torch.frombuffer(buffer, dtype=_TORCH[self.dtype], count=self.count, offset=self.start)
+        return flat.view(self.shape)
+
+
+def read_header(file: FileIO, file_bytes: int) -> tuple[bytes, dict[str, StoredTensor]]:
+    """The raw header and the tensors of a safetensors file, in order of their data; the file then stands at its data.
+
+    Raises CheckpointError when the tensors do not tile all of the file's `file_bytes`.
+    """
+    if file_bytes < 8:
+        raise CheckpointError(f"is {file_bytes} bytes long, too short for a safetensors file")
+    prefix = bytearray(8)
+    _fill(file, prefix)
+    length = int.from_bytes(prefix, "little")
+    if length > min(file_bytes - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError("is no safetensors file: its header would be longer than the file, or than 16 MiB")
+    text = bytearray(length)
+    _fill(file, text)
+    entries = parse_json_object(bytes(text))
+    entries.pop("__metadata__", None)
+    tensors = [(name, *_entry(name, item)) for name, item in entries.items()]
+    tensors.sort(key=lambda tensor: tensor[3])
+    stored, place = {}, 0
+    for name, dtype, shape, start, stop in tensors:
+        stored[name] = StoredTensor(dtype, shape, 8 + length + start)
+        if start != place or stop - start != stored[name].bytes:
+            raise CheckpointError(f"has a hole or an overlap at tensor {name[:100]}")
+        place = stop
+    if 8 + length + place != file_bytes:
+        raise CheckpointError(f"is {file_bytes} bytes long, but its tensors end at {8 + length + place}")
+    return bytes(prefix + text), stored
+
+
+def _entry(name: str, item: Any) -> tuple[str, tuple[int, ...], int, int]:
+    if not isinstance(item, dict):
+        raise CheckpointError(f"has no description of tensor {name[:100]}")
+    check_keys(item, {"dtype": str, "shape": list, "data_offsets": list}, f"tensor {name[:100]}")
+    if item["dtype"] not in _STORED:
+        raise CheckpointError(f"holds tensor {name[:100]} as {item['dtype'][:40]}; only F32 and BF16 are read")
+    numbers = [*item["shape"], *item["data_offsets"]]
+    if len(item["data_offsets"]) != 2 or any(type(number) is not int or not 0 <= number < 2**48 for number in numbers):
+        raise CheckpointError(f"has a bad shape or bad offsets at tensor {name[:100]}")
+    return _STORED[item["dtype"]], tuple(item["shape"]), item["data_offsets"][0], item["data_offsets"][1]
+
+
+def scan(
+    file: FileIO,
+    header: bytes,
+    tensors: Mapping[str, StoredTensor],
+    keep: bytearray | None,
+    advance: Callable[[int], None],
+) -> tuple[str, str | None]:
+    """One pass over a file that stands at its data: the SHA-256 in hex, and the first tensor with a NaN or an infinity.
+
+    `header` and `tensors` must be what `read_header` gave. The data stays in `keep`, at its place in the file, where that is
+    given. `advance` hears of bytes done. Raises CheckpointError when the file ends early.
+    """
+    digest = hashlib.sha256(header)
+    scratch = memoryview(bytearray(0 if keep else CHUNK_BYTES))
+    spoiled = None
+    for name, tensor in tensors.items():
+        for place in range(0, tensor.bytes, CHUNK_BYTES):
+            count = min(CHUNK_BYTES, tensor.bytes - place)
+            start = tensor.start + place
+            chunk = memoryview(keep)[start : start + count] if keep else scratch[:count]
+            _fill(file, chunk)
+            digest.update(chunk)  # releases the interpreter lock, so files run side by side
+            if spoiled is None and not is_finite(torch.frombuffer(chunk, dtype=_TORCH[tensor.dtype])):
+                spoiled = name
+            advance(count)
+    return digest.hexdigest(), spoiled
+
+
+def _fill(file: FileIO, buffer: bytearray | memoryview) -> None:
+    place, whole = 0, memoryview(buffer)
+    while place < len(whole):
+        count = file.readinto(whole[place:])
+        if not count:
+            raise CheckpointError("became shorter while it was being read")
+        place += count
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no element of a CPU tensor, float32 or bfloat16, is NaN or infinite.
+
+    In numpy, because torch would start a team of threads in every thread that reads a file.
+    """
+    if values.dtype == torch.float32:
+        return bool(np.isfinite(values.numpy()).all())
+    exponents = (
+        values.view(torch.int16).numpy() & _BFLOAT16_EXPONENT
+    )  # numpy has no bfloat16; all ones is NaN or infinity
+    return not bool((exponents == _BFLOAT16_EXPONENT).any())
+
+
+def raw_bytes(values: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared."""
+    array: memoryview = values.detach().reshape(-1).view(torch.uint8).numpy().data
+    return array
+
+
+class TensorFileWriter:
+    """Writes tensors of known shapes one after another, a part at a time, hashing on the way. Use as a context manager.
+
+    `tensors` maps names to (dtype, shape) and fixes the order. `entry` is there after the block ended.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        self.entry: FileEntry | None = None
+        self._path = path
+        self._tensors = tensors
+        header: dict[str, Any] = {}
+        self._total_bytes = 0
+        self._left: dict[str, int] = {}
+        names = {dtype: stored for stored, dtype in _STORED.items()}
+        for name, (dtype, shape) in tensors.items():
+            count = self._left[name] = math.prod(shape)
+            stop = self._total_bytes + count * _ITEM_BYTES[dtype]
+            header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [self._total_bytes, stop]}
+            self._total_bytes = stop
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+        self._header = len(text).to_bytes(8, "little") + text
+
+    def __enter__(self) -> TensorFileWriter:
+        self._file = self._path.open("xb")
+        self._digest = hashlib.sha256()
+        self._put(self._header)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is not None:
+                return
+            missing = next((name for name, left in self._left.items() if left), None)
+            if missing is not None:
+                raise CheckpointError(f"{self._path.name}: tensor {missing} was not written to its end")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self.entry = FileEntry(self._digest.hexdigest(), len(self._header) + self._total_bytes)
+
+    def write(self, name: str, values: Tensor) -> None:
+        """The next elements of tensor `name`, of any float dtype and shape. Raises CheckpointError where not finite."""
+        unfinished = next((other for other, left in self._left.items() if left), None)
+        if name != unfinished or values.numel() > self._left[name]:
+            raise CheckpointError(f"{self._path.name}: tensor {name} is longer than its shape or out of order")
+        converted = values.detach().to("cpu", _TORCH[self._tensors[name][0]]).contiguous()
+        if not is_finite(converted):
+            raise CheckpointError(f"tensor {name} holds a NaN or an infinity")
+        self._left[name] -= values.numel()
+        self._put(raw_bytes(converted))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)

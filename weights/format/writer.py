@@ -1,0 +1,185 @@
+"""Writes a checkpoint directory as a stream and puts it in place in one step. Knows no source of weights."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from model.config import ModelConfig
+from weights.errors import CheckpointError
+from weights.format.layout import expected_shapes, file_of, is_table
+from weights.format.manifest import MANIFEST_NAME, ContinuousOutput, FileEntry, Manifest, TensorEntry
+from weights.format.tensorfile import TensorFileWriter
+
+TableDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What people call a checkpoint and its outputs; an empty `version` becomes a short digest. Fields as in Manifest."""
+
+    name: str
+    action_names: tuple[str, ...]
+    continuous: tuple[ContinuousOutput, ...] = ()
+    score_weights: Mapping[str, float] = field(default_factory=dict)
+    version: str = ""
+
+
+def write_checkpoint(
+    path: str | Path,
+    config: ModelConfig,
+    chunks: Callable[[str], Iterable[Tensor]],
+    labels: Labels,
+    *,
+    table_dtype: TableDtype = "float32",
+    extras: Mapping[str, bytes] | None = None,
+    replace: bool = False,
+) -> Manifest:
+    """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in parts of any size.
+
+    Written beside and renamed, so that a reader sees all of it or nothing. `extras` are further files, such as an example.
+    An existing checkpoint is taken only with `replace`; files in it that are no part of it move into the new one.
+    Raises CheckpointError for values that are not finite or not as many as the shape says, and for a path in use.
+    """
+    path = Path(path).absolute()
+    try:
+        check_target(path, replace=replace)
+        _manifest(config, labels, {}, {})  # refuses bad names before gigabytes are written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _write_beside(path, config, chunks, labels, table_dtype, extras or {})
+    except OSError as error:
+        raise CheckpointError(f"Checkpoint {path} is not written: {error.strerror or error}.") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"Checkpoint {path} is not written: {str(error).rstrip('.')}.") from error
+
+
+def replace_manifest(path: str | Path, manifest: Manifest) -> None:
+    """Give the checkpoint at `path` another manifest, in one step; its weights stay. Raises CheckpointError."""
+    path = Path(path)
+    partial = path / f".{MANIFEST_NAME}.{secrets.token_hex(4)}.partial"
+    try:
+        try:
+            _write_file(partial, manifest.to_json())
+            partial.replace(path / MANIFEST_NAME)
+            _sync_directory(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"Checkpoint {path} is not written: {error.strerror or error}.") from error
+
+
+def _write_beside(
+    path: Path,
+    config: ModelConfig,
+    chunks: Callable[[str], Iterable[Tensor]],
+    labels: Labels,
+    table_dtype: TableDtype,
+    extras: Mapping[str, bytes],
+) -> Manifest:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    try:
+        manifest = _write_files(partial, config, chunks, labels, table_dtype)
+        for name, content in {**extras, MANIFEST_NAME: manifest.to_json()}.items():
+            _write_file(partial / name, content)
+        _sync_directory(partial)
+        _put_in_place(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def check_target(path: Path, *, replace: bool) -> None:
+    """Raises CheckpointError when something lies at `path` that must not be replaced."""
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_dir():
+        raise CheckpointError("it is not a directory; choose another place")
+    if not any(path.iterdir()):
+        return
+    if not (path / MANIFEST_NAME).exists():
+        raise CheckpointError("the directory is not empty and holds no checkpoint; choose another place")
+    if not replace:
+        raise CheckpointError("it holds a checkpoint already; choose another place or ask to replace it (--replace)")
+    if path.is_symlink():
+        raise CheckpointError("it is a symbolic link; name the directory itself to replace it")
+
+
+def _write_files(
+    partial: Path,
+    config: ModelConfig,
+    chunks: Callable[[str], Iterable[Tensor]],
+    labels: Labels,
+    table_dtype: TableDtype,
+) -> Manifest:
+    tensors = {
+        name: TensorEntry(file_of(name), table_dtype if is_table(name) else "float32", shape)
+        for name, shape in expected_shapes(config).items()
+    }
+    files: dict[str, FileEntry] = {}
+    for file in sorted({entry.file for entry in tensors.values()}):
+        content = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
+        with TensorFileWriter(partial / file, content) as writer:
+            for name in content:
+                for chunk in chunks(name):
+                    writer.write(name, chunk)
+        assert writer.entry is not None  # set when the block ended without an error
+        files[file] = writer.entry
+    return _manifest(config, labels, files, tensors)
+
+
+def _manifest(
+    config: ModelConfig, labels: Labels, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]
+) -> Manifest:
+    return Manifest(
+        name=labels.name,
+        version=labels.version,
+        config=config,
+        action_names=tuple(labels.action_names),
+        continuous=tuple(labels.continuous),
+        score_weights=dict(labels.score_weights),
+        files=files,
+        tensors=tensors,
+    )
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _put_in_place(partial: Path, path: Path) -> None:
+    """Rename; an old checkpoint steps aside first and gives up the files that were not its own."""
+    old = None
+    if path.is_dir() and any(path.iterdir()):
+        old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+        path.rename(old)
+    try:
+        partial.rename(path)
+    except OSError:
+        if old:
+            old.rename(path)
+        raise
+    if old:
+        for entry in old.iterdir():
+            if entry.suffix != ".safetensors" and not (path / entry.name).exists():
+                entry.rename(path / entry.name)
+        shutil.rmtree(old)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The published checkpoints (JAX npz) and how they become ours."""

@@ -1,0 +1,259 @@
+"""The published layout (`config.json`, `model_params.npz`, `embedding_tables.npz`) turned into a checkpoint of ours.
+
+What it holds is strange input: nothing is unpickled, no key or array is ignored unless the caller names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from model.config import ConfigError, ContextAttention, HashSpec, ModelConfig
+from weights.actions import default_score_weights, released_action_names, released_continuous
+from weights.errors import CheckpointError
+from weights.format.layout import expected_shapes, is_table
+from weights.format.manifest import Manifest, parse_json_object
+from weights.format.reader import Progress
+from weights.format.tensorfile import is_finite
+from weights.format.writer import Labels, TableDtype, write_checkpoint
+from weights.published.npz import NpzFile
+
+CONFIG_FILE, PARAMS_FILE, TABLES_FILE = "config.json", "model_params.npz", "embedding_tables.npz"
+_MAX_CONFIG_BYTES = 2**20
+
+_SIZES = {  # config.json → ModelConfig, integers
+    "emb_size": "width", "num_layers": "layers", "num_heads": "query_heads", "key_size": "head_width",
+    "history_seq_len": "history_length", "candidate_seq_len": "candidate_length", "num_actions": "actions",
+}  # fmt: skip
+_OPTIONAL = {  # a key that is present wins over the constant of the release, which is ModelConfig's default
+    "num_kv_heads": ("kv_heads", int),
+    "widening_factor": ("widening", float),
+    "attn_output_multiplier": ("attention_multiplier", float),
+    "product_surface_vocab_size": ("product_surfaces", int),
+    "post_age_granularity_mins": ("post_age_granularity_minutes", int),
+    "right_anchored_rope": ("right_anchored", bool),
+    "context_attention": ("context_attention", str),
+}
+_ENTITIES = {"user": "user_hashes", "item": "post_hashes", "author": "author_hashes"}
+
+_TABLES = {"tables.user": "user_embeddings", "tables.post": "item_embeddings", "tables.author": "author_embeddings"}
+_MODEL = {
+    "tokens.user_projection": "proj_mat_1", "tokens.candidate_projection": "proj_mat_2",
+    "tokens.history_projection": "proj_mat_3", "tokens.action_projection": "action_projection",
+    "tokens.surface_table": "product_surface_embedding_table", "tokens.post_age_table": "post_age_embedding_table",
+    "tokens.dwell_input": "history_dwell_time_proj1", "tokens.dwell_output": "history_dwell_time_proj2",
+    "heads.norm": "rms_norm/scale", "heads.actions": "unembeddings", "heads.continuous": "continuous_unembeddings",
+}  # fmt: skip
+_LAYER = {
+    "attention_norm": "rms_norm/scale", "query": "multi_head_attention/query/w", "key": "multi_head_attention/key/w",
+    "value": "multi_head_attention/value/w", "output": "multi_head_attention/linear/w",
+    "attention_post_norm": "rms_norm_1/scale", "ffn_norm": "rms_norm_2/scale", "ffn_gate": "linear/w",
+    "ffn_value": "linear_v/w", "ffn_output": "linear_1/w", "ffn_post_norm": "rms_norm_3/scale",
+}  # fmt: skip
+
+
+class PublishedRanker:
+    """An opened download: `config`, and the elements of every tensor by our name. Use as a context manager.
+
+    `ignore` names config keys and arrays that the caller knows to be without meaning; any other unknown one is refused.
+    """
+
+    def __init__(
+        self, source: Path, ignore: Collection[str] = (), context_attention: ContextAttention | None = None
+    ) -> None:
+        self.source = source
+        _recognise(source)
+        with ExitStack() as stack:
+            self._params = stack.enter_context(NpzFile(source / PARAMS_FILE))
+            self._tables = stack.enter_context(NpzFile(source / TABLES_FILE))
+            _refuse_retrieval(source, self._params)
+            self.config, self.shapes = self._read_config(ignore, context_attention)
+            self._check_arrays(ignore)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> PublishedRanker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The float32 elements of tensor `name` in order, at most 1 MiB at a time."""
+        archive = self._tables if is_table(name) else self._params
+        for chunk in archive.read(published_name(name), self.shapes[name]):
+            if not is_finite(chunk):
+                raise CheckpointError(f"{archive.path}: array {published_name(name)} holds a NaN or an infinity.")
+            yield chunk
+
+    def _read_config(
+        self, ignore: Collection[str], context_attention: ContextAttention | None
+    ) -> tuple[ModelConfig, dict[str, tuple[int, ...]]]:
+        """The architecture and the shapes of our tensors."""
+        path = self.source / CONFIG_FILE
+        try:
+            with path.open("rb") as file:
+                raw = file.read(_MAX_CONFIG_BYTES + 1)
+            if len(raw) > _MAX_CONFIG_BYTES:
+                raise CheckpointError("is longer than 1 MiB")
+            values = {key: value for key, value in parse_json_object(raw).items() if key not in ignore}
+            config = self._variant(published_config(values))
+            if context_attention:
+                config = replace(config, context_attention=context_attention)
+            return config, expected_shapes(config)
+        except (CheckpointError, ConfigError, OSError) as error:
+            raise CheckpointError(f"{path}: {str(error).rstrip('.')}.") from error
+
+    def _variant(self, config: ModelConfig) -> ModelConfig:
+        """January or May: the projections' shapes tell which inputs there are, the continuous head how many outputs."""
+        if config.layers > len(self._params.names):
+            raise CheckpointError(
+                f"num_layers is {config.layers}, but {PARAMS_FILE} has {len(self._params.names)} arrays"
+            )
+        width = config.width
+        entity = (config.post_hashes.count + config.author_hashes.count) * width
+        head = published_name("heads.continuous")
+        outputs = self._params.shape(head)[-1:] if head in self._params.names else (0,)
+        return replace(
+            config,
+            has_dwell=self._params.shape(published_name("tokens.history_projection"))[:1] == (entity + 3 * width,),
+            has_post_age=self._params.shape(published_name("tokens.candidate_projection"))[:1] == (entity + 2 * width,),
+            continuous_actions=sum(outputs),
+        )
+
+    def _check_arrays(self, ignore: Collection[str]) -> None:
+        """Every array has its place and its shape, before a byte is written."""
+        for archive, tables in ((self._params, False), (self._tables, True)):
+            wanted = {published_name(name): shape for name, shape in self.shapes.items() if is_table(name) == tables}
+            for name, shape in wanted.items():
+                if archive.shape(name) != shape:
+                    raise CheckpointError(
+                        f"{archive.path}: array {name} has shape {list(archive.shape(name))}, {CONFIG_FILE} asks {list(shape)}."
+                    )
+            unknown = sorted(set(archive.names) - set(wanted) - set(ignore))
+            if unknown:
+                raise CheckpointError(
+                    f"{archive.path} holds arrays for which this ranker has no place: {', '.join(unknown)[:300]}; leaving them "
+                    "out could change the scores, so name each with --ignore if it is meant to be left out."
+                )
+
+
+def published_name(name: str) -> str:
+    """The array of the download that holds our tensor `name`."""
+    if name in _TABLES:
+        return _TABLES[name]
+    if name in _MODEL:
+        return f"phoenix_model/{_MODEL[name]}"
+    layer, part = name.removeprefix("trunk.layers.").split(".")
+    return f"transformer/decoder_layer_{layer}/{_LAYER[part]}"
+
+
+def published_config(values: Mapping[str, Any]) -> ModelConfig:
+    """`config.json` → ModelConfig of the January variant; the arrays tell the rest. Raises CheckpointError, ConfigError."""
+    entity_keys = {f"{entity}_vocab_size" for entity in _ENTITIES} | {f"num_{entity}_hashes" for entity in _ENTITIES}
+    known = {*_SIZES, *_OPTIONAL, *entity_keys, "hash_params"}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise CheckpointError(
+            f"has keys that this build does not know: {', '.join(unknown)[:300]}; a key can change the maths, so name each "
+            "with --ignore if it is meant to be left out"
+        )
+    arguments: dict[str, Any] = {name: _number(values, key, int) for key, name in _SIZES.items()}
+    arguments["kv_heads"] = arguments["query_heads"]
+    for key, (name, kind) in _OPTIONAL.items():
+        if key in values:
+            arguments[name] = _number(values, key, kind)
+    for entity, name in _ENTITIES.items():
+        arguments[name] = _hashes(values, entity)
+    return ModelConfig(**arguments)
+
+
+def _number(values: Mapping[str, Any], key: str, kind: type) -> Any:
+    if key not in values:
+        raise CheckpointError(f"lacks {key}")
+    value = values[key]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        raise CheckpointError(f"{key} must be of type {kind.__name__}, got {str(value)[:60]!r}")
+    return value
+
+
+def _hashes(values: Mapping[str, Any], entity: str) -> HashSpec:
+    """The hash functions of one entity, from `hash_params`; `num_*_hashes` must agree where it is given."""
+    parameters = values.get("hash_params")
+    expected = {f"{other}_{part}" for other in _ENTITIES for part in ("hash_scales", "biases", "modulus")}
+    if not isinstance(parameters, Mapping) or set(parameters) != expected:
+        raise CheckpointError(f"hash_params must hold exactly {', '.join(sorted(expected))}")
+    scales, biases = (parameters[f"{entity}_{part}"] for part in ("hash_scales", "biases"))
+    for part in (scales, biases):
+        if not isinstance(part, list) or any(type(number) is not int for number in part):
+            raise CheckpointError(f"hash_params of {entity} must be lists of integers")
+    modulus = _number(parameters, f"{entity}_modulus", int)
+    spec = HashSpec(tuple(scales), tuple(biases), modulus, _number(values, f"{entity}_vocab_size", int))
+    count = _number(values, f"num_{entity}_hashes", int) if f"num_{entity}_hashes" in values else spec.count
+    if count != spec.count:
+        raise CheckpointError(f"num_{entity}_hashes is {count}, but hash_params holds {spec.count} functions")
+    return spec
+
+
+def _recognise(source: Path) -> None:
+    """Raises CheckpointError with a hint where `source` is not the directory of one model."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a directory; name the ranker directory of the download.")
+    if (source / "manifest.json").exists():
+        raise CheckpointError(f"{source} is a checkpoint of this project already; it needs no import.")
+    missing = [name for name in (CONFIG_FILE, PARAMS_FILE, TABLES_FILE) if not (source / name).exists()]
+    if missing and (source / "ranker" / CONFIG_FILE).exists():
+        raise CheckpointError(f"{source} holds several models; import the ranker, {source / 'ranker'}.")
+    if missing:
+        raise CheckpointError(f"{source} is not the published layout: it lacks {', '.join(missing)}.")
+
+
+def _refuse_retrieval(source: Path, params: NpzFile) -> None:
+    if any(name.startswith("phoenix_retrieval_model/") for name in params.names):
+        raise CheckpointError(
+            f"{source} holds the retrieval model (two towers, no action heads), which cannot rank; import the ranker, "
+            f"usually {source.parent / 'ranker'}."
+        )
+
+
+def labels_for(
+    config: ModelConfig,
+    name: str,
+    version: str = "",
+    action_names: Sequence[str] | None = None,
+    score_weights: Mapping[str, float] | None = None,
+) -> Labels:
+    """Labels of a published checkpoint: what is given, else what is known of the release. Raises CheckpointError."""
+    names = tuple(action_names or released_action_names(config.actions))
+    weights = default_score_weights(names) if score_weights is None else score_weights
+    return Labels(name, names, released_continuous(config.continuous_actions), weights, version)
+
+
+def import_published(
+    ranker: PublishedRanker,
+    out: Path,
+    labels: Labels,
+    *,
+    table_dtype: TableDtype = "float32",
+    replace_existing: bool = False,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Stream an opened download into a checkpoint directory; holds a few chunks, never a table. Raises CheckpointError."""
+    done, total = 0, sum(math.prod(shape) * 4 for shape in ranker.shapes.values())
+
+    def chunks(name: str) -> Iterator[Tensor]:
+        nonlocal done
+        for chunk in ranker.chunks(name):
+            yield chunk
+            done += chunk.numel() * 4
+            if progress:
+                progress(done, total)
+
+    return write_checkpoint(out, ranker.config, chunks, labels, table_dtype=table_dtype, replace=replace_existing)

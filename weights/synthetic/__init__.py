@@ -1,0 +1,1 @@
+"""Random checkpoints of any architecture, for tests and measurements."""

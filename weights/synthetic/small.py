@@ -1,0 +1,52 @@
+"""Makes a small checkpoint of random weights from a seed, none of them zero. It has learned nothing; `demo_training` makes the demo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from weights.actions import STANDARD_ACTIONS, default_score_weights
+from weights.format.manifest import ContinuousOutput, Manifest
+from weights.format.writer import Labels, write_checkpoint
+from weights.synthetic.chunks import mini_config, random_chunks
+
+
+def example_request(seed: int, impression_ts: int = 1_780_000_000) -> dict[str, object]:
+    """A request for `POST /rank`: a user with five events of five authors, and eight candidates of the same authors."""
+    rng = np.random.default_rng(seed)
+    authors = [int(author) for author in rng.integers(10**17, 10**18, 5)]
+    habits = [["favorite", "dwell"], ["dwell", "click"], ["favorite", "reply"], ["not_interested"], ["repost"]]
+
+    def post(author: int) -> dict[str, object]:
+        return {"post_id": str(rng.integers(10**18, 2 * 10**18)), "author_id": str(author)}
+
+    history = [
+        post(author) | {"actions": actions, "product_surface": 0, "dwell_time": round(float(rng.uniform(1, 25)), 1)}
+        for author, actions in zip(authors, habits, strict=True)
+    ]
+    candidates = [
+        post(authors[slot % len(authors)])
+        | {"product_surface": 0, "created_at": impression_ts - int(rng.integers(60, 2 * 86400))}
+        for slot in range(8)
+    ]
+    user = str(rng.integers(10**18, 2 * 10**18))
+    return {"user_id": user, "history": history, "candidates": candidates, "impression_ts": impression_ts}
+
+
+def write_demo(path: Path, seed: int, *, replace: bool = False) -> Manifest:
+    """The same bytes for the same seed. Raises CheckpointError when `path` is in use."""
+    config = mini_config(seed, (1000, 1001, 503), continuous_actions=1)
+    labels = Labels(
+        "demo", STANDARD_ACTIONS, (ContinuousOutput("dwell_time", 30.0, "s"),), default_score_weights(STANDARD_ACTIONS)
+    )
+    return write_checkpoint(
+        path,
+        config,
+        random_chunks(config, seed),
+        labels,
+        table_dtype="bfloat16",
+        extras={"example.json": (json.dumps(example_request(seed), indent=1) + "\n").encode()},
+        replace=replace,
+    )

@@ -1,0 +1,134 @@
+"""What a ranker, a baseline or the world itself predicts for the requests of a log, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.batch import collate
+from model.inputs import Context
+from model.ranker import Ranker
+from weights.training.examples import Examples
+from weights.training.log import Log
+
+Ablation = Literal["none", "no history", "shuffled history", "shuffled order", "no user"]
+ABLATIONS: tuple[Ablation, ...] = ("none", "no history", "shuffled history", "shuffled order", "no user")
+Floats = NDArray[np.float32]
+BATCH_REQUESTS = 50
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """probabilities float32 `[n, A]` and, where the source knows it, the expected dwell share float32 `[n]`, else None."""
+
+    probabilities: Floats
+    dwell: Floats | None = None
+
+
+@torch.inference_mode()
+def predict(
+    ranker: Ranker,
+    examples: Examples,
+    requests: NDArray[np.int64],
+    ablation: Ablation = "none",
+    seed: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Prediction:
+    """Predictions for the rows of the given requests, in their order. An ablation takes something away from every context."""
+    change = _ablation(ablation, examples, requests, np.random.default_rng(seed))
+    probabilities, dwell = [], []
+    for start in range(0, len(requests), BATCH_REQUESTS):
+        part = requests[start : start + BATCH_REQUESTS]
+        rows = [examples.rows(index) for index in part]
+        batch = collate(
+            [(change(int(i)), examples.candidates(i, r)) for i, r in zip(part, rows, strict=True)], examples.config
+        )
+        logits, continuous = ranker(batch)
+        shown = torch.arange(logits.shape[1]) < torch.tensor([len(r) for r in rows])[:, None]
+        probabilities.append(torch.sigmoid(logits[shown]).numpy())
+        dwell.append(continuous[shown].numpy())
+        progress(min(start + BATCH_REQUESTS, len(requests)), len(requests))
+    seconds = np.concatenate(dwell)
+    return Prediction(np.concatenate(probabilities), seconds[:, 0] if seconds.shape[1] else None)
+
+
+def _ablation(
+    ablation: Ablation, examples: Examples, requests: NDArray[np.int64], rng: np.random.Generator
+) -> Callable[[int], Context]:
+    """From a request to the context that the ranker is shown."""
+    if ablation == "none":
+        return examples.context
+    if ablation == "no user":
+        return lambda index: replace(examples.context(index), user_id=0)
+    if ablation == "no history":
+        return lambda index: _reorder(examples.context(index), np.arange(0))
+    if ablation == "shuffled order":
+        return lambda index: _shuffled(examples.context(index), rng)
+    other = dict(zip(requests.tolist(), rng.permutation(requests).tolist(), strict=True))
+    return lambda index: replace(examples.context(other[index]), user_id=examples.context(index).user_id)
+
+
+def _shuffled(context: Context, rng: np.random.Generator) -> Context:
+    return _reorder(context, rng.permutation(len(context)))
+
+
+def _reorder(context: Context, order: NDArray[np.int64]) -> Context:
+    """The chosen events, in the chosen order."""
+    columns = ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds")
+    return replace(context, **{name: getattr(context, name)[order] for name in columns})
+
+
+def popularity(train: Log, test: Log, strength: float = 20.0) -> Prediction:
+    """The action rates of the post in the training period, drawn towards its author's, which are drawn towards everybody's.
+
+    `strength`: how many impressions the rate that one is drawn towards is worth.
+    """
+    everybody = np.broadcast_to(train.actions.mean(0), test.actions.shape)
+    author = _shrunk_rates(train.author_id, train.actions, test.author_id, everybody, strength)
+    return Prediction(_shrunk_rates(train.post_id, train.actions, test.post_id, author, strength))
+
+
+def affinity(train: Log, test: Log, author_topics: Mapping[int, int] | None, strength: float = 5.0) -> Prediction:
+    """The user's own rates with the author, drawn towards those with the topic, towards the user's, towards everybody's.
+
+    Without topics the step between user and author is left out.
+    """
+    everybody = np.broadcast_to(train.actions.mean(0), test.actions.shape)
+    rates = _shrunk_rates(train.user_id, train.actions, test.user_id, everybody, strength)
+    if author_topics:
+        keys = [_pair(log.user_id, _topics(log.author_id, author_topics)) for log in (train, test)]
+        rates = _shrunk_rates(keys[0], train.actions, keys[1], rates, strength)
+    keys = [_pair(log.user_id, log.author_id) for log in (train, test)]
+    return Prediction(_shrunk_rates(keys[0], train.actions, keys[1], rates, strength))
+
+
+def _topics(author_ids: NDArray[np.uint64], author_topics: Mapping[int, int]) -> NDArray[np.uint64]:
+    authors, which = np.unique(author_ids, return_inverse=True)
+    return np.array([author_topics.get(int(author), len(author_topics)) for author in authors], np.uint64)[which]
+
+
+def _pair(left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One key for two: a multiply-add with wrap; equal pairs, equal keys, and others differ but for a chance of 2^-64."""
+    with np.errstate(over="ignore"):
+        return left * np.uint64(0x9E3779B97F4A7C15) ^ (right + np.uint64(0x632BE59BD9B4E019)) * np.uint64(
+            0xD6E8FEB86659FD93
+        )
+
+
+def _shrunk_rates(
+    seen: NDArray[np.uint64], actions: NDArray[np.bool_], wanted: NDArray[np.uint64], prior: Floats, strength: float
+) -> Floats:
+    """`(positives + strength · prior) / (impressions + strength)` of each wanted key, float32 `[n, A]`."""
+    keys, which = np.unique(seen, return_inverse=True)
+    counts = np.bincount(which)
+    positives = np.stack([np.bincount(which, column) for column in actions.T], 1)
+    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    known = (keys[place] == wanted)[:, None]
+    count = np.where(known, counts[place][:, None], 0)
+    total = np.where(known, positives[place], 0)
+    return np.asarray((total + strength * prior) / (count + strength), np.float32)

@@ -1,0 +1,134 @@
+"""From a log to examples: each request with the history that its user had just before, and what then happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.batch import Batch, collate, pad
+from model.config import MAX_DWELL_SECONDS, ModelConfig
+from model.inputs import Candidates, Context, age_bucket
+from weights.training.log import Log, LogError
+
+Request = tuple[Context, Candidates]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """actions float32 `[B, C, A]`, 1 where it happened; dwell float32 `[B, C]`, seconds / 30 cut at 1; shown bool `[B, C]`, False
+    for padding; dwelt bool `[B, C]`, whether the dwell is known."""
+
+    actions: Tensor
+    dwell: Tensor
+    shown: Tensor
+    dwelt: Tensor
+
+
+class Examples:
+    """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request."""
+
+    def __init__(self, log: Log, config: ModelConfig) -> None:
+        if log.actions.shape[1] != config.actions:
+            raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
+        if int(log.product_surface.max()) >= config.product_surfaces:
+            raise LogError(f"product_surface must be below {config.product_surfaces}, got {log.product_surface.max()}")
+        self.log = log
+        self.config = config
+        self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
+        self.stops = np.append(self.starts[1:], len(log))
+        self.times = log.impression_ts[self.starts]
+        self._index_history()
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def _index_history(self) -> None:
+        """`events` are engaged rows by user, then time; `first … last` are those before each request."""
+        log = self.log
+        _, user = np.unique(log.user_id, return_inverse=True)
+        engaged = np.flatnonzero(log.actions.any(1))
+        self.events = engaged[np.lexsort((engaged, log.impression_ts[engaged], user[engaged]))]
+        origin = log.impression_ts.min()
+        span = int(log.impression_ts.max() - origin) + 1
+        keys = user[self.events] * span + (log.impression_ts[self.events] - origin)
+        request_user = user[self.starts]
+        self.first = np.searchsorted(keys, request_user * span)
+        self.last = np.searchsorted(keys, request_user * span + (self.times - origin))
+
+    def context(self, index: int) -> Context:
+        """The user and the newest `history_length` events before request `index`."""
+        log = self.log
+        rows = self.events[max(self.first[index], self.last[index] - self.config.history_length) : self.last[index]]
+        return Context(
+            int(log.user_id[self.starts[index]]),
+            log.post_id[rows],
+            log.author_id[rows],
+            log.actions[rows].astype(np.float32),
+            log.product_surface[rows],
+            log.dwell_seconds[rows],
+        )
+
+    def rows(self, index: int) -> NDArray[np.int64]:
+        """The rows of the log that request `index` showed."""
+        return np.arange(self.starts[index], self.stops[index])
+
+    def candidates(self, index: int, rows: NDArray[np.int64]) -> Candidates:
+        """The posts that the given rows of the log showed."""
+        log = self.log
+        ages = age_bucket(int(self.times[index]), log.created_at[rows], self.config)
+        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], ages)
+
+    def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
+        """What happened on the given rows, one list a request, padded to the longest."""
+        slots = max(map(len, rows))
+
+        def column(values: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(np.stack([pad(values[r], slots) for r in rows]))
+
+        seconds = self.log.dwell_seconds
+        return Labels(
+            actions=column(self.log.actions).float(),
+            dwell=(column(seconds) / MAX_DWELL_SECONDS).clamp(0, 1),
+            shown=torch.arange(slots) < torch.tensor([len(r) for r in rows])[:, None],
+            dwelt=column(seconds) > 0,
+        )
+
+
+def training_batch(
+    examples: Examples,
+    indices: NDArray[np.int64],
+    rng: np.random.Generator,
+    *,
+    fresh_user_share: float,
+    fresh_post_share: float,
+    max_candidates: int,
+) -> tuple[Batch, Labels]:
+    """Requests with some ids replaced by unseen ones: their embedding rows then mean as little as those of new users and posts."""
+    requests, shown = [], []
+    for index in indices:
+        rows = examples.rows(index)
+        if len(rows) > max_candidates:
+            rows = np.sort(rng.choice(rows, max_candidates, replace=False))
+        request = (examples.context(index), examples.candidates(index, rows))
+        requests.append(_with_fresh_ids(request, rng, fresh_user_share, fresh_post_share))
+        shown.append(rows)
+    return collate(requests, examples.config), examples.labels(shown)
+
+
+def _with_fresh_ids(request: Request, rng: np.random.Generator, user_share: float, post_share: float) -> Request:
+    context, candidates = request
+    known, unseen = rng.random() >= user_share, int(rng.integers(1, 2**63)) if rng.random() < 0.5 else 0
+    user = context.user_id if known else unseen
+    posts = [_refresh(ids, rng, post_share) for ids in (context.post_ids, candidates.post_ids)]
+    context = Context(user, posts[0], context.author_ids, context.actions, context.surfaces, context.dwell_seconds)
+    return context, Candidates(posts[1], candidates.author_ids, candidates.surfaces, candidates.age_buckets)
+
+
+def _refresh(ids: NDArray[np.uint64], rng: np.random.Generator, share: float) -> NDArray[np.uint64]:
+    fresh = rng.integers(1, 2**63, len(ids), np.uint64)
+    return np.where(rng.random(len(ids)) < share, fresh, ids)

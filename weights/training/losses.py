@@ -1,0 +1,34 @@
+"""The two losses of a ranker: one label an action, and how long somebody looked. Both are cross-entropies, so both calibrate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weights.training.examples import Labels
+
+
+def discrete_loss(logits: Tensor, labels: Labels) -> Tensor:
+    """Mean cross-entropy over shown candidates and actions, negative ones included; a scalar. logits `[B, C, A]`."""
+    return functional.binary_cross_entropy_with_logits(logits[labels.shown], labels.actions[labels.shown])
+
+
+def continuous_loss(continuous: Tensor, labels: Labels) -> Tensor:
+    """Mean cross-entropy of the dwell share where it is known, output 0 of `[B, C, Z]`; 0 where there is none.
+
+    A soft label makes the expectation the optimum, as for a coin: `E[y·log p + (1 − y)·log(1 − p)]` peaks at `p = E[y]`.
+    """
+    known = labels.shown & labels.dwelt
+    if not continuous.shape[-1] or not bool(known.any()):
+        return continuous.new_zeros(())
+    return functional.binary_cross_entropy(continuous[..., 0][known], labels.dwell[known])
+
+
+def total_loss(logits: Tensor, continuous: Tensor, labels: Labels, continuous_weight: float) -> Tensor:
+    """What training minimises; a scalar."""
+    loss = discrete_loss(logits, labels)
+    if continuous_weight:
+        # 1/A puts the dwell on a par with one action
+        loss = loss + continuous_weight / logits.shape[-1] * continuous_loss(continuous, labels)
+    return torch.as_tensor(loss)

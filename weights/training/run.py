@@ -1,0 +1,67 @@
+"""One training run from a log to a ranker: the split, the thread count, resuming. The command line and the demo both call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.config import ModelConfig
+from model.ranker import Ranker
+from weights.training.examples import Examples
+from weights.training.log import Log, LogError
+from weights.training.settings import TrainSettings
+from weights.training.state import load_state, save_state
+from weights.training.trainer import Look, Trainer
+
+VALIDATION_SHARE = 0.03
+
+
+def train(
+    log: Log,
+    config: ModelConfig,
+    settings: TrainSettings,
+    *,
+    until_ts: int | None = None,
+    state: Path | None = None,
+    resume: bool = False,
+    report: Callable[[Look], None] = lambda look: None,
+) -> Ranker:
+    """Train on the requests before `until_ts` (all where None); the last 3 % of them validate. Returns the best ranker.
+
+    Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
+    Raises LogError for a log too small to split, StateError where `resume` finds no state of this run in `state`.
+    """
+    examples = Examples(log if until_ts is None else log.take(log.impression_ts < until_ts), config)
+    train_requests, validation = split(len(examples), settings.validation_requests)
+    with reproducible(settings.threads):
+        trainer = Trainer(examples, train_requests, validation, settings)
+        if resume and state:
+            load_state(trainer, state)
+        return trainer.run(report, lambda current: save_state(current, state) if state else None)
+
+
+@contextmanager
+def reproducible(threads: int) -> Iterator[None]:
+    """Deterministic algorithms on a fixed number of threads, for a while: sums split otherwise give other bits."""
+    before, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        torch.set_deterministic_debug_mode(mode)
+
+
+def split(requests: int, validation_requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices to train on, and an even sample of at most `validation_requests` of the last 3 % to validate on."""
+    cut = int(requests * (1 - VALIDATION_SHARE))
+    if cut < 1 or cut == requests:
+        raise LogError(f"{requests} requests are too few to keep some for validation")
+    last = np.arange(cut, requests)
+    return np.arange(cut), last[:: -(-len(last) // validation_requests)]

@@ -1,0 +1,166 @@
+"""The training run: batches, steps, looks at the validation requests, early stop. Where its state is kept is `state`'s business.
+
+Every batch depends on (seed, step) alone, so a run that was interrupted and resumed makes the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.batch import collate
+from model.ranker import Ranker
+from weights.training import initial
+from weights.training.examples import Examples, training_batch
+from weights.training.losses import total_loss
+from weights.training.settings import TrainSettings
+
+TRAIN_ORDER, TRAIN_BATCH = 1, 2  # streams of random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Where the run stands: steps done, of how many, the latest training loss, the latest and best validation loss."""
+
+    step: int
+    steps: int
+    loss: float
+    validation: float
+    best: float
+
+
+class Trainer:
+    """Trains one ranker. `train` and `validation` are indices of requests in `examples`."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        train: NDArray[np.int64],
+        validation: NDArray[np.int64],
+        settings: TrainSettings,
+    ) -> None:
+        self.examples, self.train, self.validation, self.settings = examples, train, validation, settings
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.ranker = Ranker(examples.config)
+        getattr(initial, settings.init)(self.ranker, generator)
+        self.generator = generator
+        self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8)
+        self.steps = max(1, round(settings.epochs * len(train) / settings.batch_requests))
+        self.step = 0
+        self.loss = math.nan
+        self.validation_loss = math.nan
+        self.best_loss = math.inf
+        self.best: dict[str, Tensor] = {}
+        self.looks_without_better = 0
+
+    @property
+    def finished(self) -> bool:
+        """All steps done, or no better validation loss for `patience` looks."""
+        return self.step >= self.steps or self.looks_without_better >= self.settings.patience
+
+    def run(self, report: Callable[[Look], None], save: Callable[[Trainer], None]) -> Ranker:
+        """Train to the end; `report` is told after every step, `save` is called after every look. Returns the best ranker."""
+        while not self.finished:
+            self.advance()
+            if self.step % self.settings.evaluate_every == 0 or self.step == self.steps:
+                self.look()
+                save(self)
+            report(Look(self.step, self.steps, self.loss, self.validation_loss, self.best_loss))
+        self.ranker.load_state_dict(self.best)
+        return self.ranker
+
+    def advance(self) -> None:
+        """One step of the optimiser; the first one also leaves the saddle of the initial values."""
+        settings = self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate() * group["rate"]
+        rng = np.random.default_rng((settings.seed, TRAIN_BATCH, self.step))
+        batch, labels = training_batch(
+            self.examples,
+            self._indices(),
+            rng,
+            fresh_user_share=settings.fresh_user_share,
+            fresh_post_share=settings.fresh_post_share,
+            max_candidates=settings.max_candidates,
+        )
+        self.optimizer.zero_grad()
+        logits, continuous = self.ranker(batch)
+        loss = total_loss(logits, continuous, labels, settings.continuous_weight)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.ranker.parameters(), settings.gradient_norm)
+        self.optimizer.step()
+        if self.step == 0 and len(initial.stuck(self.ranker.trunk)) == sum(1 for _ in self.ranker.trunk.parameters()):
+            initial.leave_saddle(self.ranker, self.generator)
+        self.loss = loss.item()
+        self.step += 1
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then half a cosine down to 0 at the last step."""
+        settings = self.settings
+        warm = min(1.0, (self.step + 1) / settings.warmup_steps)
+        return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
+
+    @torch.inference_mode()
+    def look(self) -> None:
+        """Measure the loss on the validation requests, as they are, and keep the weights if they are the best so far."""
+        total, weight = 0.0, 0
+        for start in range(0, len(self.validation), self.settings.batch_requests):
+            indices = self.validation[start : start + self.settings.batch_requests]
+            rows = [self.examples.rows(index) for index in indices]
+            requests = [
+                (self.examples.context(i), self.examples.candidates(i, r)) for i, r in zip(indices, rows, strict=True)
+            ]
+            labels = self.examples.labels(rows)
+            logits, continuous = self.ranker(collate(requests, self.examples.config))
+            loss = total_loss(logits, continuous, labels, self.settings.continuous_weight)
+            total, weight = total + loss.item() * int(labels.shown.sum()), weight + int(labels.shown.sum())
+        self.validation_loss = total / weight
+        if self.validation_loss < self.best_loss:
+            self.best_loss, self.looks_without_better = self.validation_loss, 0
+            self.best = {name: value.clone() for name, value in self.ranker.state_dict().items()}
+        else:
+            self.looks_without_better += 1
+
+    def _indices(self) -> NDArray[np.int64]:
+        """The requests of this step: each epoch is a permutation of its own."""
+        size = self.settings.batch_requests
+        place = np.arange(self.step * size, (self.step + 1) * size)
+        epochs = place // len(self.train)
+        orders = {
+            int(epoch): np.random.default_rng((self.settings.seed, TRAIN_ORDER, int(epoch))).permutation(
+                len(self.train)
+            )
+            for epoch in np.unique(epochs)
+        }
+        return self.train[[orders[int(epoch)][p % len(self.train)] for epoch, p in zip(epochs, place, strict=True)]]
+
+    def _groups(self) -> list[dict[str, object]]:
+        """Decay for matrices, a decay of their own for embedding tables, none for norm scales.
+
+        Norm scales that start from 0 learn faster, queries and keys slower.
+        """
+        decay = self.settings.weight_decay
+        tables = list(self.ranker.tables.parameters())
+        likeness = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.LIKENESS)]
+        others = [
+            p
+            for name, p in self.ranker.named_parameters()
+            if p.ndim == 2 and not name.startswith("tables.") and not name.endswith(initial.LIKENESS)
+        ]
+        inner = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.PRE_NORMS)]
+        outer = [
+            p for name, p in self.ranker.named_parameters() if p.ndim != 2 and not name.endswith(initial.PRE_NORMS)
+        ]
+        return [
+            {"params": tables, "weight_decay": self.settings.table_decay, "rate": 1.0},
+            {"params": others, "weight_decay": decay, "rate": 1.0},
+            {"params": likeness, "weight_decay": decay, "rate": self.settings.attention_rate},
+            {"params": inner, "weight_decay": 0.0, "rate": 1.0},
+            {"params": outer, "weight_decay": 0.0, "rate": self.settings.norm_rate},
+        ]
