@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: soak overload-plot help install serve test test-light demo bench bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check audit files lock clean
+.PHONY: soak overload-plot help install serve test test-light demo bench bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -109,11 +109,14 @@ overload-plot: $(VENV)/.installed ## offered load against goodput and p99 as a P
 peers: .cache/peers/.installed ## the same traffic and model behind FastAPI alone, LitServe and BentoML
 	.cache/peers/bin/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
 
-check: $(VENV)/.installed ## lint, format, types, import direction
+check: $(VENV)/.installed ## lint, format, types, directions of imports: what a commit must pass
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+hooks: $(VENV)/.installed ## run make check before every commit
+	$(BIN)/pre-commit install
 
 # Exit code 75: no advisories can be had from here. One package of many that could not be looked up is a failure.
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies

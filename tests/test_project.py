@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TOP = {
     "app", "model", "weights", "docker", "tests", "loadtest", "docs", "pyproject.toml", "Dockerfile", "Makefile",
-    "README.md", "CHANGELOG.md", "LICENSE", ".ci",
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", ".ci", ".pre-commit-config.yaml",
 }  # fmt: skip
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -89,13 +89,20 @@ def test_the_search_for_python_takes_what_runs_this_test() -> None:
     assert make("-n", "-B", "files").stdout.split()[0] in {"python3", "python3.11", "python3.12", "python3.13"}
 
 
+def test_the_contributors_page_names_only_targets_that_exist() -> None:
+    named = set(re.findall(r"`make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert {"check", "test", "test-light", "hooks"} <= named
+    assert named <= {line.split()[0] for line in make("help").stdout.splitlines()}
+
+
 def test_the_list_of_files_is_up_to_date() -> None:
     check = subprocess.run([sys.executable, ROOT / ".ci/list-files", "--check"], capture_output=True, text=True)
     assert check.returncode == 0, check.stderr
 
 
-def test_every_local_link_of_the_readme_leads_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_every_local_link_of_a_page_at_the_top_leads_somewhere(page: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
 
@@ -107,8 +114,9 @@ def test_the_readmes_first_request_is_one_that_can_be_sent() -> None:
     assert (ROOT / curl[curl.index("-d") + 1].removeprefix("@")).is_file()
 
 
-def test_the_ci_script_is_sound_shell() -> None:
-    for script in ("run", "lock", "fetch-prometheus"):
-        path = ROOT / ".ci" / script
-        assert os.access(path, os.X_OK)
-        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+@pytest.mark.parametrize("script", [*(ROOT / ".ci").iterdir()], ids=lambda path: path.name)
+def test_a_ci_script_can_be_run(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    interpreter = script.read_text().splitlines()[0].removeprefix("#!/usr/bin/env ")
+    check = {"bash": ["-n"], "python3": ["-c", "import ast, sys; ast.parse(open(sys.argv[1]).read())"]}[interpreter]
+    assert subprocess.run([interpreter, *check, script]).returncode == 0
