@@ -20,8 +20,16 @@ TOP = {
 }  # fmt: skip
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = ("app", "weights", "model", "loadtest")
 LOCK = [line for line in (ROOT / "docker/requirements.lock").read_text().splitlines() if not line.startswith("#")]
 LOCKED = dict(line.split("==") for line in LOCK)
+
+
+ELSEWHERE = {
+    f"{package}/{name}": shown
+    for package, table in tomllib.loads((ROOT / "tests/elsewhere.toml").read_text()).items()
+    for name, shown in table.items()
+}
 
 
 def normal(name: str) -> str:
@@ -47,6 +55,37 @@ def test_the_top_level_is_what_a_newcomer_was_told() -> None:
     top = {path.split("/")[0] for path in listed.stdout.splitlines()}
     assert {name for name in top - TOP if not name.startswith(".")} == set()
     assert top >= TOP
+
+
+def untested(root: Path) -> set[str]:
+    """Modules without a test module in the mirrored place: `tests/app/http/test_rank.py` is the one of `app/http/rank.py`."""
+    modules = [path.relative_to(root) for package in PACKAGES for path in (root / package).rglob("[!_]*.py")]
+    return {str(path) for path in modules if not (root / "tests" / path.parent / f"test_{path.name}").exists()}
+
+
+def place(module: str) -> str | None:
+    """The line of tests/elsewhere.toml for a module: its own, or that of the nearest folder."""
+    lines = [line for line in ELSEWHERE if module == line or (line.endswith("/") and module.startswith(line))]
+    return max(lines, key=len, default=None)
+
+
+def test_every_module_has_tests_of_its_own_or_a_line_that_says_where() -> None:
+    lines = {module: place(module) for module in untested(ROOT)}
+    assert [module for module, line in lines.items() if line is None] == [], "add them to tests/elsewhere.toml"
+    assert ELSEWHERE.keys() - lines.values() == set(), "drop them from tests/elsewhere.toml"
+
+
+def test_every_such_line_names_a_test_or_says_why_there_is_none() -> None:
+    named = {shown for shown in ELSEWHERE.values() if not re.match(r"none: \w", shown)}
+    assert [path for path in named if not (ROOT / path).is_file() or not Path(path).name.startswith("test_")] == []
+
+
+def test_a_module_without_tests_would_be_noticed(tmp_path: Path) -> None:
+    for path in ("app/http/rank.py", "app/http/new.py", "app/__init__.py", "tests/app/http/test_rank.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert untested(tmp_path) == {"app/http/new.py"}
+    assert place("app/http/new.py") is None
 
 
 def test_every_requirement_is_locked() -> None:
@@ -90,7 +129,7 @@ def test_the_search_for_python_takes_what_runs_this_test() -> None:
 
 
 def test_the_contributors_page_names_only_targets_that_exist() -> None:
-    named = set(re.findall(r"`make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
     assert {"check", "test", "test-light", "hooks"} <= named
     assert named <= {line.split()[0] for line in make("help").stdout.splitlines()}
 
