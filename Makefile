@@ -5,15 +5,15 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := docker/requirements.lock
-# Where pip finds a build of torch other than PyPI's, e.g. https://download.pytorch.org/whl/cpu
+# An index with the build of torch to install: https://pypi.org/simple has the one for CUDA. Empty: as the machine is.
 TORCH_INDEX ?=
-PIP_INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check \
-  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(LOCK)
+CHOOSE_TORCH = index=$$($(BIN)/python .ci/choose-torch "$(TORCH_INDEX)") && set -- $${index:+--extra-index-url "$$index"}
+PIP_INSTALL = python -m pip install --no-input --disable-pip-version-check -c $(LOCK)
 PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: soak overload-plot help install serve test demo bench bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check audit files lock clean
+.PHONY: soak overload-plot help install serve test test-light demo bench bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,11 +26,11 @@ $(BIN)/python:
 
 $(VENV)/.runtime: pyproject.toml $(LOCK) | $(BIN)/python
 	@echo "Installing the service into $(VENV): once, half a minute where the packages are near."
-	$(PIP_INSTALL) -e .
+	@$(CHOOSE_TORCH) && set -x && $(BIN)/$(PIP_INSTALL) "$$@" -e .
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.runtime
-	$(PIP_INSTALL) -e '.[dev,train,load,tracing]'
+	$(BIN)/$(PIP_INSTALL) -e '.[dev,train,load,tracing]'
 	@touch $@
 
 # Debian's prometheus and promtool, unpacked below .cache; the tests that need them say so where this fails.
@@ -44,6 +44,9 @@ serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path HOST=127
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	$(BIN)/python -m pytest
+
+test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
+	$(PYTHON) .ci/test-light
 
 demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one machine: minutes of one core
 	$(BIN)/python -m weights train-demo --out weights/demo
@@ -99,18 +102,21 @@ overload-plot: $(VENV)/.installed ## offered load against goodput and p99 as a P
 
 .cache/peers/.installed: loadtest/peers/requirements.txt pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m venv .cache/peers
-	.cache/peers/bin/python -m pip install --quiet --no-input $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(LOCK) -e '.[load]'
+	@$(CHOOSE_TORCH) && set -x && .cache/peers/bin/$(PIP_INSTALL) --quiet "$$@" -e '.[load]'
 	.cache/peers/bin/python -m pip install --quiet --no-input -r loadtest/peers/requirements.txt
 	@touch $@
 
 peers: .cache/peers/.installed ## the same traffic and model behind FastAPI alone, LitServe and BentoML
 	.cache/peers/bin/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
 
-check: $(VENV)/.installed ## lint, format, types, import direction
+check: $(VENV)/.installed ## lint, format, types, directions of imports: what a commit must pass
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+hooks: $(VENV)/.installed ## run make check before every commit
+	$(BIN)/pre-commit install
 
 # Exit code 75: no advisories can be had from here. One package of many that could not be looked up is a failure.
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies

@@ -118,20 +118,9 @@ def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path: Path) -> 
         (context / path).parent.mkdir(parents=True, exist_ok=True)
         (context / path).write_bytes((ROOT / path).read_bytes())
     (context / "README.md").touch()
-    # As in the image, but with the build tools of this environment, which spares a download.
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        ".",
-    ]
-    subprocess.run(command, cwd=context, check=True, timeout=100)
+    # As in the image, but with the build tools of this environment, which avoids a download.
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    subprocess.run(pip, cwd=context, check=True, timeout=100)
     held = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     sources = {
         str(path.relative_to(context)) for top in ("app", "model", "weights") for path in (context / top).rglob("*.py")

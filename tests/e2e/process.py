@@ -25,7 +25,7 @@ STOP_SECONDS = 20.0
 class Server:
     """A running process: its base URL, and the log lines it has written so far."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], python: Path | str = sys.executable, directory: Path = ROOT) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RANKER_")}
         environment |= {
             "OMP_NUM_THREADS": "1",
@@ -37,7 +37,7 @@ class Server:
         self.lines: list[dict[str, Any]] = []
         self.raw: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app"], env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [python, "-m", "app"], env=environment, cwd=directory, stderr=subprocess.PIPE, text=True
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -85,9 +85,11 @@ class Server:
 
 
 @contextmanager
-def serving(checkpoint: Path | str, **settings: Any) -> Iterator[Server]:
+def serving(
+    checkpoint: Path | str, python: Path | str = sys.executable, directory: Path = ROOT, **settings: Any
+) -> Iterator[Server]:
     """A ready server of a checkpoint; settings by their names without the prefix, such as `queue__max_candidates`."""
-    server = Server({"checkpoint": checkpoint} | settings)
+    server = Server({"checkpoint": checkpoint} | settings, python, directory)
     try:
         server.wait_ready()
         yield server
