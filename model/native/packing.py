@@ -17,9 +17,9 @@ LANES, PANEL = 16, 64
 Int64, Pointer, Float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
-def structure(name: str, *parts: tuple[type, str]) -> type[ctypes.Structure]:
-    """A C struct: each part is a C type and the names of the members that have it."""
-    members = [(member, kind) for kind, names in parts for member in names.split()]
+def structure(name: str, *kinds: tuple[type, str]) -> type[ctypes.Structure]:
+    """A C struct: C types, each with the names of the members that have it."""
+    members = [(member, kind) for kind, names in kinds for member in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
@@ -31,7 +31,7 @@ Entity = structure("Entity", (Pointer, "table"), (Int64, "hashes"))
 Model = structure(
     "Model",
     (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional"),
-    (Float, "attention_multiplier attention_cap norm_epsilon unused"),
+    (Float, "attention_multiplier attention_cap norm_epsilon"),
     (Pointer, "layer"),
     (Entity, "user post author"),
     (Pointer, "user_projection history_projection candidate_projection"),
@@ -48,6 +48,7 @@ CandidateJob = structure(
     (Int64, "rows keys_count blocks context"),
     (Pointer, "keys post_rows author_rows surfaces ages positions logits probabilities continuous"),
 )
+STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
 
 
 @dataclass(slots=True)

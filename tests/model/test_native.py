@@ -12,8 +12,10 @@ from loadtest.bits import Compositions, run, small_config
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
-from model.native.build import KernelUnavailable, load_kernel
+from model.native import packing
+from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
+from model.native.kernel import Kernel, load_kernel
 from model.selftest import prove_isolation, same_bits
 from tests.model.builders import random_config, random_ranker, random_request
 from tests.tolerances import PARITY
@@ -129,12 +131,7 @@ def test_tile_registers_by_emulation(width: int) -> None:
 
 
 def test_without_wide_vectors_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Narrow:
-        def __getattr__(self, name: str) -> object:
-            return (lambda: 128) if name == "ranker_vector_bits" else getattr(kernel, name)
-
-    kernel = load_kernel()
-    monkeypatch.setattr("model.native.engine.load_kernel", lambda directory: Narrow())
+    monkeypatch.setattr(Kernel, "vector_bits", lambda self: 128)
     engine = create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))
     assert engine.info.backend == "torch"
     assert "AVX-512" in engine.info.notes["fallback"]
@@ -146,6 +143,26 @@ def test_without_a_compiler_auto_takes_the_torch_engine(monkeypatch: pytest.Monk
     assert "install g++" in create_engine(ranker, EngineOptions(device="cpu")).info.notes["fallback"]
     with pytest.raises(KernelUnavailable, match=r"install g\+\+"):
         create_engine(ranker, EngineOptions(device="cpu", backend="native"))
+
+
+@pytest.mark.parametrize(
+    ("struct", "members", "named"),
+    [
+        ("ContextJob", "rows start blocks has_user keys post_rows user_rows author_rows surfaces positions actions dwell_seconds",
+         "ContextJob.post_rows, ContextJob.user_rows"),
+        ("ContextJob", "rows start", "ContextJob, ContextJob.actions, ContextJob.author_rows, ContextJob.blocks"),
+        ("Entity", "table hashes unused", "Entity, Entity.unused"),
+    ],
+)  # fmt: skip
+def test_structs_that_are_not_the_kernels_are_refused(
+    monkeypatch: pytest.MonkeyPatch, struct: str, members: str, named: str
+) -> None:
+    """Two members that changed places, some that are missing, one too many."""
+    planted = packing.structure(struct, (packing.Int64, members))
+    structs = [planted if known.__name__ == struct else known for known in packing.STRUCTS]
+    monkeypatch.setattr("model.native.kernel.STRUCTS", structs)
+    with pytest.raises(EngineError, match=f"do not agree on {named}"):
+        load_kernel()
 
 
 def test_warm_up_proves_isolation_and_says_so() -> None:
