@@ -1,4 +1,4 @@
-"""Before anything is timed: the device's scores against the dense definition, and equal bits whatever the company."""
+"""Before anything is timed: the device's scores against the dense definition, and bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, in
                     scores = outcome.scores
                     mine = Scores(scores.logits[row], scores.probabilities[row], scores.continuous[row])
                     if not same_bits(mine, oracle[n][place // 9]):
-                        raise AssertionError(f"candidate {place} of context {n}: bits differ in company")
+                        raise AssertionError(f"candidate {place} of context {n}: bits depend on the batch")
                     compared += 1
     return {"compositions": compositions, "candidates_compared": compared, "different": 0}
 

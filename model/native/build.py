@@ -90,7 +90,7 @@ def _problem_of(directory: Path) -> str:
 
 
 def _foreign(path: Path, found: os.stat_result) -> str:
-    """Why somebody else may have written this; empty where only we, or root, can have."""
+    """Why another user may have written this; empty where only we, or root, can have."""
     if found.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to another user"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -22,7 +22,7 @@ constexpr Index DWELL_HIDDEN = 64;
 
 // The tanh approximation, as x · sigmoid(2 √(2/π) (x + 0.044715 x³)).
 inline Vec gelu(Vec x) {
-    const Vec inner = fused(x * x * x, broadcast(0.044715f), x);
+    const Vec inner = fma(x * x * x, broadcast(0.044715f), x);
     return x * reciprocal(1.0f + exp2(inner * (-2 * 0.7978845608f * LOG2_E)));
 }
 
@@ -101,7 +101,7 @@ class Engine {
     void context_tokens(const ContextJob& job, const Tile& tile, float* hidden, Scratch& s) const;
     void candidate_tokens(const CandidateJob& job, const Tile& tile, float* hidden, Scratch& s) const;
     void add(float* row, const float* other, float factor = 1.0f) const {
-        for (Index i = 0; i < padded_; i += LANES) store(row + i, fused(load(other + i), broadcast(factor), load(row + i)));
+        for (Index i = 0; i < padded_; i += LANES) store(row + i, fma(load(other + i), broadcast(factor), load(row + i)));
     }
 
     float norm_factor(const float* row) const;

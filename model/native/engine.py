@@ -22,7 +22,7 @@ from model.native.build import KernelUnavailable
 from model.native.kernel import Kernel, load_kernel
 from model.native.packing import LANES, PANEL, CandidateJob, ContextJob, pack, round_up
 from model.ranker import Ranker
-from model.selftest import prove_isolation
+from model.selftest import check_isolation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,8 +87,8 @@ class NativeEngine:
         self.info = EngineInfo("cpu", name, "native", candidate_positions, notes)
 
     def warm_up(self) -> None:
-        """Nothing is left to compile: touch what a forward touches, and prove that bits do not depend on company."""
-        self.info.notes["proved"] = prove_isolation(self)
+        """Nothing is left to compile: touch what a forward touches, and check that bits do not depend on the batch."""
+        self.info.notes["self_test"] = check_isolation(self)
         self._cache.clear()
 
     def forward(self, items: Sequence[Item]) -> list[Outcome]:

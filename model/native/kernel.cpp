@@ -94,7 +94,7 @@ void Engine<T>::candidate_tile(const CandidateJob& job, const Tile& tile, Scratc
                 T* mixed = s.mixed.get() + r * queries_ + n * width;
                 each(
                     width,
-                    [&](Index i) { narrow_store(mixed + i, fused(widen_load(value + i), broadcast(weight), load(sums + i)) * factor); },
+                    [&](Index i) { narrow_store(mixed + i, fma(widen_load(value + i), broadcast(weight), load(sums + i)) * factor); },
                     [&](Index i) { mixed[i] = narrow<T>((sums[i] + weight * widen(value[i])) * factor); });
             }
         }

@@ -216,12 +216,12 @@ def test_only_products_with_the_reference_bits_are_used() -> None:
     bench = make_bench("fused")
     weight = torch.randn(32, 32, generator=bench.generator)
     kernels = OffByOneBit(bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.float32), torch.float32)
-    assert kernels.prove([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "narrow"}}
+    assert kernels.choose_products([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "narrow"}}
     same = fused.FusedKernels(
         bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.float32), torch.float32
     )
     same._equals_narrow = lambda kind, weight, size: True  # what a library with equal bits would answer
-    assert same.prove([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "library"}}
+    assert same.choose_products([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "library"}}
 
 
 @KINDS
