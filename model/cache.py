@@ -38,8 +38,10 @@ class ContextKey:
 
 
 class ContextCache(Generic[State]):
-    """At most `byte_budget` bytes of entries, all that they take included. `prefixes` allows a longer history to find the state of its own beginning,
-    which is exact only where a context row never sees a later one and positions do not shift: causal and left-anchored.
+    """At most `byte_budget` bytes of entries, all that they take included.
+
+    `prefixes` allows a longer history to find the state of its own beginning, which is exact only where a context row never
+    sees a later one and positions do not shift: causal and left-anchored.
     """
 
     def __init__(self, byte_budget: int, *, prefixes: bool) -> None:

@@ -17,8 +17,8 @@ from model.selftest import same_bits
 from model.split.engine import SplitEngine
 from model.split.graphs import PlainRecorder
 from model.synthetic import random_candidates, random_context, random_ranker
+from model.tolerances import PARITY
 
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.12}
 SIZES = ((0, 1), (1, 63), (37, 65), (96, 100), (5, 1), (96, 700))  # history, candidates
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -69,12 +69,12 @@ def parity(card: Card) -> dict[str, float]:
         items = [_item(config, history, count, seed) for seed, (history, count) in enumerate(SIZES)]
         items[3].context.post_ids[[0, 50]] = 0
         expected = DenseEngine(ranker, torch.float32).forward(items)
-        for dtype, tolerance in TOLERANCE.items():
+        for dtype, tolerance in PARITY.items():
             outcomes = make_engine(ranker, card, dtype, capacity=512).forward(items)
             pairs = zip(outcomes, expected, strict=True)
             worst = max(float(np.abs(a.scores.logits - b.scores.logits).max()) for a, b in pairs)
-            if not worst <= tolerance:
-                raise AssertionError(f"{name}, {dtype}: logits differ by {worst}, more than {tolerance}")
+            if not worst <= tolerance.logits:
+                raise AssertionError(f"{name}, {dtype}: logits differ by {worst}, more than {tolerance.logits}")
             found[f"{name}, {str(dtype).removeprefix('torch.')}"] = worst
     return found
 

@@ -32,12 +32,12 @@ from model.split.step import (
 )
 from model.split.weights import split_weights
 from model.split.write import StepWriter
+from model.tolerances import PARITY
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
 
 CAPACITY = 256
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @dataclass
@@ -91,7 +91,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(one.float(), other.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    tolerance = PARITY[dtype].operation
+    torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
 
 
 @KINDS

@@ -20,8 +20,8 @@ from model.split.kernels.contract import Step
 from model.split.kernels.portable import PortableKernels
 from model.split.row_check import rows_are_independent
 from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots
+from model.tolerances import PARITY
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
-from tests.tolerances import PARITY
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 JANUARY: dict[str, Any] = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0}
@@ -71,7 +71,7 @@ def test_scores_equal_the_dense_definition(overrides: dict[str, Any], mode: Any,
     expected = DenseEngine(ranker, torch.float32, mode).forward(items)
     for ours, theirs in zip(engine.forward(items), expected, strict=True):
         assert np.abs(ours.scores.logits - theirs.scores.logits).max() < PARITY[dtype].logits
-        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max(initial=0) < PARITY[dtype].continuous
+        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max(initial=0) < PARITY[dtype].probabilities
         assert ours.scores.is_finite()
         assert ours.cache == "miss"
 
