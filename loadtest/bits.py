@@ -77,7 +77,7 @@ class Compositions:
             expected.append([self._oracle[which][place] for place in places])
         outcomes = engine.forward(items)
         items = [replace(item, state=outcome.state) for item, outcome in zip(items, outcomes, strict=True)]
-        again = engine.forward(items[:1])  # what a later part of the same request does
+        again = engine.forward(items[:1])  # what a later chunk of the same request does
         compared = different = 0
         for outcome, rows in zip([*outcomes, *again], [*expected, expected[0]], strict=True):
             compared += len(rows)

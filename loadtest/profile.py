@@ -20,8 +20,8 @@ from loadtest.geometries import GEOMETRIES
 from loadtest.launch import ranking_server
 from loadtest.samples import STAGES
 from loadtest.target import machine
-from model.native.build import load_kernel
 from model.native.engine import NativeEngine
+from model.native.kernel import Kernel, load_kernel
 from model.synthetic import random_ranker
 
 # In the order of the kernel's own list, model/native/stages.h.
@@ -47,15 +47,15 @@ def kernel_tables(rounds: int) -> Iterator[str]:
         yield _table(f"{name}, one thread, µs (median of {rounds})", columns)
 
 
-def _stages(engine: NativeEngine, kernel: ctypes.CDLL, items: list, rounds: int) -> dict[str, float]:  # type: ignore[type-arg]
+def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> dict[str, float]:  # type: ignore[type-arg]
     nanoseconds = (ctypes.c_int64 * len(KERNEL_STAGES))()
     readings: list[list[float]] = []
     for _ in range(rounds + 2):
-        kernel.ranker_stages(nanoseconds)
+        kernel.library.ranker_stages(nanoseconds)
         start = time.perf_counter()
         engine.forward(items)
         elapsed = time.perf_counter() - start
-        kernel.ranker_stages(nanoseconds)
+        kernel.library.ranker_stages(nanoseconds)
         stages = [value / 1e3 for value in nanoseconds]
         stages[0] = 0.0  # the time between forwards belongs to nobody
         readings.append([*stages, 1e6 * elapsed - sum(stages)])

@@ -12,6 +12,10 @@ from model.inputs import Context
 
 State = TypeVar("State")
 
+# What an entry takes beside its numbers: key, dictionary places, the state's own objects. Measured with entries without
+# numbers: 560 to 620 bytes of the native engine, 800 to 980 of the torch engine on a CPU.
+ENTRY_BYTES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class ContextKey:
@@ -34,8 +38,10 @@ class ContextKey:
 
 
 class ContextCache(Generic[State]):
-    """At most `byte_budget` bytes of states. `prefixes` allows a longer history to find the state of its own beginning,
-    which is exact only where a context row never sees a later one and positions do not shift: causal and left-anchored.
+    """At most `byte_budget` bytes of entries, all that they take included.
+
+    `prefixes` allows a longer history to find the state of its own beginning, which is exact only where a context row never
+    sees a later one and positions do not shift: causal and left-anchored.
     """
 
     def __init__(self, byte_budget: int, *, prefixes: bool) -> None:
@@ -65,8 +71,8 @@ class ContextCache(Generic[State]):
         return None
 
     def insert(self, key: ContextKey, state: State, size_bytes: int) -> None:
-        """Keep a state, unless it alone exceeds the budget, and evict what no longer fits."""
-        size_bytes += len(key.events)
+        """Keep a state of `size_bytes` numbers, unless it alone exceeds the budget, and evict what no longer fits."""
+        size_bytes += len(key.events) + ENTRY_BYTES
         if size_bytes > self.byte_budget:
             return
         self._remove(key)

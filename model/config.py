@@ -19,6 +19,16 @@ MAX_POST_AGE_MINUTES = 4800
 MAX_DWELL_SECONDS = 30.0
 DWELL_HIDDEN_WIDTH = 64
 
+# The most that a checkpoint may ask for: beyond every ranker known to us, and little enough that no memory or time is spent
+# before the shapes of its tensors are compared. Lengths matter most: no tensor of the checkpoint is as long as they say.
+LARGEST = {
+    "width": 65_536, "layers": 1024, "query_heads": 1024, "kv_heads": 1024, "head_width": 1024, "widening": 64,
+    "history_length": 32_768, "candidate_length": 32_768, "actions": 4096, "product_surfaces": 65_536,
+    "post_age_granularity_minutes": MAX_POST_AGE_MINUTES,
+}  # fmt: skip
+MAX_HASHES = 16  # hash functions of one entity
+MAX_CONTEXT_NUMBERS = 2**33  # keys and values of one full context: 16 GiB in bf16
+
 
 class ConfigError(ValueError):
     """An architecture that cannot be built; the message names the field."""
@@ -41,6 +51,8 @@ class HashSpec:
             raise ConfigError(
                 f"hash scales and biases must be equally many and not empty, got {len(self.scales)} and {len(self.biases)}"
             )
+        if len(self.scales) > MAX_HASHES:
+            raise ConfigError(f"an entity may have at most {MAX_HASHES} hash functions, got {len(self.scales)}")
         if not 0 < self.modulus < 2**63:
             raise ConfigError(f"hash modulus must lie in 1 … 2^63 - 1, got {self.modulus}")
         if not 2 <= self.vocab_size < 2**31:
@@ -81,24 +93,28 @@ class ModelConfig:
     context_attention: ContextAttention = "causal"
 
     def __post_init__(self) -> None:
-        positive = (
-            "width", "layers", "query_heads", "kv_heads", "head_width", "history_length", "candidate_length",
-            "actions", "product_surfaces", "post_age_granularity_minutes", "widening", "attention_cap", "rope_base",
-            "norm_epsilon",
-        )  # fmt: skip
-        for name in positive:
+        for name, largest in LARGEST.items():
+            if not 0 < getattr(self, name) <= largest:
+                raise ConfigError(f"{name} must be positive and at most {largest}, got {getattr(self, name)!r}")
+        for name in ("attention_cap", "rope_base", "norm_epsilon"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)!r}")
         if not math.isfinite(self.attention_multiplier):
             raise ConfigError(f"attention_multiplier must be finite, got {self.attention_multiplier}")
-        if self.continuous_actions < 0:
-            raise ConfigError(f"continuous_actions must not be negative, got {self.continuous_actions}")
+        if not 0 <= self.continuous_actions <= LARGEST["actions"]:
+            raise ConfigError(f"continuous_actions must lie in 0 … {LARGEST['actions']}, got {self.continuous_actions}")
         if self.query_heads % self.kv_heads:
             raise ConfigError(f"query_heads ({self.query_heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.head_width % 2:
             raise ConfigError(f"head_width must be even for RoPE, got {self.head_width}")
         if self.context_attention not in ("causal", "bidirectional"):
             raise ConfigError(f"context_attention must be 'causal' or 'bidirectional', got {self.context_attention!r}")
+        numbers = 2 * self.layers * self.kv_heads * self.head_width * (1 + self.history_length)
+        if numbers > MAX_CONTEXT_NUMBERS:
+            raise ConfigError(
+                f"layers, kv_heads, head_width and history_length make {numbers} keys and values a context, "
+                f"at most {MAX_CONTEXT_NUMBERS} are supported"
+            )
 
     @property
     def ffn_width(self) -> int:

@@ -26,9 +26,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Scores of an item, in its order. `state` spares the next item of the same request its context; the caller only keeps it.
+    """Scores of an item, in its order. With `state` the next item of the same request needs no context; the caller only keeps it.
 
-    `cache` says whether the context came whole (`hit`) or in part (`prefix`) from the cache.
+    `cache` says whether the context came whole (`hit`) or with its beginning (`prefix`) from the cache.
     """
 
     scores: Scores
@@ -52,7 +52,7 @@ class CacheStats:
 class EngineInfo:
     """What runs, for people: e.g. device `cpu`, dtype `float32`, backend `native`.
 
-    `notes` holds plain JSON values: why a choice was made, what was proved at warm-up.
+    `notes` holds plain JSON values: why a choice was made, what was checked at warm-up.
     """
 
     device: str
@@ -69,11 +69,11 @@ class Engine(Protocol):
     info: EngineInfo
 
     def warm_up(self) -> None:
-        """Compile, capture and prove whatever `forward` will use. Raises EngineError when the device or a proof fails."""
+        """Compile, capture and check all that `forward` will use. Raises EngineError when the device or a check fails."""
         ...
 
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
-        """Outcomes in the order of the items. A candidate's scores have the same bits whatever else is among the items."""
+        """Outcomes in the order of the items. A candidate's bits do not depend on the other items."""
         ...
 
     def cache_stats(self) -> CacheStats:
@@ -86,7 +86,7 @@ class Engine(Protocol):
 
 
 class EngineError(RuntimeError):
-    """The engine cannot work. `sticky` means that only a new process can help (a lost device, say)."""
+    """The engine cannot work. `sticky` means that only a new process can help (a lost device, for example)."""
 
     def __init__(self, message: str, *, sticky: bool = False) -> None:
         super().__init__(message)

@@ -82,14 +82,14 @@ class Scores:
         return bool(np.isfinite(self.logits).all() and np.isfinite(self.continuous).all())
 
     @staticmethod
-    def concatenate(parts: list[Scores]) -> Scores:
-        """The parts of one request, in order."""
-        if len(parts) == 1:
-            return parts[0]
+    def concatenate(chunks: list[Scores]) -> Scores:
+        """The chunks of one request, in order."""
+        if len(chunks) == 1:
+            return chunks[0]
         return Scores(
-            np.concatenate([part.logits for part in parts]),
-            np.concatenate([part.probabilities for part in parts]),
-            np.concatenate([part.continuous for part in parts]),
+            np.concatenate([chunk.logits for chunk in chunks]),
+            np.concatenate([chunk.probabilities for chunk in chunks]),
+            np.concatenate([chunk.continuous for chunk in chunks]),
         )
 
 

@@ -1,4 +1,4 @@
-"""The parts of a Grok decoder layer, each as its plain definition. Not for speed: faster paths are tested against these.
+"""The operations of a Grok decoder layer, each as its plain definition. Not for speed: faster paths are tested against these.
 
 Letters as in `model.config`. Every function takes activations of any float dtype and returns the same dtype.
 """

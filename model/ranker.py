@@ -13,7 +13,7 @@ from model.trunk import Trunk, zeros
 
 
 class Tables(nn.Module):
-    """One embedding table per entity, `[vocab_size, D]`, fp32 or bf16. Row 0 is padding and reads as zero, whatever it holds."""
+    """One embedding table per entity, `[vocab_size, D]`, fp32 or bf16. Row 0 is padding and always reads as zero."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -55,21 +55,21 @@ class TokenBuilder(nn.Module):
         self, tables: Tables, post_rows: Tensor, author_rows: Tensor, actions: Tensor, surfaces: Tensor, dwell: Tensor
     ) -> Tensor:
         """Rows `[..., n]`, actions `[..., A]`, surfaces and dwell seconds `[...]` to `[..., D]`."""
-        parts = [look_up(tables.post, post_rows), look_up(tables.author, author_rows), self._actions(actions)]
-        parts.append(functional.embedding(surfaces, self.surface_table))
+        features = [look_up(tables.post, post_rows), look_up(tables.author, author_rows), self._actions(actions)]
+        features.append(functional.embedding(surfaces, self.surface_table))
         if self.config.has_dwell:
-            parts.append(self._dwell(dwell))
-        return torch.cat(parts, -1) @ self.history_projection
+            features.append(self._dwell(dwell))
+        return torch.cat(features, -1) @ self.history_projection
 
     def candidate(
         self, tables: Tables, post_rows: Tensor, author_rows: Tensor, surfaces: Tensor, ages: Tensor
     ) -> Tensor:
         """Rows `[..., n]`, surfaces and age buckets `[...]` to `[..., D]`."""
-        parts = [look_up(tables.post, post_rows), look_up(tables.author, author_rows)]
-        parts.append(functional.embedding(surfaces, self.surface_table))
+        features = [look_up(tables.post, post_rows), look_up(tables.author, author_rows)]
+        features.append(functional.embedding(surfaces, self.surface_table))
         if self.config.has_post_age:
-            parts.append(functional.embedding(ages, self.post_age_table))
-        return torch.cat(parts, -1) @ self.candidate_projection
+            features.append(functional.embedding(ages, self.post_age_table))
+        return torch.cat(features, -1) @ self.candidate_projection
 
     def _actions(self, actions: Tensor) -> Tensor:
         """`(2a − 1) @ action_projection`, and 0 where no action is set."""
@@ -78,8 +78,8 @@ class TokenBuilder(nn.Module):
 
     def _dwell(self, seconds: Tensor) -> Tensor:
         """`gelu(clip(seconds, 0, 30)/30 · in) · out`."""
-        share = seconds.clamp(0, MAX_DWELL_SECONDS)[..., None] / MAX_DWELL_SECONDS
-        return functional.gelu(share @ self.dwell_input, approximate="tanh") @ self.dwell_output
+        fraction = seconds.clamp(0, MAX_DWELL_SECONDS)[..., None] / MAX_DWELL_SECONDS
+        return functional.gelu(fraction @ self.dwell_input, approximate="tanh") @ self.dwell_output
 
 
 class Heads(nn.Module):
@@ -130,7 +130,7 @@ class Ranker(nn.Module):
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The token sequence fp32 `[B, T, D]` and which tokens may be seen as keys, bool `[B, T]`.
 
-        A candidate is always a valid key, for it always sees itself and nobody else sees it.
+        A candidate is always a valid key: it sees itself, and no other row sees it.
         """
         user = self.tokens.user(self.tables, batch.user_rows)[:, None]
         history = self.tokens.history(

@@ -1,4 +1,4 @@
-"""Proves on a live engine that a candidate's bits do not depend on company. Run at warm-up, on random requests."""
+"""Checks on a live engine that a candidate's bits do not depend on the batch. Run at warm-up, on random requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from model.synthetic import random_request
 CANDIDATE_COUNTS = (1, 7, 63, 100)
 
 
-def prove_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_COUNTS) -> dict[str, int]:
+def check_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_COUNTS) -> dict[str, int]:
     """Score random requests together, each request alone, and its candidates one by one; every bit must agree.
 
     Returns how many comparisons were made. Raises EngineError at the first difference, naming what differed.

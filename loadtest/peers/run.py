@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import torch
 
 from loadtest.figures import percentiles_ms
 from loadtest.generator import ClosedLoop, measured
@@ -23,6 +24,7 @@ from loadtest.launch import Running, free_port, process, ranking_process
 from loadtest.samples import Samples
 from loadtest.target import ROOT, Target, TargetError, machine
 from loadtest.traffic import Traffic, TrafficSettings
+from model.tolerances import PARITY
 from weights.checkpoint import load_manifest
 
 CLIENTS = 32
@@ -31,10 +33,6 @@ MOST_RPS = 1_500  # bodies are made for this rate; a faster server ends its bloc
 PROBES = 4
 # torch's threads sleep while they wait for each other: spinning starves the process that does HTTP
 ALIKE = {"OMP_WAIT_POLICY": "PASSIVE"}
-TOLERANCE = {
-    "float32": 2e-4,
-    "bfloat16": 0.03,
-}  # on probabilities; stacks may batch, and batching moves bf16's last bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +87,9 @@ def measure_peers(
         for peer in peers:
             say(f"starting {peer.name}")
             servers[peer.name] = stack.enter_context(_server(peer, checkpoint, dtype, threads))
-        largest = _check_alike(
-            {name: server.target for name, server in servers.items()}, candidates, window, TOLERANCE[dtype]
-        )
+        tolerance = PARITY[getattr(torch, dtype)].probabilities  # stacks may batch, and batching moves bf16's last bits
+        targets = {name: server.target for name, server in servers.items()}
+        largest = _check_alike(targets, candidates, window, tolerance)
         for server in servers.values():
             server.pause()
         say(f"all score alike: probabilities differ by at most {largest:.2g}")

@@ -1,5 +1,5 @@
 // The bf16 matrix kernel on tile registers (Intel AMX): sixteen rows by up to 64 columns at once, the same packed panels.
-// A row's sums run along the depth in one order whatever the other rows, so the rule of vector.h holds here too.
+// A row's sums run along the depth in one order that no other row changes, so the rule of vector.h holds here too.
 // With RANKER_EMULATE_AMX the tile instructions are emulated, so that the indexing can be tested on any machine.
 #pragma once
 

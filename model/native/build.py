@@ -1,66 +1,131 @@
-"""Compiles the kernel for this machine once and keeps it; a later start only loads it. Knows nothing of models."""
+"""Compiles the kernel for this machine once and keeps it; a later start only checks it. Knows nothing of models."""
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from model.engine import EngineError
 
-# Contraction is off so that only the fused multiply-adds written in the source are fused: the same bits in every tile.
+# Contraction is off so that only the fma that the source writes is one: the same bits in every tile.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+COMPILE_SECONDS = 300
+DIGEST_BYTES = 32
+
+_one_build = threading.Lock()
 
 
 class KernelUnavailable(EngineError):
     """The kernel cannot be built or loaded here; the text says what is missing."""
 
 
-def load_kernel(directory: Path | None = None, *defines: str) -> ctypes.CDLL:
-    """The compiled kernel, from `directory` (default: the user's cache) or built into it, which takes about ten seconds.
+@dataclass(frozen=True, slots=True)
+class BuiltKernel:
+    """A shared library that is whole and ours. `note` says, for people, what was unusual about it, else it is empty."""
 
-    `defines` are preprocessor symbols, for tests and profiles. Raises KernelUnavailable without a C++ compiler or where the
-    result does not load.
+    path: Path
+    note: str
+
+
+def build_kernel(directory: Path | None = None, *defines: str) -> BuiltKernel:
+    """The compiled kernel from `directory` (default: the user's cache), or built into it, which takes about ten seconds.
+
+    A file that is cut, empty, foreign or a link is replaced. A directory that others may write to, or that cannot be
+    written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
+    preprocessor symbols, for tests and profiles. Raises KernelUnavailable without a C++ compiler and where the disk is full.
     """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise KernelUnavailable("no C++ compiler found: install g++ to use the native CPU engine")
-    directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
+    flags = (*FLAGS, *(f"-D{define}" for define in defines))
+    try:
+        with _one_build:
+            return _kept_or_built(directory, compiler, flags)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelUnavailable(f"the kernel could not be built: {error}") from error
+
+
+def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...]) -> BuiltKernel:
+    name = f"kernel-{_fingerprint(compiler, flags)}.so"
+    notes = []
+    try:
+        directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
+        problem = _problem_of(directory)
+    except RuntimeError as error:  # no home
+        problem = str(error)
+    if directory is None or problem:
+        notes.append(f"{problem}: the kernel is kept in a temporary directory")
+        directory = Path(_private_directory().name)
+    library = directory / name
+    if not _is_whole(library):
+        if os.path.lexists(library):
+            notes.append(f"{library} was not what had been written there: built again")
+        if not os.access(directory, os.W_OK):
+            notes.append(f"{directory} cannot be written: the kernel is kept in a temporary directory")
+            library = Path(_private_directory().name) / name
+        if not _is_whole(library):
+            _compile(compiler, flags, library)
+    return BuiltKernel(library, "; ".join(notes))
+
+
+def _problem_of(directory: Path) -> str:
+    """Why a kernel in this directory cannot be trusted; makes the directory where there is none."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(directory)
-    except OSError:
-        directory = Path(tempfile.mkdtemp(prefix="phoenix-ranking-server-"))
-    flags = (*FLAGS, *(f"-D{define}" for define in defines))
-    library = directory / f"kernel-{_fingerprint(compiler, flags)}.so"
-    if not library.exists():
-        _compile(compiler, flags, library)
-    try:
-        kernel = ctypes.CDLL(str(library))
     except OSError as error:
-        raise KernelUnavailable(f"the compiled kernel {library} does not load: {error}") from error
-    kernel.ranker_create.restype = ctypes.c_void_p
-    kernel.ranker_vector_bits.restype = kernel.ranker_enable_amx.restype = ctypes.c_int64
-    kernel.ranker_probe.restype = ctypes.c_double
-    return kernel
+        return f"{directory} cannot be made: {error.strerror}"
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{directory} is a link"
+    return _foreign(directory, found)
 
 
-def probe(kernel: ctypes.CDLL) -> dict[str, float]:
-    """Milliseconds of one matrix product on one core, by dtype: which of the two this processor is faster at."""
-    return {name: 1e3 * kernel.ranker_probe(ctypes.c_int64(bf16)) for name, bf16 in (("float32", 0), ("bfloat16", 1))}
+def _foreign(path: Path, found: os.stat_result) -> str:
+    """Why another user may have written this; empty where only we, or root, can have."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to another user"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} can be written by other users"
+    return ""
+
+
+@functools.cache
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    """One for the process, removed when it ends."""
+    return tempfile.TemporaryDirectory(prefix="phoenix-ranking-server-")
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether this is a regular file of ours that ends with the SHA-256 of all before it, as `_compile` left it.
+
+    A library is checked before it is mapped: a page that is missing would kill the process.
+    """
+    try:
+        with open(os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or _foreign(library, found):
+                return False
+            content = file.read()
+    except OSError:
+        return False
+    body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    return len(body) > 0 and hashlib.sha256(body).digest() == digest
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     """Names what the binary depends on: sources, flags, compiler, processor."""
     here = Path(__file__).parent
     hashed = hashlib.sha256(" ".join(flags).encode())
-    for source in sorted([*here.glob("*.cpp"), *here.glob("*.h")]):
+    for source in sorted([*here.glob("*.cpp"), *here.glob("*.h"), Path(__file__)]):
         hashed.update(source.read_bytes())
     hashed.update(subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout)
     hashed.update(_processor().encode())
@@ -77,11 +142,26 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+    """Build, append the SHA-256 (a loader ignores what follows its sections), and rename only what is on the disk."""
     source = Path(__file__).parent / "kernel.cpp"
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
         command = [compiler, *flags, str(source), "-o", str(built)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
         if result.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
+        with built.open("r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+            file.flush()
+            os.fchmod(file.fileno(), 0o500)
+            os.fsync(file.fileno())
         built.replace(library)  # atomic: a process that starts at the same time sees all of it or nothing
+    _sync(library.parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

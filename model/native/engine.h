@@ -1,5 +1,5 @@
-// The engine's parts: what it holds, what a thread needs, which steps there are. The steps themselves stand in tokens.h,
-// layer.h and kernel.cpp.
+// The engine: what it holds, what a thread needs, which steps there are. The steps themselves are in tokens.h, layer.h and
+// kernel.cpp.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ constexpr Index DWELL_HIDDEN = 64;
 
 // The tanh approximation, as x · sigmoid(2 √(2/π) (x + 0.044715 x³)).
 inline Vec gelu(Vec x) {
-    const Vec inner = fused(x * x * x, broadcast(0.044715f), x);
+    const Vec inner = fma(x * x * x, broadcast(0.044715f), x);
     return x * reciprocal(1.0f + exp2(inner * (-2 * 0.7978845608f * LOG2_E)));
 }
 
@@ -33,7 +33,9 @@ template <class T>
 using Buffer = std::unique_ptr<T[], Free>;
 template <class T>
 Buffer<T> allocate(Index count) {
-    return Buffer<T>(static_cast<T*>(std::aligned_alloc(64, round_up(count * Index(sizeof(T)) + 64, 64))));
+    void* memory = must_fail() ? nullptr : std::aligned_alloc(64, round_up(count * Index(sizeof(T)) + 64, 64));
+    if (memory == nullptr) throw std::bad_alloc();
+    return Buffer<T>(static_cast<T*>(memory));
 }
 
 template <class T>
@@ -49,10 +51,11 @@ class Engine {
           half_panels_((m_.ffn_width + 31) / 32),
           head_columns_(round_up(m_.actions + m_.continuous, PANEL)),
           pool_(threads) {
-        for (Index i = 0; i < threads; ++i) scratch_.emplace_back(*this);
+        for (Index i = 0; i < pool_.size(); ++i) scratch_.emplace_back(*this);
     }
 
     void forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* candidates, Index n_candidates);
+    Pool& pool() { return pool_; }
 
   private:
     struct Scratch {  // what one thread needs for one tile
@@ -98,7 +101,7 @@ class Engine {
     void context_tokens(const ContextJob& job, const Tile& tile, float* hidden, Scratch& s) const;
     void candidate_tokens(const CandidateJob& job, const Tile& tile, float* hidden, Scratch& s) const;
     void add(float* row, const float* other, float factor = 1.0f) const {
-        for (Index i = 0; i < padded_; i += LANES) store(row + i, fused(load(other + i), broadcast(factor), load(row + i)));
+        for (Index i = 0; i < padded_; i += LANES) store(row + i, fma(load(other + i), broadcast(factor), load(row + i)));
     }
 
     float norm_factor(const float* row) const;

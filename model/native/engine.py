@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from model.batch import history_positions, slot_positions
 from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions
-from model.engine import CacheResult, CacheStats, EngineInfo, Item, Outcome
+from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.hashing import hash_rows
 from model.inputs import Candidates, Context, Scores
-from model.native.build import KernelUnavailable, load_kernel, probe
+from model.native.build import KernelUnavailable
+from model.native.kernel import Kernel, load_kernel
 from model.native.packing import LANES, PANEL, CandidateJob, ContextJob, pack, round_up
 from model.ranker import Ranker
-from model.selftest import prove_isolation
+from model.selftest import check_isolation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,9 +37,10 @@ class Keys:
 class NativeEngine:
     """The engine contract on a CPU. The bits of a candidate's scores depend on nothing but its request's own features.
 
-    `dtype` None takes what a short measured probe finds faster; `threads` 0 takes torch's number. Raises KernelUnavailable
-    where the kernel cannot be built or, with `only_if_fast`, where the processor lacks the vectors it is written for.
-    `ranker` must live on the CPU; its tables are read in place. `kernel` is a build of one's own, for profiles and tests.
+    `dtype` None takes what a short measured probe finds faster; `threads` 0 takes torch's number, and where the system
+    refuses so many, those that it gives. Raises KernelUnavailable where the kernel cannot be built or, with `only_if_fast`,
+    where the processor lacks the vectors it is written for; EngineError where memory ends. `ranker` must live on the CPU;
+    its tables are read in place. `kernel` is a build of one's own, for profiles and tests.
     """
 
     def __init__(
@@ -51,22 +53,21 @@ class NativeEngine:
         threads: int = 0,
         kernel_directory: Path | None = None,
         only_if_fast: bool = False,
-        kernel: ctypes.CDLL | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
         self.config = ranker.config
         self._positions = candidate_positions
         self._kernel = kernel or load_kernel(kernel_directory)
-        if only_if_fast and self._kernel.ranker_vector_bits() < 512:
+        if only_if_fast and self._kernel.vector_bits() < 512:
             raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
-        tiles = bool(self._kernel.ranker_enable_amx())
-        measured = probe(self._kernel)
+        tiles = self._kernel.enable_tiles()
+        measured = self._kernel.probe()
         if dtype is None:
             dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
         self._packed = pack(ranker, dtype)
-        threads = threads or torch.get_num_threads()
-        self._handle: int | None = self._kernel.ranker_create(
-            ctypes.byref(self._packed.model), ctypes.c_int64(threads), ctypes.c_int64(dtype is torch.bfloat16)
-        )
+        wanted = threads or torch.get_num_threads()
+        self._handle: ctypes.c_void_p | None
+        self._handle, threads = self._kernel.create(self._packed.model, wanted, bf16=dtype is torch.bfloat16)
         config = self.config
         extendable = config.context_attention == "causal" and not config.right_anchored
         self._cache: ContextCache[Keys] = ContextCache(cache_bytes, prefixes=extendable)
@@ -74,16 +75,20 @@ class NativeEngine:
         self._key_elements = PANEL * config.head_width
         self._value_elements = PANEL * round_up(config.head_width, LANES)
         name = str(dtype).removeprefix("torch.")
-        notes = {
+        notes: dict[str, Any] = {
             "threads": threads,
             "tile_registers": tiles,
             "probe_milliseconds": {key: round(value, 4) for key, value in measured.items()},
         }
+        if threads < wanted:
+            notes["threads_refused"] = f"{wanted} threads were wanted, the system gave {threads}"
+        if self._kernel.note:
+            notes["kernel_file"] = self._kernel.note
         self.info = EngineInfo("cpu", name, "native", candidate_positions, notes)
 
     def warm_up(self) -> None:
-        """Nothing is left to compile: touch what a forward touches, and prove that bits do not depend on company."""
-        self.info.notes["proved"] = prove_isolation(self)
+        """Nothing is left to compile: touch what a forward touches, and check that bits do not depend on the batch."""
+        self.info.notes["self_test"] = check_isolation(self)
         self._cache.clear()
 
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
@@ -100,17 +105,8 @@ class NativeEngine:
         """Free the kernel's memory and the cache. The engine must not be used afterwards."""
         self._cache.clear()
         if self._handle is not None:
-            self._kernel.ranker_destroy(ctypes.c_void_p(self._handle))
+            self._kernel.destroy(self._handle)
             self._handle = None
-
-    def _call(self, contexts: list[ctypes.Structure], candidates: list[ctypes.Structure]) -> None:
-        self._kernel.ranker_forward(
-            ctypes.c_void_p(self._handle),
-            (ContextJob * len(contexts))(*contexts),
-            ctypes.c_int64(len(contexts)),
-            (CandidateJob * len(candidates))(*candidates),
-            ctypes.c_int64(len(candidates)),
-        )
 
     def _allocate(self, rows: int, older: Keys | None) -> Keys:
         """Zeroed room for `rows` keys, the older ones copied to the front."""
@@ -144,9 +140,12 @@ class _Plan:
 
     def run(self) -> None:
         """Compute, then keep the new contexts."""
-        self._engine._call(self._contexts, self._candidates)
+        engine = self._engine
+        if engine._handle is None:
+            raise EngineError("the engine is closed")
+        engine._kernel.forward(engine._handle, self._contexts, self._candidates)
         for key, (_, keys) in self._made.items():
-            self._engine._cache.insert(key, keys, keys.buffer.nbytes)
+            engine._cache.insert(key, keys, keys.buffer.nbytes)
 
     def outcomes(self) -> list[Outcome]:
         """What `run` has filled in."""

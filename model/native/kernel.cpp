@@ -19,7 +19,8 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
     float* hidden = work.hidden.get() + tile.first * padded_;
     T* queries = work.queries.get() + tile.first * queries_;
     const Index elements = job.blocks * block_elements(), width = m_.head_width, kv = m_.kv_heads * width;
-    T* layer_keys = static_cast<T*>(job.keys) + layer * m_.kv_heads * elements;
+    const Index layer_elements = m_.kv_heads * elements;
+    T* layer_keys = static_cast<T*>(job.keys) + layer * layer_elements;
     if (layer == 0) {
         mark(TOKENS);
         context_tokens(job, tile, hidden, s);
@@ -30,10 +31,11 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
             for (long spins = 0; work.layers_written[t].load(std::memory_order_acquire) < layer; ++spins) pause_briefly(spins);
         const Index group = m_.query_heads / m_.kv_heads, total_rows = job.start + job.rows;
         const Index limit = m_.bidirectional ? total_rows : job.start + tile.first + 1;
+        const T* previous_keys = layer_keys - layer_elements;
         for (Index n = 0; n < m_.query_heads; ++n) {
             alignas(64) float denominators[MAX_TILE_ROWS * LANES] = {};
             std::fill_n(s.sums.get(), tile.rows * value_width_, 0.0f);
-            const T* head_keys = layer_keys - (m_.kv_heads - n / group) * elements;  // of the layer before
+            const T* head_keys = previous_keys + n / group * elements;
             attend(queries + n * width, tile.rows, head_keys, job.blocks, limit, m_.bidirectional ? 0 : 1, s, denominators);
             for (Index r = 0; r < tile.rows; ++r) {
                 const float factor = 1.0f / total(load(denominators + r * LANES));
@@ -92,7 +94,7 @@ void Engine<T>::candidate_tile(const CandidateJob& job, const Tile& tile, Scratc
                 T* mixed = s.mixed.get() + r * queries_ + n * width;
                 each(
                     width,
-                    [&](Index i) { narrow_store(mixed + i, fused(widen_load(value + i), broadcast(weight), load(sums + i)) * factor); },
+                    [&](Index i) { narrow_store(mixed + i, fma(widen_load(value + i), broadcast(weight), load(sums + i)) * factor); },
                     [&](Index i) { mixed[i] = narrow<T>((sums[i] + weight * widen(value[i])) * factor); });
             }
         }
@@ -141,9 +143,9 @@ void Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
         for (Index c = 0; c < n_contexts; ++c)
             for (Index t = 0; t < Index(works[c].tiles.size()); ++t) steps.push_back({c, t, layer});
     std::vector<Tile> tiles;
-    for (int waits = 0; waits < 2; ++waits)  // those whose context is at hand go first
+    for (const bool context_is_made : {true, false})  // candidates that need not wait go first
         for (Index c = 0; c < n_candidates; ++c)
-            if ((candidates[c].context >= 0) == bool(waits))
+            if ((candidates[c].context < 0) == context_is_made)
                 for (const Tile& tile : cut(c, candidates[c].rows, (threads + n_candidates - 1) / n_candidates)) tiles.push_back(tile);
     const Index n_steps = Index(steps.size());
     pool_.run(n_steps + Index(tiles.size()), [&](long index, long thread) {
@@ -183,14 +185,30 @@ double probe() {
 struct Handle {
     std::unique_ptr<Engine<float>> single;
     std::unique_ptr<Engine<bf16>> half;
+    Pool& pool() { return half ? half->pool() : single->pool(); }
 };
+
+// What every call returns that can fail. No exception leaves the library: a caller in C could not catch it.
+enum Status : std::int64_t { DONE, OUT_OF_MEMORY, FAILED };
+
+template <class Body>
+Status guarded(Body body) noexcept {
+    try {
+        body();
+        return DONE;
+    } catch (const std::bad_alloc&) {
+        return OUT_OF_MEMORY;
+    } catch (...) {
+        return FAILED;
+    }
+}
 
 }  // namespace ranker
 
 extern "C" {
 
 // Bits of the vectors the kernel was compiled for; below 512 it is right, but slower than torch's own products.
-std::int64_t ranker_vector_bits() {
+std::int64_t ranker_vector_bits() noexcept {
 #if defined(__AVX512F__)
     return 512;
 #else
@@ -198,16 +216,19 @@ std::int64_t ranker_vector_bits() {
 #endif
 }
 
+// The members of every struct that crosses this border.
+const ranker::Member* ranker_members() noexcept { return ranker::MEMBERS; }
+
 // Whether bf16 products run on tile registers from now on. To be called before anything else.
-std::int64_t ranker_enable_amx() { return ranker::enable_amx(); }
+std::int64_t ranker_enable_amx() noexcept { return ranker::enable_amx(); }
 
 // Seconds that one product of typical shape takes on one core: the best of a few.
-double ranker_probe(std::int64_t use_bf16) {
-    return use_bf16 ? ranker::probe<ranker::bf16>() : ranker::probe<float>();
+std::int64_t ranker_probe(std::int64_t use_bf16, double* seconds) noexcept {
+    return ranker::guarded([&] { *seconds = use_bf16 ? ranker::probe<ranker::bf16>() : ranker::probe<float>(); });
 }
 
 // Nanoseconds of all threads in each stage since the last call; only in a build with RANKER_STAGES.
-void ranker_stages(std::int64_t* nanoseconds) {
+void ranker_stages(std::int64_t* nanoseconds) noexcept {
 #if defined(RANKER_STAGES)
     for (int i = 0; i < ranker::STAGES; ++i) nanoseconds[i] = ranker::stage_nanoseconds[i].exchange(0);
 #else
@@ -215,23 +236,37 @@ void ranker_stages(std::int64_t* nanoseconds) {
 #endif
 }
 
-void* ranker_create(const ranker::Model* model, std::int64_t threads, std::int64_t use_bf16) {
-    auto* handle = new ranker::Handle;
-    if (use_bf16)
-        handle->half = std::make_unique<ranker::Engine<ranker::bf16>>(*model, threads);
-    else
-        handle->single = std::make_unique<ranker::Engine<float>>(*model, threads);
-    return handle;
+// Makes an engine with up to `threads` threads, the caller's included; `threads` becomes the number that the system gave.
+std::int64_t ranker_create(const ranker::Model* model, std::int64_t use_bf16, std::int64_t* threads, void** made) noexcept {
+    return ranker::guarded([&] {
+        auto handle = std::make_unique<ranker::Handle>();
+        if (use_bf16)
+            handle->half = std::make_unique<ranker::Engine<ranker::bf16>>(*model, *threads);
+        else
+            handle->single = std::make_unique<ranker::Engine<float>>(*model, *threads);
+        *threads = handle->pool().size();
+        *made = handle.release();
+    });
 }
 
-void ranker_destroy(void* handle) { delete static_cast<ranker::Handle*>(handle); }
+void ranker_destroy(void* handle) noexcept { delete static_cast<ranker::Handle*>(handle); }
 
-void ranker_forward(void* handle, const ranker::ContextJob* contexts, std::int64_t n_contexts,
-                    const ranker::CandidateJob* candidates, std::int64_t n_candidates) {
-    auto* engines = static_cast<ranker::Handle*>(handle);
-    if (engines->half)
-        engines->half->forward(contexts, n_contexts, candidates, n_candidates);
-    else
-        engines->single->forward(contexts, n_contexts, candidates, n_candidates);
+std::int64_t ranker_forward(void* handle, const ranker::ContextJob* contexts, std::int64_t n_contexts,
+                            const ranker::CandidateJob* candidates, std::int64_t n_candidates) noexcept {
+    return ranker::guarded([&] {
+        auto* engines = static_cast<ranker::Handle*>(handle);
+        if (engines->half)
+            engines->half->forward(contexts, n_contexts, candidates, n_candidates);
+        else
+            engines->single->forward(contexts, n_contexts, candidates, n_candidates);
+    });
 }
+
+#if defined(RANKER_TEST_HOOKS)
+// The allocation or thread after so many others fails; below 0, none does.
+void ranker_fail_after(std::int64_t steps) noexcept { ranker::steps_to_failure = steps; }
+
+// As if the engine's threads had run so many tasks already.
+void ranker_preset_tasks(void* handle, std::uint64_t tasks) noexcept { static_cast<ranker::Handle*>(handle)->pool().preset(tasks); }
+#endif
 }

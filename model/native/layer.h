@@ -9,7 +9,7 @@ namespace ranker {
 template <class T>
 float Engine<T>::norm_factor(const float* row) const {
     Vec squares = {};
-    for (Index i = 0; i < padded_; i += LANES) squares = fused(load(row + i), load(row + i), squares);
+    for (Index i = 0; i < padded_; i += LANES) squares = fma(load(row + i), load(row + i), squares);
     return 1.0f / std::sqrt(total(squares) / float(m_.width) + m_.norm_epsilon);
 }
 
@@ -54,7 +54,7 @@ void Engine<T>::query_key_value(const Layer& layer, const float* hidden, Index r
     mark(NORMS);
     norm(hidden, rows, layer.attention_norm, s.normed.get());
     mark(QUERY_KEY_VALUE);
-    const Index skip = queries ? 0 : queries_ / PANEL * PANEL;  // whole panels of queries that nobody asks for
+    const Index skip = queries ? 0 : queries_ / PANEL * PANEL;  // whole panels of queries that are not needed
     const T* weights = static_cast<const T*>(layer.query_key_value) + skip * padded_;
     multiply(s.normed.get(), padded_, rows, weights, padded_, qkv_columns_ - skip, s.wide.get() + skip, qkv_columns_);
     mark(ROPE);
@@ -72,7 +72,7 @@ void Engine<T>::query_key_value(const Layer& layer, const float* hidden, Index r
 }
 
 // exp(cap · tanh(x · multiplier / cap) − cap), which is exp(−2 cap / (1 + exp(2 x multiplier / cap))): the cap bounds the
-// logits, so a constant stands in for the running maximum and a key adds to the sums whatever the other keys are.
+// logits, so a constant stands in for the running maximum, and what a key adds to the sums does not depend on the other keys.
 struct CappedExp {
     float inner, outer;
     CappedExp(float multiplier, float cap) : inner(2 * multiplier / cap * LOG2_E), outer(-2 * cap * LOG2_E) {}

@@ -1,6 +1,7 @@
-// What Python hands to the kernel: the C mirror of model/native/packing.py. Structs only.
+// What Python hands to the kernel: the C mirror of model/native/packing.py. Structs, and where their members are.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace ranker {
@@ -26,7 +27,6 @@ struct Entity {
 struct Model {
     Index width, layers, query_heads, kv_heads, head_width, ffn_width, actions, continuous, tables_bf16, bidirectional;
     float attention_multiplier, attention_cap, norm_epsilon;
-    float unused;
     const Layer* layer;
     Entity user, post, author;
     const float *user_projection, *history_projection, *candidate_projection;  // packed fp32; the hash embeddings' rows only
@@ -51,5 +51,35 @@ struct CandidateJob {
     const Index *post_rows, *author_rows, *surfaces, *ages, *positions;
     float *logits, *probabilities, *continuous;
 };
+
+// Every member by name, for Python to compare with its own before the first call. A null name ends the list.
+struct Member {
+    const char* name;
+    Index offset, bytes;
+};
+#define WHOLE(type) {#type, 0, sizeof(type)}
+#define AT(type, member) {#type "." #member, offsetof(type, member), sizeof(type::member)}
+constexpr Member MEMBERS[] = {
+    WHOLE(Layer), AT(Layer, attention_norm), AT(Layer, attention_post_norm), AT(Layer, ffn_norm), AT(Layer, ffn_post_norm),
+    AT(Layer, query_key_value), AT(Layer, output), AT(Layer, gate_value), AT(Layer, ffn_output),
+    WHOLE(Entity), AT(Entity, table), AT(Entity, hashes),
+    WHOLE(Model), AT(Model, width), AT(Model, layers), AT(Model, query_heads), AT(Model, kv_heads), AT(Model, head_width),
+    AT(Model, ffn_width), AT(Model, actions), AT(Model, continuous), AT(Model, tables_bf16), AT(Model, bidirectional),
+    AT(Model, attention_multiplier), AT(Model, attention_cap), AT(Model, norm_epsilon), AT(Model, layer), AT(Model, user),
+    AT(Model, post), AT(Model, author), AT(Model, user_projection), AT(Model, history_projection),
+    AT(Model, candidate_projection), AT(Model, action_tokens), AT(Model, history_surfaces), AT(Model, candidate_surfaces),
+    AT(Model, dwell_input), AT(Model, dwell_output), AT(Model, post_ages), AT(Model, final_norm), AT(Model, heads),
+    AT(Model, cosines), AT(Model, sines),
+    WHOLE(ContextJob), AT(ContextJob, rows), AT(ContextJob, start), AT(ContextJob, blocks), AT(ContextJob, has_user),
+    AT(ContextJob, keys), AT(ContextJob, user_rows), AT(ContextJob, post_rows), AT(ContextJob, author_rows),
+    AT(ContextJob, surfaces), AT(ContextJob, positions), AT(ContextJob, actions), AT(ContextJob, dwell_seconds),
+    WHOLE(CandidateJob), AT(CandidateJob, rows), AT(CandidateJob, keys_count), AT(CandidateJob, blocks),
+    AT(CandidateJob, context), AT(CandidateJob, keys), AT(CandidateJob, post_rows), AT(CandidateJob, author_rows),
+    AT(CandidateJob, surfaces), AT(CandidateJob, ages), AT(CandidateJob, positions), AT(CandidateJob, logits),
+    AT(CandidateJob, probabilities), AT(CandidateJob, continuous),
+    {nullptr, 0, 0},
+};
+#undef WHOLE
+#undef AT
 
 }  // namespace ranker

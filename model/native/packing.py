@@ -17,9 +17,9 @@ LANES, PANEL = 16, 64
 Int64, Pointer, Float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
-def structure(name: str, *parts: tuple[type, str]) -> type[ctypes.Structure]:
-    """A C struct: each part is a C type and the names of the members that have it."""
-    members = [(member, kind) for kind, names in parts for member in names.split()]
+def structure(name: str, *kinds: tuple[type, str]) -> type[ctypes.Structure]:
+    """A C struct: C types, each with the names of the members that have it."""
+    members = [(member, kind) for kind, names in kinds for member in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
@@ -31,7 +31,7 @@ Entity = structure("Entity", (Pointer, "table"), (Int64, "hashes"))
 Model = structure(
     "Model",
     (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional"),
-    (Float, "attention_multiplier attention_cap norm_epsilon unused"),
+    (Float, "attention_multiplier attention_cap norm_epsilon"),
     (Pointer, "layer"),
     (Entity, "user post author"),
     (Pointer, "user_projection history_projection candidate_projection"),
@@ -48,6 +48,7 @@ CandidateJob = structure(
     (Int64, "rows keys_count blocks context"),
     (Pointer, "keys post_rows author_rows surfaces ages positions logits probabilities continuous"),
 )
+STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
 
 
 @dataclass(slots=True)
@@ -71,8 +72,8 @@ def panels(weight: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
     """
     step = 2 if dtype is torch.bfloat16 else 1
     padded = pad(weight, round_up(depth, step), round_up(weight.shape[1], PANEL))
-    parts = padded.view(padded.shape[0] // step, step, padded.shape[1] // PANEL, PANEL)
-    return parts.permute(2, 0, 3, 1).to(dtype).contiguous()
+    blocks = padded.view(padded.shape[0] // step, step, padded.shape[1] // PANEL, PANEL)
+    return blocks.permute(2, 0, 3, 1).to(dtype).contiguous()
 
 
 def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
@@ -82,7 +83,7 @@ def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 def gate_and_value(gate: Tensor, value: Tensor) -> Tensor:
     """`[D, F]` twice to `[D, 64 · ceil(F/32)]`: each panel holds 32 gate columns and the 32 value columns that belong to them."""
-    halves = [pad(part, len(part), round_up(part.shape[1], 32)).view(len(part), -1, 32) for part in (gate, value)]
+    halves = [pad(half, len(half), round_up(half.shape[1], 32)).view(len(half), -1, 32) for half in (gate, value)]
     return torch.cat(halves, -1).flatten(1)
 
 
@@ -146,8 +147,8 @@ def _features(ranker: Ranker) -> Iterator[tuple[str, Tensor]]:
     width, padded = config.width, round_up(config.width, LANES)
     entity = (config.post_hashes.count + config.author_hashes.count) * width
 
-    def project(rows: Tensor, projection: Tensor, part: int) -> Tensor:
-        slice_ = projection[entity + part * width : entity + (part + 1) * width]
+    def project(rows: Tensor, projection: Tensor, feature: int) -> Tensor:
+        slice_ = projection[entity + feature * width : entity + (feature + 1) * width]
         return pad((rows.double() @ slice_.double()).float(), len(rows), padded).contiguous()
 
     history, candidate = tokens.history_projection, tokens.candidate_projection

@@ -4,10 +4,14 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
+
+#include "hooks.h"
 
 namespace ranker {
 
@@ -19,13 +23,25 @@ inline void pause_briefly(long spins) {
 #endif
 }
 
-// Tasks are claimed in order, so a task may wait for any task of a lower number: somebody is already running that one.
+// Tasks are claimed in order, so a task may wait for any task of a lower number: a thread is already running that one.
+//
+// Tasks are numbered through, over all rounds: a round is the numbers `first` to `first + count - 1`, and no number is ever
+// claimed twice. Only differences of numbers are compared, so 64 bits may even wrap.
 class Pool {
   public:
     using Task = std::function<void(long index, long thread)>;
+    using Number = std::uint64_t;
 
+    // Takes what it gets: where the system refuses a thread, the pool works with those it has.
     explicit Pool(long threads) {
-        for (long i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+        workers_.reserve(threads);
+        try {
+            for (long i = 1; i < threads; ++i) {
+                if (must_fail()) throw std::bad_alloc();
+                workers_.emplace_back([this, i] { work(i); });
+            }
+        } catch (const std::exception&) {
+        }
     }
     ~Pool() {
         {
@@ -38,58 +54,61 @@ class Pool {
     long size() const { return long(workers_.size()) + 1; }
 
     // Runs task(index, thread) for every index below count, the caller as thread 0. Returns when all are done, without
-    // waiting for a worker that has not even woken up: it will find the round over.
-    void run(long count, const Task& task) {
-        std::uint64_t round;
+    // waiting for a worker that has not even woken up: it will find nothing to claim. Tasks must not throw.
+    void run(Number count, const Task& task) {
+        Round round;
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            task_ = &task;
-            count_ = count;
-            round = ++round_;
-            done_.store(0);
-            claim_.store(round << 32);
+            round = round_ = {&task, end_, count};
+            end_ += count;
         }
         if (count > 1) wake_.notify_all();
-        drain(round, count, task, 0);
-        for (long spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) pause_briefly(spins);
+        drain(round, 0);
+        for (long spins = 0; done_.load(std::memory_order_acquire) - round.first < count; ++spins) pause_briefly(spins);
+    }
+
+    // As if so many tasks had been run already; for tests, while nothing runs.
+    void preset(Number tasks) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        round_ = {nullptr, tasks, 0};
+        end_ = claimed_ = done_ = tasks;
     }
 
   private:
-    // Claims tasks of this round only: the round stands in the upper half of the counter.
-    void drain(std::uint64_t round, long count, const Task& task, long thread) {
-        for (std::uint64_t claimed = claim_.load();;) {
-            const long index = long(claimed & 0xffffffffu);
-            if (claimed >> 32 != round || index >= count) return;
-            if (!claim_.compare_exchange_weak(claimed, claimed + 1)) continue;
-            task(index, thread);
+    struct Round {
+        const Task* task = nullptr;
+        Number first = 0, count = 0;
+    };
+
+    void drain(const Round& round, long thread) {
+        for (Number next = claimed_.load(); next - round.first < round.count;) {
+            if (!claimed_.compare_exchange_weak(next, next + 1)) continue;
+            (*round.task)(long(next - round.first), thread);
             done_.fetch_add(1, std::memory_order_release);
-            claimed = claim_.load();
+            next = claimed_.load();
         }
     }
     void work(long thread) {
-        for (std::uint64_t seen = 0;;) {
-            for (long spins = 0; spins < 2000 && (claim_.load(std::memory_order_relaxed) >> 32) == seen; ++spins)
-                pause_briefly(spins);
+        for (Number seen = 0;;) {
+            for (long spins = 0; spins < 2000 && end_.load(std::memory_order_relaxed) == seen; ++spins) pause_briefly(spins);
             std::unique_lock<std::mutex> lock(mutex_);
-            wake_.wait(lock, [&] { return stop_ || round_ != seen; });
+            wake_.wait(lock, [&] { return stop_ || end_ != seen; });
             if (stop_) return;
-            seen = round_;
-            const Task* task = task_;
-            const long count = count_;
+            seen = end_;
+            const Round round = round_;
             lock.unlock();
-            drain(seen, count, *task, thread);
+            drain(round, thread);
         }
     }
 
     std::vector<std::thread> workers_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    const Task* task_ = nullptr;
-    long count_ = 0;
-    std::uint64_t round_ = 0;
+    Round round_;
     bool stop_ = false;
-    std::atomic<std::uint64_t> claim_{0};
-    std::atomic<long> done_{0};
+    std::atomic<Number> end_{0};      // one past the last task of the present round
+    std::atomic<Number> claimed_{0};  // the next task to be claimed
+    std::atomic<Number> done_{0};     // tasks that have been run
 };
 
 }  // namespace ranker

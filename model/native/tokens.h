@@ -46,9 +46,9 @@ void Engine<T>::context_tokens(const ContextJob& job, const Tile& tile, float* h
             for (Index a = 0; a < m_.actions; ++a) add(token, m_.action_tokens + a * padded_, 2 * actions[a] - 1);
         add(token, m_.history_surfaces + job.surfaces[row] * padded_);
         if (m_.dwell_input) {
-            const float share = std::min(std::max(job.dwell_seconds[row], 0.0f), 30.0f) / 30.0f;
+            const float fraction = std::min(std::max(job.dwell_seconds[row], 0.0f), 30.0f) / 30.0f;
             float hidden_dwell[DWELL_HIDDEN];
-            for (Index i = 0; i < DWELL_HIDDEN; i += LANES) store(hidden_dwell + i, gelu(load(m_.dwell_input + i) * share));
+            for (Index i = 0; i < DWELL_HIDDEN; i += LANES) store(hidden_dwell + i, gelu(load(m_.dwell_input + i) * fraction));
             for (Index i = 0; i < DWELL_HIDDEN; ++i) add(token, m_.dwell_output + i * padded_, hidden_dwell[i]);
         }
     }

@@ -1,8 +1,8 @@
 // Sixteen floats at a time, and the matrix kernel that everything is made of. Nothing here knows the model.
 //
-// The rule that isolation rests on: the number a row gets is a fixed sequence of operations on that row alone. No
+// Isolation rests on one rule: the number a row gets is a fixed sequence of operations on that row alone. No
 // reduction is ever split or reordered by how many rows, keys or threads there are. Compiled with -ffp-contract=off,
-// so that only the fused multiply-adds written here are fused.
+// so that nothing becomes an fma but what is written as one here.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +69,7 @@ inline Vec widen_load(const bf16* p) {
 #endif
 }
 
-inline Vec fused(Vec a, Vec b, Vec c) {  // a * b + c
+inline Vec fma(Vec a, Vec b, Vec c) {  // a * b + c
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
@@ -92,12 +92,12 @@ inline Vec exp2(Vec x) {
     const Vec shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
     Vec shifted = x + shift, rest = x - (shifted - shift);
     Vec y = broadcast(1.546973198e-4f);
-    y = fused(y, rest, broadcast(1.340043217e-3f));
-    y = fused(y, rest, broadcast(9.618025603e-3f));
-    y = fused(y, rest, broadcast(5.550327214e-2f));
-    y = fused(y, rest, broadcast(2.402265121e-1f));
-    y = fused(y, rest, broadcast(6.931472067e-1f));
-    y = fused(y, rest, broadcast(1.0f));
+    y = fma(y, rest, broadcast(1.340043217e-3f));
+    y = fma(y, rest, broadcast(9.618025603e-3f));
+    y = fma(y, rest, broadcast(5.550327214e-2f));
+    y = fma(y, rest, broadcast(2.402265121e-1f));
+    y = fma(y, rest, broadcast(6.931472067e-1f));
+    y = fma(y, rest, broadcast(1.0f));
     IntVec power = ((IntVec)shifted + (127 - 0x4b400000)) << 23;
     return y * (Vec)power;
 }
@@ -130,7 +130,7 @@ template <class T>
 inline float dot(const T* a, const T* b, long n) {
     Vec products = {};
     each(
-        n, [&](long i) { products = fused(widen_load(a + i), widen_load(b + i), products); },
+        n, [&](long i) { products = fma(widen_load(a + i), widen_load(b + i), products); },
         [&](long i) { products[i % LANES] += widen(a[i]) * widen(b[i]); });
     return total(products);
 }
@@ -142,7 +142,7 @@ template <>
 struct Step<float> {
     static constexpr long DEPTH = 1;
     static Vec row(const float* a) { return broadcast(*a); }
-    static Vec add(Vec c, Vec a, const float* b) { return fused(a, load(b), c); }
+    static Vec add(Vec c, Vec a, const float* b) { return fma(a, load(b), c); }
 };
 template <>
 struct Step<bf16> {
@@ -157,8 +157,8 @@ struct Step<bf16> {
         return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)load(reinterpret_cast<const float*>(b)));
 #else
         const IntVec pairs = *reinterpret_cast<const IntVec*>(b), row = (IntVec)a;
-        c = fused((Vec)(row << 16), (Vec)(pairs << 16), c);
-        return fused((Vec)(row & -65536), (Vec)(pairs & -65536), c);
+        c = fma((Vec)(row << 16), (Vec)(pairs << 16), c);
+        return fma((Vec)(row & -65536), (Vec)(pairs & -65536), c);
 #endif
     }
 };

@@ -1,4 +1,4 @@
-"""Runs steps padded to a few sizes, each recorded once: CUDA graphs, double-buffered copies, and the proof that every size
+"""Runs steps padded to a few sizes, each recorded once: CUDA graphs, double-buffered copies, and the check that every size
 gives the same bits.
 """
 
@@ -89,13 +89,13 @@ class BucketRunner:
 
     def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
         """Record every size, then drop those whose bits are not the plain run's, or not those of the largest size."""
-        # the reference comes first: it must not use what is still to be proved
-        self._trunk.kernels.forget_proofs()
+        # the reference comes first: it must not use what is still to be checked
+        self._trunk.kernels.use_reference()
         plans = {size: probe(size) for size in self._sizes}
         expected = {size: self._plain(plan) for size, plan in plans.items()}
-        notes["products"] = self._trunk.kernels.prove(self._trunk.linear_weights(), self._sizes)
+        notes["products"] = self._trunk.kernels.choose_products(self._trunk.linear_weights(), self._sizes)
         for buffer in (*self._staging, self._arrived):
-            buffer.zero_()  # a step of no rows, whatever the size: what a probe left there has another layout
+            buffer.zero_()  # a step of no rows at every size: what a probe left there has another layout
         for size in self._sizes:
             step = Step(self._trunk.mixed, self._frames[size].device, self._frames[size].host[0], ())
             self._bodies[size] = self._recorder.record(partial(self._trunk.body, rows=size), step)
@@ -123,8 +123,8 @@ class BucketRunner:
         return outputs
 
     def rehearse(self, plans: Sequence[StepPlan]) -> Callable[[], None]:
-        """The device's share of `run` alone, for measurements: steps are written now, every call queues them again and
-        returns at once. Raises EngineError where tables live on the host, whose share would be missing.
+        """What the device does in `run`, for measurements: steps are written now, every call queues them again and
+        returns at once. Raises EngineError where tables are on the host, whose work would be missing.
         """
         if self._source.placement != "device":
             raise EngineError("only steps whose tables are on the device can be queued again")

@@ -15,7 +15,7 @@ from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 from model.ranker import Ranker
-from model.selftest import prove_isolation
+from model.selftest import check_isolation
 from model.split.buckets import BucketRunner
 from model.split.graphs import CudaRecorder, Recorder
 from model.split.kernels.contract import Kernels, softmax_shift
@@ -61,7 +61,7 @@ class SplitEngine:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._dtype = dtype
         fused = kernels == "fused" or (kernels == "auto" and self._device.type == "cuda")
-        # keys are padded so that every product of the portable attention has one shape; the fused one masks
+        # keys are padded so that every product of the portable attention has one shape; the Triton kernels mask
         self._key_tile = 1 if fused else KEY_TILE
         capacity = capacity or default_capacity(config)
         if capacity % TILE_ROWS or capacity < 1 + config.history_length:
@@ -71,11 +71,11 @@ class SplitEngine:
         source = table_source(ranker, self._device, capacity, placement)
         self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
         self._capacity = capacity
-        parts = (config, candidate_positions, self._trunk, source, capacity)
+        shared = (config, candidate_positions, self._trunk, source, capacity)
         if self._device.type == "cuda" or recorder is not None:
-            self._runner: StepRunner = BucketRunner(*parts, recorder or CudaRecorder())
+            self._runner: StepRunner = BucketRunner(*shared, recorder or CudaRecorder())
         else:
-            self._runner = EagerRunner(*parts)
+            self._runner = EagerRunner(*shared)
         self._prepared = 0
         extendable = config.context_attention == "causal" and not config.right_anchored
         self._cache: ContextCache[ContextState] = ContextCache(cache_bytes, prefixes=extendable)
@@ -89,10 +89,10 @@ class SplitEngine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile, capture, and prove that bits do not depend on the composition. Raises EngineError when a proof fails."""
+        """Compile, capture, and check that bits do not depend on the batch. Raises EngineError when a check fails."""
         with self._on_device():
             self._runner.warm_up(self.info.notes, self._probe)
-        self.info.notes["proved"] = prove_isolation(self)
+        self.info.notes["self_test"] = check_isolation(self)
         self._cache.clear()
         self._runner.counts = RowCounts()
         self._prepared = self._compilations()
@@ -122,7 +122,7 @@ class SplitEngine:
 
     @torch.inference_mode()
     def rehearse(self, items: Sequence[Item]) -> Callable[[], None]:
-        """The device's share of this forward, to be queued again by every call of the result; for measurements. Contexts are
+        """What the device does in this forward, to be queued again by every call of the result; for measurements. Contexts are
         computed unless an item brings its state. Raises EngineError where the engine does not run in padded sizes.
         """
         if not isinstance(self._runner, BucketRunner):
@@ -138,7 +138,7 @@ class SplitEngine:
         return self._compilations() - self._prepared
 
     def padding_ratio(self) -> float:
-        """The share of computed rows, since warm-up, that no request asked for."""
+        """The fraction of computed rows, since warm-up, that no request asked for."""
         counts = self._runner.counts
         return 1 - counts.used / counts.computed if counts.computed else 0.0
 
@@ -162,18 +162,18 @@ class SplitEngine:
         return self._runner.recorded + self._kernels.compiled()
 
     def _probe(self, rows: int) -> StepPlan:
-        """A step of exactly `rows` rows, see `run.Probe`: one request's candidates, a stranger's, the first ones again."""
+        """A step of exactly `rows` rows, see `run.Probe`: one request's candidates, another's, the first ones again."""
         config = self.config
-        asked, stranger = (random_context(config, min(config.history_length, n), seed=n) for n in (20, 5))
+        first, second = (random_context(config, min(config.history_length, n), seed=n) for n in (20, 5))
         candidates = random_candidates(config, PROBE_CANDIDATES, seed=1)
         plan = StepPlan()
-        for context in (asked, stranger):
+        for context in (first, second):
             work = ContextWork(context, self._allocate(context, None))
             plan.add_context(work, work.state.length)
-        first, second = (work.state for work in plan.contexts)
+        states = [work.state for work in plan.contexts]
         others = random_candidates(config, rows - plan.rows - 2 * PROBE_CANDIDATES, seed=2)
-        for number, (part, state) in enumerate(((candidates, first), (others, second), (candidates, first))):
-            plan.add_candidates(CandidateWork(number, 0, part, state))
+        for number, (chunk, owner) in enumerate(((candidates, 0), (others, 1), (candidates, 0))):
+            plan.add_candidates(CandidateWork(number, 0, chunk, states[owner]))
         return plan
 
     def _context_of(

@@ -49,7 +49,7 @@ class StepRunner(Protocol):
         """How many recordings were made."""
 
     def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
-        """Compile, record and prove; says in `notes` what was proved. Raises EngineError when a proof fails."""
+        """Compile, record and check; says in `notes` what was checked. Raises EngineError when a check fails."""
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
         """Raw head outputs fp32 `[candidates, A + Z]` of each step."""
@@ -77,7 +77,7 @@ class EagerRunner:
 
     def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
         """See `StepRunner.warm_up`; there are no sizes to record."""
-        notes["products"] = self._trunk.kernels.prove(self._trunk.linear_weights(), [TILE_ROWS])
+        notes["products"] = self._trunk.kernels.choose_products(self._trunk.linear_weights(), [TILE_ROWS])
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
         """See `StepRunner.run`."""

@@ -1,6 +1,6 @@
 """One step of the split engine as flat rows: who is in it, and the arrays that describe it. Numpy and layout only, no arithmetic.
 
-A step's rows are its candidates, then history items, then users, tightly packed whatever request they belong to. Attention
+A step's rows are its candidates, then history items, then users, tightly packed over all requests. Attention
 works on tiles: at most `TILE_ROWS` neighbouring rows of one kind and one request. Padding tokens have no row at all.
 """
 

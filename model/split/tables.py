@@ -38,17 +38,19 @@ def table_source(
     Raises EngineError where they differ in dtype.
     """
     tables = ranker.tables
-    parts = [parameter.detach() for parameter in (tables.user, tables.post, tables.author)]
-    if len({part.dtype for part in parts}) > 1 or parts[0].dtype not in (torch.float32, torch.bfloat16):
-        raise EngineError(f"embedding tables must all be float32 or all bfloat16, got {[part.dtype for part in parts]}")
+    three = [parameter.detach() for parameter in (tables.user, tables.post, tables.author)]
+    if len({table.dtype for table in three}) > 1 or three[0].dtype not in (torch.float32, torch.bfloat16):
+        raise EngineError(
+            f"embedding tables must all be float32 or all bfloat16, got {[table.dtype for table in three]}"
+        )
     if placement is None:
         placement = "device"
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            placement = "device" if 2 * sum(part.numel() * part.element_size() for part in parts) <= free else "host"
+            placement = "device" if 2 * sum(table.nbytes for table in three) <= free else "host"
     if placement == "device":
-        return DeviceTables(Tables(*(part.to(device) for part in parts)))
-    return HostTables(ranker.config, Tables(*parts), device, capacity)
+        return DeviceTables(Tables(*(table.to(device) for table in three)))
+    return HostTables(ranker.config, Tables(*three), device, capacity)
 
 
 class DeviceTables:

@@ -40,7 +40,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """All fp32. Every small input is multiplied with its share of the projection at load, so that only the hash embeddings
+    """All fp32. Every small input is multiplied with its rows of the projection at load, so that only the hash embeddings
     are left to multiply; `E` hash embeddings make a post or a candidate, `U` a user.
 
     projection `[(2·E + U)·D, D]`: candidate, history, user. surfaces `[2, surfaces, D]`: candidate, history.
@@ -103,7 +103,7 @@ def _layer(layer: DecoderLayer, device: torch.device, dtype: torch.dtype, *, las
     key_value = _moved(torch.cat((layer.key.detach(), layer.value.detach()), 1), device, dtype)
     gate, value, output = layer.ffn_gate.detach(), layer.ffn_value.detach(), layer.ffn_output.detach()
     padding = -gate.shape[1] % FFN_COLUMNS
-    gate, value = (functional.pad(part, (0, padding)) for part in (gate, value))
+    gate, value = (functional.pad(weight, (0, padding)) for weight in (gate, value))
     return LayerWeights(
         attention_norm=_moved(layer.attention_norm, device),
         qkv=None if last else torch.cat((query, key_value), 1),

@@ -8,12 +8,14 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+import torch
 
 from loadtest.peers import run
 from loadtest.peers.common import PeerModel, RankBody
 from loadtest.peers.plain import create_app
 from loadtest.target import ROOT, Target, TargetError
 from loadtest.traffic import Traffic, TrafficSettings
+from model.tolerances import PARITY
 from tests.loadtest.toy_server import ToyServer
 
 
@@ -48,7 +50,7 @@ def test_the_dense_reference_in_batches_and_our_engine_score_alike(dense, bodies
     assert max(float(scores.std()) for scores in alone) > 0.001  # scores that are all the same would prove nothing
     for found in (dense.score(features), ours.score(features)):
         for scores, expected in zip(found, alone, strict=True):
-            assert np.abs(scores.probabilities - expected).max() < run.TOLERANCE["float32"]
+            assert np.abs(scores.probabilities - expected).max() < PARITY[torch.float32].probabilities
 
 
 def test_a_plain_reply_ranks_by_score(dense, monkeypatch):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tracemalloc
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.bits import Compositions, small_config
-from model.cache import ContextCache, ContextKey
+from model.cache import ENTRY_BYTES, ContextCache, ContextKey
 from model.native.engine import NativeEngine
 from tests.model.builders import random_config, random_context, random_ranker
 
 EVENT = b"12345678"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def key(user_id: int, length: int) -> ContextKey:
@@ -54,13 +61,13 @@ def test_only_growth_by_new_events_is_a_prefix() -> None:
 
 def test_prefixes_can_be_forbidden() -> None:
     for allowed in (True, False):
-        cache: ContextCache[str] = ContextCache(1000, prefixes=allowed)
+        cache: ContextCache[str] = ContextCache(2 * ENTRY_BYTES, prefixes=allowed)
         cache.insert(key(1, 3), "older", 10)
         assert cache.find_prefix(key(1, 4)) == ("older" if allowed else None)
 
 
 def test_a_state_over_the_budget_is_not_kept() -> None:
-    cache: ContextCache[str] = ContextCache(100, prefixes=True)
+    cache: ContextCache[str] = ContextCache(ENTRY_BYTES + 100, prefixes=True)
     cache.insert(key(1, 1), "small", 50)
     cache.insert(key(2, 1), "huge", 101)
     assert cache.find(key(1, 1)) == "small"
@@ -69,13 +76,13 @@ def test_a_state_over_the_budget_is_not_kept() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4), st.integers(0, 3), st.integers(0, 60)), max_size=60))
 def test_behaves_as_a_plain_least_recently_used_dictionary(steps: list[tuple[bool, int, int, int]]) -> None:
-    budget = 100
+    budget = 2 * ENTRY_BYTES + 100
     cache: ContextCache[int] = ContextCache(budget, prefixes=True)
     plain: OrderedDict[ContextKey, tuple[int, int]] = OrderedDict()
     for number, (insert, user, length, size) in enumerate(steps):
         wanted = key(user, length)
         if insert:
-            total = size + len(wanted.events)
+            total = size + len(wanted.events) + ENTRY_BYTES
             cache.insert(wanted, number, size)
             if total <= budget:
                 plain.pop(wanted, None)
@@ -92,6 +99,50 @@ def test_behaves_as_a_plain_least_recently_used_dictionary(steps: list[tuple[boo
                 plain.move_to_end(wanted)
         assert cache.stats().bytes == sum(held for _, held in plain.values()) <= budget
         assert cache.stats().entries == len(plain)
+
+
+def fill(cache: ContextCache[Any], allocate: Callable[[], Any], size: Callable[[Any], int], events: bytes) -> None:
+    """More contexts than the budget holds; each has bytes of its own, as those of different requests do."""
+    for user in range(2 * cache.byte_budget // (size(allocate()) + len(events) + 250)):
+        state = allocate()
+        cache.insert(ContextKey(2**40 + user, bytes(bytearray(events))), state, size(state))
+
+
+@pytest.mark.parametrize("history", [0, 1, 37])
+def test_what_the_native_engine_keeps_stays_within_its_budget(history: int) -> None:
+    config = random_config()
+    engine = NativeEngine(random_ranker(config), cache_bytes=4 * 2**20)
+    events = random_context(config, history).events(config)
+    tracemalloc.start()
+    try:
+        fill(engine._cache, lambda: engine._allocate(history, None), lambda keys: keys.buffer.nbytes, events)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.4 < kept / engine._cache.byte_budget < 1.1
+
+
+TORCH = """
+import resource
+from tests.model.test_cache import *
+from model.split.engine import SplitEngine
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+config = random_config()
+engine = SplitEngine(random_ranker(config), capacity=64, cache_bytes=32 * 2**20)
+context = replace(random_context(config, 0), user_id=0)
+before = resident()
+fill(engine._cache, lambda: engine._allocate(context, None), lambda state: state.nbytes, b"")
+print((resident() - before) / engine._cache.byte_budget)
+"""
+
+
+def test_what_the_torch_engine_keeps_stays_within_its_budget() -> None:
+    """Tensors are seen by the operating system alone, so this is a process of its own."""
+    finished = subprocess.run([sys.executable, "-c", TORCH], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0.4 < float(finished.stdout) < 1.1
 
 
 @pytest.fixture

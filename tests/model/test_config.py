@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import ConfigError, HashSpec, ModelConfig
+from loadtest.geometries import GEOMETRIES
+from model.config import LARGEST, ConfigError, HashSpec, ModelConfig
 from tests.model.builders import random_config
 
 
@@ -37,6 +38,18 @@ def test_survives_json() -> None:
         ({"head_width": 15}, "must be even"),
         ({"context_attention": "sideways"}, "must be 'causal' or 'bidirectional'"),
         ({"user_hashes": 5}, "user_hashes must be an object"),
+        ({"history_length": 10**6}, "history_length must be positive and at most 32768, got 1000000"),
+        ({"candidate_length": 2**40}, "candidate_length must be positive and at most 32768"),
+        ({"layers": 10**5}, "layers must be positive and at most 1024"),
+        ({"width": 2**20}, "width must be positive and at most 65536"),
+        ({"widening": 1e300}, "widening must be positive and at most 64"),
+        ({"widening": float("nan")}, "widening must be positive"),
+        ({"continuous_actions": 10**6}, "continuous_actions must lie in 0 … 4096"),
+        ({"continuous_actions": -1}, "continuous_actions must lie in 0 … 4096"),
+        (
+            {"kv_heads": 1024, "query_heads": 1024, "head_width": 1024, "history_length": 32768},
+            "keys and values a context",
+        ),
     ],
 )
 def test_refuses_with_the_field(change: dict[str, object], message: str) -> None:
@@ -54,8 +67,21 @@ def test_a_missing_key_is_named() -> None:
 def test_hash_functions_must_pair_up() -> None:
     with pytest.raises(ConfigError, match="equally many"):
         HashSpec((1, 2), (3,), 97, 10)
+    with pytest.raises(ConfigError, match="at most 16 hash functions"):
+        HashSpec((1,) * 17, (1,) * 17, 97, 10)
     with pytest.raises(ConfigError, match="modulus"):
         replace(random_config().user_hashes, modulus=2**63)
+
+
+@pytest.mark.parametrize("name", [name for name in LARGEST if name != "post_age_granularity_minutes"])
+def test_every_bound_leaves_room_for_the_largest_geometry_that_is_measured(name: str) -> None:
+    assert 4 * max(getattr(config, name) for config in GEOMETRIES.values()) <= LARGEST[name]
+
+
+def test_a_model_of_70_billion_with_a_history_of_32_768_is_allowed() -> None:
+    """The shape of a Llama 3 70B, as an example of what is far beyond a ranker of today."""
+    shape = {"width": 8192, "layers": 80, "query_heads": 64, "kv_heads": 8, "head_width": 128, "widening": 5.25}
+    assert random_config(**shape, history_length=32_768, candidate_length=32_768).ffn_width == 28_672
 
 
 def test_post_age_buckets_at_an_hour_are_82() -> None:

@@ -32,12 +32,12 @@ from model.split.step import (
 )
 from model.split.weights import split_weights
 from model.split.write import StepWriter
+from model.tolerances import PARITY
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
 
 CAPACITY = 256
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @dataclass
@@ -91,7 +91,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(one.float(), other.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    tolerance = PARITY[dtype].operation
+    torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
 
 
 @KINDS
@@ -216,12 +217,12 @@ def test_only_products_with_the_reference_bits_are_used() -> None:
     bench = make_bench("fused")
     weight = torch.randn(32, 32, generator=bench.generator)
     kernels = OffByOneBit(bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.float32), torch.float32)
-    assert kernels.prove([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "narrow"}}
+    assert kernels.choose_products([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "narrow"}}
     same = fused.FusedKernels(
         bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.float32), torch.float32
     )
     same._equals_narrow = lambda kind, weight, size: True  # what a library with equal bits would answer
-    assert same.prove([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "library"}}
+    assert same.choose_products([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "library"}}
 
 
 @KINDS

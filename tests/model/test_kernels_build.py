@@ -84,7 +84,7 @@ from model.split.graphs import PlainRecorder
 from model.selftest import same_bits
 from model.split.engine import SplitEngine
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
-from tests.tolerances import PARITY
+from model.tolerances import PARITY
 for dtype, layers in ((torch.float32, 2), (torch.bfloat16, 1)):
     config = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
     ranker = random_ranker(config)
@@ -97,7 +97,7 @@ for dtype, layers in ((torch.float32, 2), (torch.bfloat16, 1)):
     outcomes = engine.forward(items)
     for ours, theirs in zip(outcomes, DenseEngine(ranker, torch.float32).forward(items)):
         assert np.abs(ours.scores.logits - theirs.scores.logits).max() < PARITY[dtype].logits
-        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max() < PARITY[dtype].continuous
+        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max() < PARITY[dtype].probabilities
     alone = engine.forward([Item(items[0].context, items[0].candidates.chunk(1, 2))])[0]
     assert alone.cache == "hit"
     assert np.array_equal(alone.scores.logits, outcomes[0].scores.logits[1:2])

@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def capped_share(products, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr):
+def capped_weight(products, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr):
     """`exp(cap · tanh(multiplier · x / cap) − shift)` from raw products x, with `tanh(y) = 1 − 2 / (exp(2y) + 1)`.
 
     SCALE = 2 · log2(e) · multiplier / cap, RISE = (cap − shift) · log2(e), FALL = 2 · cap · log2(e). Overflow of the inner
@@ -44,12 +44,12 @@ def attend_keys(
         stored = (places < length)[:, None] & (columns < HEAD_WIDTH)[None, :]
         address = places.to(tl.int64)[:, None] * TOKEN + columns[None, :]
         k = tl.load(keys + address, mask=stored, other=0.0).to(q.dtype)
-        share = capped_share(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, RISE, FALL)
+        weight = capped_weight(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, RISE, FALL)
         visible = (places[None, :] < seen[:, None]) & (places < length)[None, :]
-        share = tl.where(visible, share, 0.0)
-        total += tl.sum(share, 1)
+        weight = tl.where(visible, weight, 0.0)
+        total += tl.sum(weight, 1)
         v = tl.load(values + address, mask=stored, other=0.0).to(q.dtype)
-        mixed = tl.dot(share.to(v.dtype), v, mixed, input_precision=PRECISION)
+        mixed = tl.dot(weight.to(v.dtype), v, mixed, input_precision=PRECISION)
     return total, mixed
 
 
@@ -129,9 +129,9 @@ def attend_tiles(
         mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
         own_key = tl.load(mine, mask=there, other=0.0).to(tl.float32)
         own_value = tl.load(mine + token, mask=there, other=0.0).to(tl.float32)
-        share = capped_share(tl.sum(q.to(tl.float32) * own_key, 1), SCALE, RISE, FALL)
-        total += share
-        mixed += share[:, None] * own_value
+        weight = capped_weight(tl.sum(q.to(tl.float32) * own_key, 1), SCALE, RISE, FALL)
+        total += weight
+        mixed += weight[:, None] * own_value
     result = mixed / total[:, None]
     target = out + rows[:, None] * (QUERY_HEADS * HEAD_WIDTH) + head * HEAD_WIDTH + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=there)

@@ -95,13 +95,13 @@ class Kernels(Protocol):
     def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """gate_value `[rows, 2·F]`; out `[rows, F]` = `gelu(gate) ⊙ value`."""
 
-    def prove(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+    def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
         """Find, for products with weights of these shapes and with these numbers of rows, the fastest ways that give the bits
         of the reference, and use them from now on. Says what was found. Raises EngineError when the reference itself fails.
         """
 
-    def forget_proofs(self) -> None:
-        """Use the reference everywhere."""
+    def use_reference(self) -> None:
+        """Use the reference products everywhere."""
 
     def compiled(self) -> int:
         """How many kernels have been compiled or loaded so far."""

@@ -17,7 +17,7 @@ from model.split.kernels.contract import Step, Tables, softmax_shift
 from model.split.kernels.matmul import multiply_tiles
 from model.split.kernels.rows import gate_rows, norm_rows
 from model.split.kernels.tokens import embed_tiles
-from model.split.proof import rows_are_independent, shape_name
+from model.split.row_check import rows_are_independent, shape_name
 from model.split.step import (
     CANDIDATE_TILES,
     CANDIDATES,
@@ -75,7 +75,7 @@ def compiled_variants() -> int:
 
 
 def softmax_constants(multiplier: float, cap: float) -> dict[str, float]:
-    """SCALE, RISE and FALL of `capped_share`."""
+    """SCALE, RISE and FALL of `capped_weight`."""
     shift = softmax_shift(cap)
     return {"SCALE": 2 * LOG2_E * multiplier / cap, "RISE": (cap - shift) * LOG2_E, "FALL": 2 * cap * LOG2_E}
 
@@ -214,7 +214,7 @@ class FusedKernels:
         config, arrays = self.config, step.arrays
         some = query if query is not None else key_value
         assert some is not None
-        q, kv = (some if part is None else part for part in (query, key_value))
+        q, kv = (some if tensor is None else tensor for tensor in (query, key_value))
         self._launch(
             rotate_rows,
             (rows,),
@@ -273,8 +273,8 @@ class FusedKernels:
             num_warps=4,
         )
 
-    def prove(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
-        """See `Kernels.prove`: the first kind of `_preferred` that equals `narrow`."""
+    def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+        """See `Kernels.choose_products`: the first kind of `_preferred` that equals `narrow`."""
         chosen: dict[str, dict[str, str]] = {}
         for weight in weights:
             for size in sizes:
@@ -297,8 +297,8 @@ class FusedKernels:
 
         return rows_are_independent(product(kind), product("narrow"), rows, weight.shape[0], weight)
 
-    def forget_proofs(self) -> None:
-        """See `Kernels.forget_proofs`."""
+    def use_reference(self) -> None:
+        """See `Kernels.use_reference`."""
         self.products.clear()
 
     def compiled(self) -> int:

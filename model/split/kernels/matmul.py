@@ -27,7 +27,7 @@ def multiply_tiles(
     """`out = x @ weight`, accumulated in fp32. x `[rows, IN]`, weight `[IN, OUT]` contiguous.
 
     One program a tile of the result, the whole of IN in it, in steps of TILE_IN from the first: the order of additions is
-    the same for every row, whatever the number of rows. Tiles past `counts[ROW_COUNT]` end at once. WIDEN is for the
+    the same for every row and for every number of rows. Tiles past `counts[ROW_COUNT]` end at once. WIDEN is for the
     interpreter, which cannot multiply bf16.
     """
     row_tile = tl.program_id(1)

@@ -42,8 +42,8 @@ def attend(
         return torch.einsum("mns,snk->mnk", torch.softmax(logits, -1), values)
     own_key, own_value = (x.float().repeat_interleave(group, 1) for x in own)
     diagonal = cap * torch.tanh(multiplier * (query * own_key).sum(-1, keepdim=True) / cap)
-    shares = torch.softmax(torch.cat((logits, diagonal), -1), -1)
-    return torch.einsum("mns,snk->mnk", shares[..., :-1], values) + shares[..., -1:] * own_value
+    weights = torch.softmax(torch.cat((logits, diagonal), -1), -1)
+    return torch.einsum("mns,snk->mnk", weights[..., :-1], values) + weights[..., -1:] * own_value
 
 
 def add_norm(

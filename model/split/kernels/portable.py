@@ -1,4 +1,4 @@
-"""The split engine's operations in plain torch, with the same bits whatever the neighbours. For CPUs; correct on any device.
+"""The split engine's operations in plain torch, batch-invariant. For CPUs; correct on any device.
 
 Matrix products run on a fixed number of rows per call, attention on fixed tiles of rows and keys. Functions like exp run on
 pieces of fixed size, because torch computes the last few elements of a call by another formula than the others.
@@ -16,7 +16,7 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.engine import EngineError
 from model.split.kernels.contract import Step, Tables, softmax_shift
-from model.split.proof import rows_are_independent, shape_name
+from model.split.row_check import rows_are_independent, shape_name
 from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, TILES, TOKEN_TILES, USER, ContextState
 from model.split.step import CANDIDATE_TILES as TAIL_TILES
 from model.split.weights import TokenWeights
@@ -35,8 +35,8 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class PortableKernels:
-    """Implements `Kernels`. Matrix products run on TILE_ROWS rows a call, or on more where that was proved to give the same
-    bits: `row_sizes` holds the proved counts by weight shape, descending.
+    """Implements `Kernels`. Matrix products run on TILE_ROWS rows a call, or on more where a check found the same bits:
+    `row_sizes` holds the checked counts by weight shape, descending.
     """
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
@@ -60,9 +60,9 @@ class PortableKernels:
         arrays = step.arrays
         if kind == USER:
             return _look_up(tables.user, rows[:, :users]) @ tokens.projection[2 * entity :]
-        parts = (_look_up(tables.post, rows[:, :posts]), _look_up(tables.author, rows[:, posts : posts + authors]))
+        embedded = (_look_up(tables.post, rows[:, :posts]), _look_up(tables.author, rows[:, posts : posts + authors]))
         features = _padded(arrays.features[tile]).long()
-        out = torch.cat(parts, 1) @ tokens.projection[kind * entity : (kind + 1) * entity]
+        out = torch.cat(embedded, 1) @ tokens.projection[kind * entity : (kind + 1) * entity]
         out += tokens.surfaces[kind][features[:, 0]]
         if kind == CANDIDATE:
             return out + tokens.ages[features[:, 1]] if self.config.has_post_age else out
@@ -70,8 +70,8 @@ class PortableKernels:
         actions = _padded(arrays.actions[tile])
         out += torch.where((actions != 0).any(-1, keepdim=True), (2 * actions - 1) @ tokens.actions, 0.0)
         if self.config.has_dwell:
-            share = _padded(arrays.dwell[tile]).clamp(0, 30)[:, None] / 30
-            hidden = elementwise(_gelu, share * tokens.dwell_input)
+            fraction = _padded(arrays.dwell[tile]).clamp(0, 30)[:, None] / 30
+            hidden = elementwise(_gelu, fraction * tokens.dwell_input)
             out += hidden @ tokens.dwell_output
         return out
 
@@ -162,21 +162,21 @@ class PortableKernels:
         keys = torch.arange(KEY_TILE, device=q.device)
         for start in range(0, last, KEY_TILE):
             block = wide[:, :, start : start + KEY_TILE]
-            shares = self._shares(torch.bmm(q, block[0].transpose(1, 2)))
-            shares = torch.where(keys + start < limits, shares, 0.0)
-            total += shares.sum(-1, keepdim=True)
-            mixed += torch.bmm(shares, block[1])
+            weights = self._weights(torch.bmm(q, block[0].transpose(1, 2)))
+            weights = torch.where(keys + start < limits, weights, 0.0)
+            total += weights.sum(-1, keepdim=True)
+            mixed += torch.bmm(weights, block[1])
         if index < 0:
             own = key_value.float().view(TILE_ROWS, 2, kv_heads, 1, width).expand(-1, -1, -1, group, -1)
             own_key, own_value = own.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, TILE_ROWS * group, width)
-            share = self._shares((q * own_key).sum(-1, keepdim=True))
-            total += share
-            mixed += share * own_value
+            own_weight = self._weights((q * own_key).sum(-1, keepdim=True))
+            total += own_weight
+            mixed += own_weight * own_value
         mixed = (mixed / total).view(kv_heads, TILE_ROWS, group, width).transpose(0, 1)
         return mixed.reshape(TILE_ROWS, heads * width)
 
-    def _shares(self, products: Tensor) -> Tensor:
-        """`exp(cap · tanh(multiplier · x / cap) − shift)`: logits lie within ± cap, so no running maximum is needed."""
+    def _weights(self, products: Tensor) -> Tensor:
+        """Attention weights `exp(cap · tanh(multiplier · x / cap) − shift)`: logits lie within ± cap, so no running maximum is needed."""
         cap = self.config.attention_cap
         scale, shift = self.config.attention_multiplier / cap, softmax_shift(cap)
         return elementwise(lambda x: torch.exp(torch.tanh(x * scale) * cap - shift), products)
@@ -186,8 +186,8 @@ class PortableKernels:
         gates, values = gate_value[:rows].chunk(2, -1)
         out[:rows] = elementwise(_gelu, gates.float().contiguous()) * values
 
-    def prove(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
-        """See `Kernels.prove`; `sizes` do not matter, for every number of rows is cut into proved ones."""
+    def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+        """See `Kernels.choose_products`; `sizes` do not matter: every number of rows is cut into checked ones."""
         for weight in weights:
 
             def product(x: Tensor, weight: Tensor = weight) -> Tensor:
@@ -203,8 +203,8 @@ class PortableKernels:
             self.row_sizes[tuple(weight.shape)] = (*wide, TILE_ROWS)
         return {shape_name(weight): list(self.row_sizes[tuple(weight.shape)]) for weight in weights}
 
-    def forget_proofs(self) -> None:
-        """See `Kernels.forget_proofs`."""
+    def use_reference(self) -> None:
+        """See `Kernels.use_reference`."""
         self.row_sizes.clear()
 
     def compiled(self) -> int:
@@ -228,7 +228,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _look_up(table: Tensor, rows: Tensor) -> Tensor:
-    """fp32 `[rows, n·D]`; row 0 is zero whatever the table holds."""
+    """fp32 `[rows, n·D]`; row 0 reads as zero."""
     return torch.where(rows[..., None] == 0, 0.0, functional.embedding(rows, table).float()).flatten(-2)
 
 

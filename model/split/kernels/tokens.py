@@ -34,9 +34,9 @@ def history_inputs(
     total = tl.where((acted != 0)[:, None], total, 0.0)
     if HAS_DWELL:
         seconds = tl.load(dwell + rows, mask=there, other=0.0)
-        share = tl.minimum(tl.maximum(seconds, 0.0), 30.0) / 30.0
+        fraction = tl.minimum(tl.maximum(seconds, 0.0), 30.0) / 30.0
         for hidden in range(0, DWELL_WIDTH):
-            h = share * tl.load(dwell_input + hidden)
+            h = fraction * tl.load(dwell_input + hidden)
             h = h / (1.0 + tl.exp(-1.5957691216057308 * (h + 0.044715 * h * h * h)))  # tanh gelu, see rows.gate_rows
             weight = tl.load(dwell_output + hidden * WIDTH + columns, mask=narrow, other=0.0)
             total += h[:, None] * weight[None, :]
@@ -79,7 +79,7 @@ def embed_tiles(
 
     One program a tile of rows of one kind (0 candidate, 1 history, 2 user) and TILE_OUT columns. Embedding j of a post is
     row `embedding_rows[row, j]` of the table that starts `slot_offsets[j]` elements after `table`; a user's offsets follow
-    those of a post. The small inputs come multiplied with their share of the projection: surfaces `[2, surfaces, D]`, ages
+    those of a post. The small inputs come multiplied with their rows of the projection: surfaces `[2, surfaces, D]`, ages
     `[buckets, D]`, actions `(2a − 1) @ [A, D]` unless none is set, dwell `gelu(clip(s, 0, 30)/30 · in) @ [64, D]`.
     """
     tile = tl.program_id(1)

@@ -286,11 +286,11 @@ def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() -> Non
 
 def test_a_failed_swap_leaves_the_old_model_serving() -> None:
     def load(say: object) -> LoadedModel:
-        raise EngineError("proof failed")
+        raise EngineError("self-test failed")
 
     async def main() -> None:
         async with running(FakeEngine()) as service:
-            with pytest.raises(EngineError, match="proof failed"):
+            with pytest.raises(EngineError, match="self-test failed"):
                 await service.swap(load)
             assert right(await rank(service, 1), 1)
             assert service.model.manifest.version == "v1"

@@ -1,4 +1,5 @@
-"""The proof, by running, that a matrix product gives a row the same bits wherever the row stands and however many there are.
+"""Checks, on random rows, that a matrix product gives a row the same bits at every place and for every number of rows.
+
 Not a substitute for the self-test, which runs whole forwards (`model.selftest`).
 """
 
@@ -26,12 +27,12 @@ def rows_are_independent(product: Product, reference: Product, rows: int, width:
     x = random_rows(rows)
     expected = reference(x)
     order = torch.randperm(rows, generator=generator, device=like.device)
-    mates = x.clone()
-    mates[1::2] = 3 * random_rows(rows // 2)
+    others = x.clone()
+    others[1::2] = 3 * random_rows(rows // 2)
     return (
         torch.equal(product(x), expected)
         and torch.equal(product(x[order]), expected[order])
-        and torch.equal(product(mates)[::2], expected[::2])
+        and torch.equal(product(others)[::2], expected[::2])
     )
 
 

@@ -1,0 +1,102 @@
+"""The compiled kernel as Python calls it: structs compared at load, every status checked. Knows nothing of caches."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from model.engine import EngineError
+from model.native.build import KernelUnavailable, build_kernel
+from model.native.packing import STRUCTS, CandidateJob, ContextJob
+
+Int64 = ctypes.c_int64
+OUT_OF_MEMORY = 1  # of `Status` in kernel.cpp
+
+
+class _Member(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("offset", Int64), ("bytes", Int64))
+
+
+class Kernel:
+    """A loaded library. `note` says what was unusual about its file, else it is empty."""
+
+    def __init__(self, path: Path, note: str = "") -> None:
+        """Raises KernelUnavailable where the file does not load, EngineError where its structs are not those of `packing`."""
+        self.note = note
+        try:
+            self.library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelUnavailable(f"the compiled kernel {path} does not load: {error}") from error
+        self.library.ranker_members.restype = ctypes.POINTER(_Member)
+        for name in ("vector_bits", "enable_amx", "probe", "create", "forward"):
+            getattr(self.library, f"ranker_{name}").restype = Int64
+        self._compare_structs()
+
+    def vector_bits(self) -> int:
+        """Bits of the vectors it was compiled for."""
+        return int(self.library.ranker_vector_bits())
+
+    def enable_tiles(self) -> bool:
+        """Whether bf16 products run on tile registers from now on."""
+        return bool(self.library.ranker_enable_amx())
+
+    def probe(self) -> dict[str, float]:
+        """Milliseconds of one matrix product on one core, by dtype: which of the two this processor is faster at."""
+        milliseconds = {}
+        for name, bf16 in (("float32", 0), ("bfloat16", 1)):
+            seconds = ctypes.c_double()
+            _check(self.library.ranker_probe(Int64(bf16), ctypes.byref(seconds)), "measure the processor")
+            milliseconds[name] = 1e3 * seconds.value
+        return milliseconds
+
+    def create(self, model: ctypes.Structure, threads: int, *, bf16: bool) -> tuple[ctypes.c_void_p, int]:
+        """An engine for `destroy`, and how many threads it has: fewer where the system refuses more."""
+        handle, given = ctypes.c_void_p(), Int64(threads)
+        status = self.library.ranker_create(ctypes.byref(model), Int64(bf16), ctypes.byref(given), ctypes.byref(handle))
+        _check(status, "make an engine")
+        return handle, given.value
+
+    def forward(
+        self, handle: ctypes.c_void_p, contexts: Sequence[ctypes.Structure], candidates: Sequence[ctypes.Structure]
+    ) -> None:
+        """Run the jobs of one forward."""
+        status = self.library.ranker_forward(
+            handle,
+            (ContextJob * len(contexts))(*contexts),
+            Int64(len(contexts)),
+            (CandidateJob * len(candidates))(*candidates),
+            Int64(len(candidates)),
+        )
+        _check(status, "run a forward")
+
+    def destroy(self, handle: ctypes.c_void_p) -> None:
+        """End the engine's threads and free its memory."""
+        self.library.ranker_destroy(handle)
+
+    def _compare_structs(self) -> None:
+        members = self.library.ranker_members()
+        named = itertools.takewhile(lambda member: member.name, (members[i] for i in itertools.count()))
+        theirs = {member.name.decode(): (member.offset, member.bytes) for member in named}
+        ours = {}
+        for struct in STRUCTS:
+            ours[struct.__name__] = (0, ctypes.sizeof(struct))
+            for name, *_ in struct._fields_:
+                place = getattr(struct, name)
+                ours[f"{struct.__name__}.{name}"] = (place.offset, place.size)
+        different = sorted(dict(ours.items() ^ theirs.items()))
+        if different:
+            raise EngineError(f"the kernel and packing.py do not agree on {', '.join(different)}")
+
+
+def load_kernel(directory: Path | None = None, *defines: str) -> Kernel:
+    """The kernel of this machine; arguments and errors as of `build_kernel`."""
+    built = build_kernel(directory, *defines)
+    return Kernel(built.path, built.note)
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        reason = "there is not enough memory" if status == OUT_OF_MEMORY else "the system refused"
+        raise EngineError(f"the native kernel could not {what}: {reason}")

@@ -1,0 +1,214 @@
+"""The kernel's file: what is kept, what is refused, what is built again. A stand-in compiler, but for one real build."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from model.create import EngineOptions, create_engine
+from model.native import build
+from model.native.build import KernelUnavailable, build_kernel
+from tests.model.builders import random_config, random_ranker
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && { echo stand-in 1.0; exit; }
+echo compiled >> "$0.log"
+while [ "$1" != -o ]; do shift; done
+echo a library > "$2"
+"""
+
+
+class Compiler:
+    """Writes a few bytes where a library should be, and counts."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_text(COMPILER)
+        path.chmod(0o700)
+        self._log = Path(f"{path}.log")
+
+    @property
+    def runs(self) -> int:
+        return len(self._log.read_text().splitlines()) if self._log.exists() else 0
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    build._private_directory.cache_clear()
+    yield Compiler(tools / "g++")
+    build._private_directory.cache_clear()
+
+
+def cut(library: Path) -> None:
+    library.chmod(0o700)
+    os.truncate(library, library.stat().st_size - 1)
+
+
+def replace_by(content: bytes, library: Path) -> None:
+    library.unlink()
+    library.write_bytes(content)
+
+
+def replace_by_link(library: Path) -> None:
+    library.rename(library.with_name("elsewhere"))
+    library.symlink_to("elsewhere")
+
+
+DAMAGES = {
+    "cut": cut,
+    "empty": lambda library: replace_by(b"", library),
+    "foreign": lambda library: replace_by(b"something else, as long as a library and more", library),
+    "a link": replace_by_link,
+    "writable by others": lambda library: library.chmod(0o722),
+    "of another user": lambda library: os.chown(library, 12345, -1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_file_that_cannot_be_trusted_is_built_again_once(damage: object, compiler: Compiler, tmp_path: Path) -> None:
+    directory = tmp_path / "kept"
+    first = build_kernel(directory)
+    assert (first.note, compiler.runs) == ("", 1)
+    assert build_kernel(directory) == first
+    assert compiler.runs == 1
+    try:
+        damage(first.path)  # type: ignore[operator]
+    except PermissionError:
+        pytest.skip("only root can give a file away")
+    again = build_kernel(directory)
+    assert again.path == first.path
+    assert not again.path.is_symlink()
+    assert "built again" in again.note
+    assert (build_kernel(directory).note, compiler.runs) == ("", 2)
+
+
+def linked(directory: Path) -> None:
+    directory.with_name("real").mkdir(mode=0o700)
+    directory.symlink_to("real")
+
+
+def writable_by_others(directory: Path) -> None:
+    directory.mkdir()
+    directory.chmod(0o777)
+
+
+def of_another_user(directory: Path) -> None:
+    directory.mkdir()
+    os.chown(directory, 12345, -1)
+
+
+DIRECTORIES = {
+    "is a link": linked,
+    "can be written by other users": writable_by_others,
+    "belongs to another user": of_another_user,
+    "cannot be made": lambda directory: directory.write_text("a file where the directory should be"),
+}
+
+
+@pytest.mark.parametrize("problem", DIRECTORIES)
+def test_a_directory_that_cannot_be_used_is_replaced_by_one_for_the_process(
+    problem: str, compiler: Compiler, tmp_path: Path
+) -> None:
+    directory = tmp_path / "kept"
+    try:
+        DIRECTORIES[problem](directory)
+    except PermissionError:
+        pytest.skip("only root can give a directory away")
+    built = build_kernel(directory)
+    assert problem in built.note
+    assert directory not in built.path.parents
+    assert built.path.parent.stat().st_mode & 0o777 == 0o700
+    assert build_kernel(directory) == built
+    assert compiler.runs == 1
+
+
+def test_a_read_only_directory_is_read_and_not_written(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = build_kernel(tmp_path / "kept")
+    (tmp_path / "empty").mkdir(mode=0o700)
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
+    assert build_kernel(tmp_path / "kept") == kept
+    assert "cannot be written" in build_kernel(tmp_path / "empty").note
+    build_kernel(tmp_path / "empty")
+    assert compiler.runs == 2
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_process_without_a_home_has_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert "home directory" in build_kernel().note
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[int, bool]] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, any((tmp_path / "kept").glob("*.so"))))
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", watched)
+    library = build_kernel(tmp_path / "kept").path
+    assert synced == [(library.stat().st_ino, False), (library.parent.stat().st_ino, True)]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("call", ["tempfile.mkdtemp", "os.fsync", "subprocess.run"])
+def test_with_a_full_disk_auto_takes_the_torch_engine(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(call, full)
+    ranker, directory = random_ranker(random_config()), tmp_path / "kept"
+    engine = create_engine(ranker, EngineOptions(device="cpu", kernel_directory=directory))
+    assert engine.info.backend == "torch"
+    assert "No space left on device" in engine.info.notes["fallback"]
+    with pytest.raises(KernelUnavailable, match="No space left"):
+        build_kernel(directory)
+    assert list(directory.glob("**/*")) == []
+
+
+REAL = """
+import sys
+from pathlib import Path
+from model.create import EngineOptions, create_engine
+from tests.model.builders import random_config, random_ranker
+options = EngineOptions(device="cpu", backend="native", kernel_directory=Path(sys.argv[1]))
+engine = create_engine(random_ranker(random_config()), options)
+engine.warm_up()
+print(engine.info.notes.get("kernel_file", "as it was"))
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_real_library_that_was_cut_does_not_end_the_process(tmp_path: Path) -> None:
+    """Half a library, mapped, would be a SIGBUS at the first call."""
+    whole = build_kernel().path
+    half = tmp_path / whole.name
+    half.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    tmp_path.chmod(0o700)
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", REAL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for _ in range(2)
+    ]
+    assert "built again" in told[0].stdout
+    assert told[1].stdout == "as it was\n"

@@ -1,0 +1,97 @@
+"""What the C++ kernel does when memory, threads or numbers end. Each case is a process of its own: it may hang or abort."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+START = """
+import ctypes, itertools, resource
+import torch
+from model.engine import EngineError, Item
+from model.native.engine import NativeEngine
+from model.native.kernel import load_kernel
+from model.selftest import same_bits
+from tests.model.builders import random_config, random_ranker, random_request
+
+config = random_config()
+ranker = random_ranker(config)
+items = [Item(*random_request(config, history, 65, seed=history)) for history in (37, 5)]
+kernel = load_kernel(None, "RANKER_TEST_HOOKS")
+
+def make(threads):
+    return NativeEngine(ranker, torch.bfloat16, threads=threads, kernel=kernel)
+
+def right(engine):
+    pairs = zip(engine.forward(items), expected, strict=True)
+    return all(same_bits(ours.scores, theirs.scores) for ours, theirs in pairs)
+
+expected = make(1).forward(items)
+"""
+
+ACROSS_EVERY_EDGE = """
+engine = make(3)
+for edge in (2**31, 2**32, 2**63, 2**64, 2**16 << 32, 2**31 << 32):
+    kernel.library.ranker_preset_tasks(engine._handle, ctypes.c_uint64(edge - 20))
+    assert all(right(engine) for _ in range(30)), edge
+"""
+
+EVERYTHING_FAILS_ONCE = """
+def fails(steps, call):
+    kernel.library.ranker_fail_after(ctypes.c_int64(steps))
+    try:
+        return call()
+    except EngineError as error:
+        assert "not enough memory" in str(error)
+        return None
+    finally:
+        kernel.library.ranker_fail_after(ctypes.c_int64(-1))
+
+engines = [fails(steps, lambda: make(3)) for steps in range(120)]
+threads = [engine and engine.info.notes["threads"] for engine in engines]
+assert set(threads) == {None, 1, 2, 3} and threads[-1] == 3, threads
+assert threads.count(None) > 40, "hardly anything failed, so this shows little"
+fewer = engines[threads.index(2)]
+assert "3 threads were wanted" in fewer.info.notes["threads_refused"]
+assert all(right(engines[threads.index(count)]) for count in (1, 2, 3))
+
+engine = engines[-1]
+outcomes = [fails(steps, lambda: engine.forward(items)) for steps in range(60)]
+assert outcomes[0] is None and outcomes[-1] is not None
+assert outcomes.count(None) > 10, "hardly anything failed, so this shows little"
+assert right(engine)
+"""
+
+A_RELOAD_WITHOUT_ROOM = """
+serving = make(2)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 60 * 2**20,) * 2)
+loaded = make(400)  # a thread takes 8 MB of addresses
+assert 1 <= loaded.info.notes["threads"] < 400, loaded.info.notes
+assert right(loaded)
+assert right(serving)
+"""
+
+
+def run(script: str) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", START + script + "\nprint('right')"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stdout == "right\n"
+
+
+def test_no_counter_of_the_pool_has_an_edge() -> None:
+    run(ACROSS_EVERY_EDGE)
+
+
+def test_no_allocation_or_thread_that_fails_ends_the_process() -> None:
+    run(EVERYTHING_FAILS_ONCE)
+
+
+def test_a_reload_that_gets_no_threads_leaves_the_serving_engine_alone() -> None:
+    run(A_RELOAD_WITHOUT_ROOM)
