@@ -208,7 +208,7 @@ def _recognise(source: Path) -> None:
         raise CheckpointError(f"{source} is not a directory; name the ranker directory of the download.")
     if (source / "manifest.json").exists():
         raise CheckpointError(f"{source} is a checkpoint of this project already; it needs no import.")
-    missing = [name for name in (CONFIG_FILE, PARAMS_FILE, TABLES_FILE) if not (source / name).exists()]
+    missing = [name for name in (CONFIG_FILE, PARAMS_FILE, TABLES_FILE) if not (source / name).is_file()]
     if missing and (source / "ranker" / CONFIG_FILE).exists():
         raise CheckpointError(f"{source} holds several models; import the ranker, {source / 'ranker'}.")
     if missing:
