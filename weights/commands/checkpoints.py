@@ -7,16 +7,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from model.config import ContextAttention
@@ -24,6 +22,7 @@ from weights import checkpoint
 from weights.actions import default_score_weights
 from weights.checkpoint import CheckpointError
 from weights.commands import training
+from weights.commands.console import progress_bar, read_json, refusals, say
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
@@ -71,14 +70,14 @@ def import_(
     with (
         refusals(),
         importer.PublishedRanker(source, ignore or (), context_attention) as ranker,
-        byte_progress("Importing") as progress,
+        progress_bar(in_bytes=True) as bar,
     ):
         config = ranker.config
         names = read_names(actions) if actions else None
         weights = read_json(score_weights, dict) if score_weights else None
         labels = importer.labels_for(config, name or label_of(out), version, names, weights)
         manifest = importer.import_published(
-            ranker, out, labels, table_dtype=tables, replace_existing=replace, progress=progress
+            ranker, out, labels, table_dtype=tables, replace_existing=replace, progress=partial(bar, "Importing")
         )
     variant = [word for word, has in (("dwell", config.has_dwell), ("post age", config.has_post_age)) if has]
     say(
@@ -96,8 +95,8 @@ def verify(
 ) -> None:
     """Read every byte and check manifest, digests, tensors, finite numbers. Exit code 1 and one sentence when refused."""
     started = time.perf_counter()
-    with refusals(), byte_progress("Verifying") as progress:
-        manifest = checkpoint.load_checkpoint(directory, progress).manifest
+    with refusals(), progress_bar(in_bytes=True) as bar:
+        manifest = checkpoint.load_checkpoint(directory, partial(bar, "Verifying")).manifest
     size = sum(entry.bytes for entry in manifest.files.values())
     say(
         f"{directory} is whole: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
@@ -211,39 +210,3 @@ def read_names(path: Path) -> tuple[str, ...]:
     if any(type(name) is not str for name in names):
         raise CheckpointError(f"{path} must hold a JSON list of strings.")
     return tuple(names)
-
-
-def read_json(path: Path, kind: type) -> Any:
-    """A JSON file given on the command line. Raises CheckpointError where it is not a `kind`."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
-    if type(value) is not kind:
-        raise CheckpointError(f"{path} must hold a JSON {'list' if kind is list else 'object'}.")
-    return value
-
-
-def say(text: str) -> None:
-    """One plain line on standard output: results are for pipes too."""
-    print(text, flush=True)
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """A CheckpointError becomes its sentence on standard error and exit code 1."""
-    try:
-        yield
-    except CheckpointError as error:
-        print(error, file=sys.stderr, flush=True)
-        raise typer.Exit(1) from error
-
-
-@contextmanager
-def byte_progress(label: str) -> Iterator[checkpoint.Progress]:
-    """A bar on standard error while bytes are read or written; nothing where that is no terminal."""
-    columns = TextColumn(label), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -112,10 +112,10 @@ def check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
         raise CheckpointError("changed while it was being read")
 
 
-def check_finite(spoiled: str | None) -> None:
+def check_finite(corrupted: str | None) -> None:
     """Raises CheckpointError when `scan` found a NaN or an infinity."""
-    if spoiled is not None:
-        raise CheckpointError(f"holds a NaN or an infinity in tensor {spoiled}")
+    if corrupted is not None:
+        raise CheckpointError(f"holds a NaN or an infinity in tensor {corrupted}")
 
 
 def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[[int], None]) -> dict[str, Tensor]:
@@ -126,11 +126,11 @@ def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[
         header, stored = read_header(file, before.st_size)
         check_stored(stored, listed)
         params = None if all(map(is_table, listed)) else bytearray(before.st_size)
-        digest, spoiled = scan(file, header, stored, params, advance)
+        digest, corrupted = scan(file, header, stored, params, advance)
         buffer: Buffer = params or _map(file, before.st_size)
         check_unchanged(before, os.fstat(file.fileno()))
     check_digest(digest, manifest.files[name])
-    check_finite(spoiled)
+    check_finite(corrupted)
     return {key: tensor.view(buffer) for key, tensor in stored.items()}
 
 

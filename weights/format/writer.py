@@ -16,7 +16,7 @@ from model.config import ModelConfig
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, file_of, is_table
 from weights.format.manifest import MANIFEST_NAME, ContinuousOutput, FileEntry, Manifest, TensorEntry
-from weights.format.tensorfile import TensorFileWriter
+from weights.format.tensorfile import write_tensors
 
 TableDtype = Literal["float32", "bfloat16"]
 
@@ -42,7 +42,7 @@ def write_checkpoint(
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in parts of any size.
+    """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in chunks of any size.
 
     Written beside and renamed, so that a reader sees all of it or nothing. `extras` are further files, such as an example.
     An existing checkpoint is taken only with `replace`; files in it that are no part of it move into the new one.
@@ -126,12 +126,7 @@ def _write_files(
     files: dict[str, FileEntry] = {}
     for file in sorted({entry.file for entry in tensors.values()}):
         content = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
-        with TensorFileWriter(partial / file, content) as writer:
-            for name in content:
-                for chunk in chunks(name):
-                    writer.write(name, chunk)
-        assert writer.entry is not None  # set when the block ended without an error
-        files[file] = writer.entry
+        files[file] = write_tensors(partial / file, content, chunks)
     return _manifest(config, labels, files, tensors)
 
 

@@ -88,7 +88,7 @@ class NpzFile:
             order = ", in Fortran order" if fortran_order else ""
             raise self._error(
                 name,
-                f"holds {dtype.str}{order}; only C-ordered little-endian float32 is read, and objects are never unpickled",
+                f"holds {dtype.str}{order}; only C-ordered little-endian float32 is read, and Python objects are never unpickled",
             )
         return shape, stream
 

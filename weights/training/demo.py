@@ -15,7 +15,7 @@ from weights.training.evaluate.evaluation import evaluate
 from weights.training.evaluate.report import figures, write_report
 from weights.training.run import train
 from weights.training.settings import TrainSettings, demo_config
-from weights.training.trainer import Look
+from weights.training.trainer import Status
 from weights.training.world.settings import WorldSettings
 from weights.training.world.simulate import World, simulate
 from weights.training.world.store import Facts, save_world, world_names
@@ -31,7 +31,7 @@ def make_demo(
     work: Path | None,
     settings: TrainSettings,
     progress: Callable[[str, int, int], None],
-    report: Callable[[Look], None],
+    report: Callable[[Status], None],
     world_settings: WorldSettings | None = None,
 ) -> tuple[Manifest, dict[str, Any]]:
     """Write the checkpoint with example, names and report into `out`, replacing one that is there. Returns manifest and headline figures.

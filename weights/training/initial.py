@@ -19,7 +19,7 @@ from model.trunk import DecoderLayer
 
 PRE_NORMS = ("attention_norm", "ffn_norm")
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
-LIKENESS = (".query", ".key")
+QUERY_KEY = (".query", ".key")
 AUTHOR_DEVIATION = 1.0
 USER_DEVIATION = 0.3
 FAST_PAIR_GAIN = 0.1
@@ -81,10 +81,10 @@ def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
                     parameter.fill_(1)
                 elif name not in POST_NORMS:
                     _draw(parameter, parameter.shape[0] ** -0.5, generator)
-            _look_for_likeness(layer, ranker.config)
+            _match_queries_and_keys(layer, ranker.config)
 
 
-def _look_for_likeness(layer: DecoderLayer, config: ModelConfig) -> None:
+def _match_queries_and_keys(layer: DecoderLayer, config: ModelConfig) -> None:
     """Make each key head the first query head that reads it, in the pairs that tell little of the position.
 
     A pair of RoPE that turns by more than half a circle over the history hides whether two tokens are alike.

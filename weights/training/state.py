@@ -17,7 +17,7 @@ from weights.training.trainer import Trainer
 
 STATE_NAME = "state.safetensors"
 COUNTERS_NAME = "state.json"
-COUNTERS = ("step", "loss", "validation_loss", "best_loss", "looks_without_better")
+COUNTERS = ("step", "loss", "validation_loss", "best_loss", "evaluations_without_improvement")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -47,6 +47,7 @@ def load_state(trainer: Trainer, directory: Path) -> None:
     try:
         tensors = load_file(path)
         document = json.loads(_header(path)[COUNTERS_NAME])
+        counters = {name: document[name] for name in COUNTERS}
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise StateError(f"{path} cannot be read: {error}") from error
     run = _run(trainer)
@@ -60,8 +61,8 @@ def load_state(trainer: Trainer, directory: Path) -> None:
             trainer.optimizer.state[parameter] = {"step": torch.tensor(float(document["step"])), **state}
     trainer.best = {name.removeprefix("best."): t for name, t in tensors.items() if name.startswith("best.")}
     trainer.generator.set_state(torch.tensor(document["generator"], dtype=torch.uint8))
-    for name in COUNTERS:
-        setattr(trainer, name, document[name])
+    for name, value in counters.items():
+        setattr(trainer, name, value)
 
 
 def _header(path: Path) -> dict[str, str]:
