@@ -25,7 +25,7 @@ from weights.checkpoint import CheckpointError, load_checkpoint
 from weights.format.manifest import signed
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
-from weights.synthetic.chunks import mini_config, random_chunks
+from weights.synthetic.random_weights import mini_config, random_chunks
 
 BATCH = 50
 SHAPING = (

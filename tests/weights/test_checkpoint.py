@@ -19,7 +19,7 @@ from tests.weights.mutants import accepted, make_signed_nan, mutants, sign_again
 from weights.checkpoint import CheckpointError, load_checkpoint, load_manifest, save_checkpoint
 from weights.format import layout, reader
 from weights.format.manifest import ContinuousOutput
-from weights.synthetic.chunks import mini_config, random_ranker
+from weights.synthetic.random_weights import mini_config, random_ranker
 
 CONFIG = mini_config(3, (50, 60, 70), continuous_actions=2)
 NAMES = [f"action_{index}" for index in range(19)]

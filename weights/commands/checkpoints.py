@@ -26,9 +26,10 @@ from weights.commands.console import progress_bar, read_json, refusals, say
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
-from weights.synthetic import chunks as synthetic_weights
 from weights.synthetic import measure as measuring
-from weights.synthetic import small
+from weights.synthetic.published import write_published
+from weights.synthetic.random_weights import mini_config, random_chunks
+from weights.synthetic.small_checkpoint import write_small_checkpoint
 
 app = typer.Typer(
     help="Checkpoints of the ranking transformer: make, check and describe them.",
@@ -158,7 +159,7 @@ def random_(
 ) -> None:
     """Write the small random checkpoint with its example request."""
     with refusals():
-        manifest = small.write_demo(out, seed, replace=replace)
+        manifest = write_small_checkpoint(out, seed, replace=replace)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
@@ -172,15 +173,15 @@ def synthetic(
     seed: Seed = 0,
 ) -> None:
     """Write random weights of the released geometry; full size by default (1.4 GiB)."""
-    config = synthetic_weights.mini_config(seed, (rows, rows, rows))
+    config = mini_config(seed, (rows, rows, rows))
     with refusals():
         if out.exists():
             raise CheckpointError(f"{out} exists already; choose another place.")
         if published_layout:
-            synthetic_weights.write_published(out, config, seed)
+            write_published(out, config, seed)
         else:
             labels = importer.labels_for(config, "synthetic")
-            writer.write_checkpoint(out, config, synthetic_weights.random_chunks(config, seed), labels)
+            writer.write_checkpoint(out, config, random_chunks(config, seed), labels)
     say(f"{out} holds a random {'download' if published_layout else 'checkpoint'} with {rows} rows a table")
 
 

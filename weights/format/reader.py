@@ -107,7 +107,7 @@ def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, Tensor
 
 
 def check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
-    """Raises CheckpointError when an open file was written to between two looks at it."""
+    """Raises CheckpointError when an open file was written to between two calls of fstat."""
     if any(getattr(before, name) != getattr(after, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
         raise CheckpointError("changed while it was being read")
 
@@ -144,12 +144,15 @@ def _map(file: FileIO, length: int) -> mmap.mmap:
 
 
 def _settled(file: FileIO) -> os.stat_result:
-    """The file's status, once its times are old enough that a later write must change them: clocks of files are coarse."""
+    """The file's status, returned when any later write must change its times: the clock for file times is coarse.
+
+    Raises CheckpointError when a young file changes during the wait.
+    """
     status = os.fstat(file.fileno())
     age_seconds = time.time() - status.st_ctime
     if 0 <= age_seconds < _CLOCK_STEP_SECONDS:
         time.sleep(_CLOCK_STEP_SECONDS - age_seconds)
-        status = os.fstat(file.fileno())
+        check_unchanged(status, os.fstat(file.fileno()))
     return status
 
 

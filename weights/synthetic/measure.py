@@ -15,7 +15,8 @@ from pathlib import Path
 from weights.checkpoint import load_checkpoint
 from weights.format.writer import TableDtype
 from weights.published.importer import PublishedRanker, import_published, labels_for
-from weights.synthetic.chunks import mini_config, write_published
+from weights.synthetic.published import write_published
+from weights.synthetic.random_weights import mini_config
 
 
 def footprint(work: Callable[[], object]) -> dict[str, float]:

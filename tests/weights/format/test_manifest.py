@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weights.actions import STANDARD_ACTIONS, default_score_weights, released_action_names, released_continuous
 from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput, FileEntry, Manifest, TensorEntry, signed
-from weights.synthetic.chunks import mini_config
+from weights.synthetic.random_weights import mini_config
 
 MANIFEST = Manifest(
     name="x",
@@ -98,6 +98,14 @@ def test_a_file_outside_of_the_directory_is_refused(file: str) -> None:
     values = content()
     values["files"][file] = {"sha256": "0" * 64, "bytes": 1}
     with pytest.raises(CheckpointError, match="plain"):
+        Manifest.from_json(signed(values))
+
+
+@pytest.mark.parametrize(("sha256", "length"), [("0" * 63, 1), ("A" * 64, 1), ("0" * 64 + "\n", 1), ("0" * 64, -1)])
+def test_a_bad_digest_or_a_bad_length_alone_is_refused(sha256: str, length: int) -> None:
+    values = content()
+    values["files"]["a.safetensors"] = {"sha256": sha256, "bytes": length}
+    with pytest.raises(CheckpointError, match="no SHA-256 in lower-case hex or a negative length"):
         Manifest.from_json(signed(values))
 
 

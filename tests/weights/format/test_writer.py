@@ -15,7 +15,7 @@ from weights.checkpoint import CheckpointError, load_checkpoint
 from weights.format import writer
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
-from weights.synthetic.chunks import mini_config, random_chunks
+from weights.synthetic.random_weights import mini_config, random_chunks
 
 CONFIG = mini_config(0, (20, 21, 22))
 LABELS = labels_for(CONFIG, "x")
