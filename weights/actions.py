@@ -1,4 +1,4 @@
-"""Names and default score weights of actions. Names belong to a checkpoint, so these are only what is put into a new one."""
+"""Names and default score weights of actions. A checkpoint has its own; these go into new ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCORE_WEIGHTS = {
     "share": 2.0, "share_via_dm": 3.0, "share_via_copy_link": 2.0, "dwell": 0.2, "quote": 3.0, "quoted_click": 0.2,
     "follow_author": 4.0, "not_interested": -5.0, "block_author": -15.0, "mute_author": -10.0, "report": -20.0,
 }  # fmt: skip
-"""Defaults of the combined score: what an author earns by an action, and pays for a complaint. Tune them to your product."""
+"""Default weights of the combined score, negative for complaints. Tune them to your product."""
 
 
 def released_action_names(actions: int) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ app = typer.Typer(
 
 training.register(app)
 
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that lies there already.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
 
 
@@ -66,7 +66,7 @@ def import_(
     ] = None,
     replace: Replace = False,
 ) -> None:
-    """Turn a published checkpoint into ours. Streams the tables; unpickles nothing; refuses what it does not know."""
+    """Convert a published checkpoint. Streams the tables, unpickles nothing, refuses unknown keys and arrays."""
     started = time.perf_counter()
     with (
         refusals(),
@@ -100,7 +100,7 @@ def verify(
         manifest = checkpoint.load_checkpoint(directory, partial(bar, "Verifying")).manifest
     size = sum(entry.bytes for entry in manifest.files.values())
     say(
-        f"{directory} is whole: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
+        f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
         f"{size / 2**20:.1f} MiB in {time.perf_counter() - started:.2f} s"
     )
 
@@ -110,7 +110,7 @@ def inspect(
     directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,
 ) -> None:
-    """Show what a checkpoint says about itself. Reads the manifest only; `verify` reads the weights."""
+    """Show the manifest of a checkpoint. `verify` also reads the weights."""
     with refusals():
         manifest = checkpoint.load_manifest(directory)
     if as_json:

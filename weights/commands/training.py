@@ -72,9 +72,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds, log and threads: equal checkpoints.")] = 1,
     set_: Set = None,
-    replace_existing: Annotated[
-        bool, typer.Option("--replace", help="Replace the checkpoint that lies there.")
-    ] = False,
+    replace_existing: Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")] = False,
 ) -> None:
     """Train a checkpoint from a log, with the model code that serves it."""
     with refusals(*REFUSED):

@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint directory and checks each while it stays open. Builds no model."""
+"""Reads and checks the files of a checkpoint directory, each through one descriptor. Builds no model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @contextmanager
 def open_directory(path: Path) -> Iterator[int]:
-    """A descriptor, so that every file comes from one directory even while another is renamed into its place."""
+    """A descriptor, so that every file comes from one directory even if another is renamed over it meanwhile."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield directory
@@ -40,8 +40,8 @@ def read_manifest(directory: int) -> Manifest:
     """`manifest.json` of an open directory, checked in itself. Raises CheckpointError."""
     with _open_file(directory, MANIFEST_NAME) as file:
         raw = b""
-        while len(raw) <= MAX_MANIFEST_BYTES and (part := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
-            raw += part
+        while len(raw) <= MAX_MANIFEST_BYTES and (chunk := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
+            raw += chunk
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
         try:
@@ -53,7 +53,7 @@ def read_manifest(directory: int) -> Manifest:
 def read_tensors(
     directory: int, manifest: Manifest, progress: Progress | None, threads: int | None
 ) -> dict[str, Tensor]:
-    """Every tensor by name, files side by side in `threads` (one a core if None).
+    """Every tensor by name; `threads` threads (one per core if None) read the files in parallel.
 
     Raises CheckpointError; with several bad files, for the first.
     """
@@ -74,8 +74,8 @@ def read_tensors(
 
     tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1), thread_name_prefix="verify") as pool:
-        for part in pool.map(read, sorted(manifest.files)):
-            tensors.update(part)
+        for loaded in pool.map(read, sorted(manifest.files)):
+            tensors.update(loaded)
     return tensors
 
 
@@ -92,7 +92,7 @@ def check_digest(digest: str, entry: FileEntry) -> None:
 
 
 def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, TensorEntry]) -> None:
-    """What a file holds against what the manifest says it holds. Raises CheckpointError."""
+    """Compare the tensors in a file with those that the manifest lists for it. Raises CheckpointError."""
     missing, unknown = sorted(set(listed) - set(stored)), sorted(set(stored) - set(listed))
     if missing:
         raise CheckpointError(f"lacks tensor {missing[0]}, which the manifest lists")
@@ -159,7 +159,7 @@ def _settled(file: FileIO) -> os.stat_result:
 @contextmanager
 def _open_file(directory: int, name: str) -> Iterator[FileIO]:
     """A regular file of the directory, unbuffered; links are not followed. Raises CheckpointError."""
-    # O_NONBLOCK: opening a pipe that somebody put there must not hang
+    # O_NONBLOCK: opening a pipe must not hang
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, dir_fd=directory)

@@ -129,9 +129,9 @@ def scan(
 
 
 def _fill(file: FileIO, buffer: bytearray | memoryview) -> None:
-    place, whole = 0, memoryview(buffer)
-    while place < len(whole):
-        count = file.readinto(whole[place:])
+    place, view = 0, memoryview(buffer)
+    while place < len(view):
+        count = file.readinto(view[place:])
         if not count:
             raise CheckpointError("became shorter while it was being read")
         place += count

@@ -1,4 +1,4 @@
-"""Writes a checkpoint directory as a stream and puts it in place in one step. Knows no source of weights."""
+"""Writes a checkpoint directory as a stream, then renames it into place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_checkpoint(
     """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in chunks of any size.
 
     Written beside and renamed, so that a reader sees all of it or nothing. `extras` are further files, such as an example.
-    An existing checkpoint is taken only with `replace`; files in it that are no part of it move into the new one.
+    An existing checkpoint is replaced only with `replace`; other files in its directory are kept.
     Raises CheckpointError for values that are not finite or not as many as the shape says, and for a path in use.
     """
     path = Path(path).absolute()
@@ -97,7 +97,7 @@ def _write_beside(
 
 
 def check_target(path: Path, *, replace: bool) -> None:
-    """Raises CheckpointError when something lies at `path` that must not be replaced."""
+    """Raises CheckpointError when `path` holds something that must not be replaced."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_dir():
@@ -153,7 +153,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _put_in_place(partial: Path, path: Path) -> None:
-    """Rename; an old checkpoint steps aside first and gives up the files that were not its own."""
+    """Rename into place; an old checkpoint is moved aside first, and files in it that the new one lacks are kept."""
     old = None
     if path.is_dir() and any(path.iterdir()):
         old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")

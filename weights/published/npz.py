@@ -70,7 +70,7 @@ class NpzFile:
                 raise self._error(name, "goes on after its data")
 
     def _open(self, name: str) -> tuple[tuple[int, ...], IO[bytes]]:
-        """The shape of an array and a stream that stands at its data."""
+        """The shape of an array, and a stream positioned at its data."""
         try:
             info = self._archive.getinfo(f"{name}.npy")
         except KeyError as error:

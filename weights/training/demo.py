@@ -1,4 +1,4 @@
-"""Makes the demo checkpoint: its world, the training, the evaluation, the names and the example. The long way to `weights/demo`."""
+"""Makes the demo checkpoint in `weights/demo`: draws its world, trains, evaluates, adds names and the example request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_demo(
 ) -> tuple[Manifest, dict[str, Any]]:
     """Write the checkpoint with example, names and report into `out`, replacing one that is there. Returns manifest and headline figures.
 
-    `work` keeps the world and the state of the run. Raises what the parts raise.
+    `work` keeps the world and the state of the run. Raises CheckpointError, ValueError, OSError.
     """
     world = simulate(
         world_settings or WorldSettings(seed=settings.seed), lambda done, all_: progress("sessions", done, all_)
@@ -73,7 +73,7 @@ def make_demo(
 
 
 def facts_of(world: World) -> Facts:
-    """What `load_facts` reads of a saved world."""
+    """The facts of a world in memory: what `load_facts` reads of a saved one."""
     topics = {int(a): int(t) for a, t in zip(world.authors.ids, world.authors.topic, strict=True)}
     return Facts(world.settings.test_ts, world.truth, topics, world_names(world))
 

@@ -1,4 +1,4 @@
-"""One training run from a log to a ranker: the split, the thread count, resuming. The command line and the demo both call it."""
+"""One training run from a log to a ranker: split, threads, resuming. Called by the command line and the demo."""
 
 from __future__ import annotations
 

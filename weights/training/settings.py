@@ -1,4 +1,4 @@
-"""What a training run is: architecture and schedule. Equal settings, log and thread count make an equal checkpoint."""
+"""Settings of a training run and the demo's architecture. Equal settings and log make an equal checkpoint."""
 
 from __future__ import annotations
 

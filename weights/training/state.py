@@ -1,4 +1,4 @@
-"""The state of an interrupted run on disk: weights, moments and counters, nothing pickled. Not a checkpoint to serve."""
+"""Saves and restores an interrupted run: weights, moments and counters, nothing pickled. Not a checkpoint to serve."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def save_state(trainer: Trainer, directory: Path) -> None:
 
 
 def load_state(trainer: Trainer, directory: Path) -> None:
-    """Continue where `save_state` stood. Raises StateError where it is absent, or of other settings or another log."""
+    """Restore what `save_state` wrote. Raises StateError where it is absent, or of other settings or another log."""
     path = directory / STATE_NAME
     try:
         tensors = load_file(path)

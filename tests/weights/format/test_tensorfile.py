@@ -1,4 +1,4 @@
-"""Bytes of one safetensors file: finite or not, whole or not."""
+"""One safetensors file: values that are not finite, headers that lie, and what is written."""
 
 from __future__ import annotations
 

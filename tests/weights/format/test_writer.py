@@ -1,4 +1,4 @@
-"""A checkpoint appears whole or not at all, and nothing of anybody's is overwritten unasked."""
+"""A checkpoint appears complete or not at all, and nothing is overwritten unasked."""
 
 from __future__ import annotations
 
