@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from model.config import ModelConfig
-from weights.actions import default_score_weights
+from weights.actions import continuous_outputs, default_score_weights
 from weights.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from weights.commands.console import progress_bar, read_json, refusals, say
-from weights.format.manifest import ContinuousOutput
 
 if TYPE_CHECKING:
     from weights.training.log import Log
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
-DWELL_OUTPUT = ContinuousOutput("dwell_time", 30.0, "s")
 
 Out = Annotated[Path, typer.Option(help="Directory to write.")]
 Set = Annotated[
@@ -99,10 +97,9 @@ def train(
                 resume=resume,
                 report=training_report(bar),
             )
-        continuous = [DWELL_OUTPUT, *(ContinuousOutput(f"continuous_{i}", 1.0, "") for i in range(1, 99))]
         manifest = save_checkpoint(
             out, ranker, name=name, action_names=impressions.action_names,
-            continuous=continuous[: architecture.continuous_actions],
+            continuous=continuous_outputs(architecture.continuous_actions, dwell_index=0),
             score_weights=default_score_weights(impressions.action_names), replace=replace_existing,
         )  # fmt: skip
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")

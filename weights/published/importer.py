@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ConfigError, ContextAttention, HashSpec, ModelConfig
-from weights.actions import default_score_weights, released_action_names, released_continuous
+from weights.actions import RELEASED_DWELL_INDEX, continuous_outputs, default_score_weights, released_action_names
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, is_table
 from weights.format.manifest import Manifest, parse_json_object
@@ -233,7 +233,8 @@ def labels_for(
     """Labels of a published checkpoint: what is given, else what is known of the release. Raises CheckpointError."""
     names = tuple(action_names or released_action_names(config.actions))
     weights = default_score_weights(names) if score_weights is None else score_weights
-    return Labels(name, names, released_continuous(config.continuous_actions), weights, version)
+    outputs = continuous_outputs(config.continuous_actions, RELEASED_DWELL_INDEX)
+    return Labels(name, names, outputs, weights, version)
 
 
 def import_published(

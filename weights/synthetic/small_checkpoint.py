@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from weights.actions import STANDARD_ACTIONS, default_score_weights
-from weights.format.manifest import ContinuousOutput, Manifest
+from weights.actions import DWELL_TIME, STANDARD_ACTIONS, default_score_weights
+from weights.format.manifest import Manifest
 from weights.format.writer import Labels, write_checkpoint
 from weights.synthetic.random_weights import mini_config, random_chunks
 
@@ -38,9 +38,7 @@ def example_request(seed: int, impression_ts: int = 1_780_000_000) -> dict[str, 
 def write_small_checkpoint(path: Path, seed: int, *, replace: bool = False) -> Manifest:
     """Write it: equal seeds, equal bytes. Raises CheckpointError when `path` is in use."""
     config = mini_config(seed, (1000, 1001, 503), continuous_actions=1)
-    labels = Labels(
-        "demo", STANDARD_ACTIONS, (ContinuousOutput("dwell_time", 30.0, "s"),), default_score_weights(STANDARD_ACTIONS)
-    )
+    labels = Labels("demo", STANDARD_ACTIONS, (DWELL_TIME,), default_score_weights(STANDARD_ACTIONS))
     return write_checkpoint(
         path,
         config,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weights.actions import default_score_weights
+from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import save_checkpoint
-from weights.format.manifest import ContinuousOutput, Manifest
+from weights.format.manifest import Manifest
 from weights.training.demo_example import example_request
 from weights.training.evaluate.evaluation import evaluate
 from weights.training.evaluate.report import figures, write_report
@@ -59,7 +59,7 @@ def make_demo(
         ranker,
         name="demo",
         action_names=log.action_names,
-        continuous=(ContinuousOutput("dwell_time", 30.0, "s"),),
+        continuous=(DWELL_TIME,),
         score_weights=default_score_weights(log.action_names),
         extras={name: (json.dumps(value, indent=1) + "\n").encode() for name, value in extras.items()},
         replace=True,

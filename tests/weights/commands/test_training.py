@@ -21,10 +21,9 @@ from model.create import EngineOptions, create_engine
 from model.engine import Item
 from tests.e2e.process import serving
 from tests.weights.training.small_run import TRAINING, small_config
-from weights.actions import default_score_weights
+from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.commands.checkpoints import app
-from weights.commands.training import DWELL_OUTPUT
 from weights.training.evaluate.predict import predict
 from weights.training.examples import Examples
 from weights.training.run import train
@@ -48,7 +47,7 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     path = tmp_path_factory.mktemp("trained") / "checkpoint"
     names = world.log.action_names
     save_checkpoint(
-        path, ranker, name="t", action_names=names, continuous=[DWELL_OUTPUT], score_weights=default_score_weights(names)
+        path, ranker, name="t", action_names=names, continuous=[DWELL_TIME], score_weights=default_score_weights(names)
     )  # fmt: skip
     return path, examples, predict(ranker, examples, requests).probabilities
 

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weights.actions import STANDARD_ACTIONS, default_score_weights, released_action_names, released_continuous
+from weights.actions import (
+    DWELL_TIME,
+    STANDARD_ACTIONS,
+    continuous_outputs,
+    default_score_weights,
+    released_action_names,
+)
 from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput, FileEntry, Manifest, TensorEntry, signed
 from weights.synthetic.random_weights import mini_config
@@ -20,7 +26,7 @@ MANIFEST = Manifest(
     version="",
     config=mini_config(0, (5, 6, 7), continuous_actions=1),
     action_names=STANDARD_ACTIONS,
-    continuous=(ContinuousOutput("dwell_time", 30, "s"),),
+    continuous=(DWELL_TIME,),
     score_weights=default_score_weights(STANDARD_ACTIONS),
     files={"a.safetensors": FileEntry("0" * 64, 10)},
     tensors={"heads.norm": TensorEntry("a.safetensors", "float32", (128,))},
@@ -141,4 +147,5 @@ def test_default_weights_reward_and_punish() -> None:
 def test_names_of_an_unknown_model_are_numbers() -> None:
     assert released_action_names(3) == ("action_0", "action_1", "action_2")
     assert released_action_names(19)[13] == "vqv"
-    assert released_continuous(1) == (ContinuousOutput("continuous_0", 1.0, ""),)
+    assert continuous_outputs(2, dwell_index=1) == (ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME)
+    assert continuous_outputs(0, dwell_index=0) == ()
