@@ -1,1 +1,1 @@
-"""Checkpoints on disk: manifest, load, import, verify, demo. Serves nothing."""
+"""Checkpoints: their format on disk, import of published ones, training of new ones."""

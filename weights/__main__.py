@@ -1,4 +1,4 @@
-"""`python -m weights`: see `weights.cli`."""
+"""`python -m weights`; the commands are in `weights.commands`."""
 
 from weights.commands.checkpoints import app
 

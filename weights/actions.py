@@ -1,4 +1,4 @@
-"""Names and default score weights of actions. Names belong to a checkpoint, so these are only what is put into a new one."""
+"""Names and default score weights of actions. A checkpoint has its own; these go into new ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ STANDARD_ACTIONS = (
 RELEASED_INDICES = {1: "favorite", 4: "reply", 5: "quote", 6: "repost", 11: "dwell", 13: "vqv"}
 """What the pipeline shipped with the released checkpoint reads; the meaning of the other indices is not published."""
 
+RELEASED_DWELL_INDEX = 1
+"""The continuous output that the same pipeline reads, as dwell time."""
+
+DWELL_TIME = ContinuousOutput("dwell_time", 30.0, "s")
+"""The dwell as a continuous output: the model's 0 … 1 times 30 s."""
+
 SCORE_WEIGHTS = {
     "favorite": 1.0, "reply": 5.0, "repost": 2.0, "photo_expand": 0.1, "click": 0.2, "profile_click": 0.5, "vqv": 0.3,
     "share": 2.0, "share_via_dm": 3.0, "share_via_copy_link": 2.0, "dwell": 0.2, "quote": 3.0, "quoted_click": 0.2,
     "follow_author": 4.0, "not_interested": -5.0, "block_author": -15.0, "mute_author": -10.0, "report": -20.0,
 }  # fmt: skip
-"""Defaults of the combined score: what an author earns by an action, and pays for a complaint. Tune them to your product."""
+"""Default weights of the combined score, negative for complaints. Tune them to your product."""
 
 
 def released_action_names(actions: int) -> tuple[str, ...]:
@@ -30,11 +36,11 @@ def released_action_names(actions: int) -> tuple[str, ...]:
     return tuple(known.get(index, f"action_{index}") for index in range(actions))
 
 
-def released_continuous(outputs: int) -> tuple[ContinuousOutput, ...]:
-    """Continuous outputs of a published checkpoint: index 1 is dwell time in units of 30 s, the others are not published."""
+def continuous_outputs(count: int, dwell_index: int) -> tuple[ContinuousOutput, ...]:
+    """Labels of `count` continuous outputs, of which one is the dwell time and the others are not named."""
     return tuple(
-        ContinuousOutput("dwell_time", 30.0, "s") if index == 1 else ContinuousOutput(f"continuous_{index}", 1.0, "")
-        for index in range(outputs)
+        DWELL_TIME if index == dwell_index else ContinuousOutput(f"continuous_{index}", 1.0, "")
+        for index in range(count)
     )
 
 

@@ -1,8 +1,8 @@
-"""Checkpoint directories: load with every check, save in one step. Not for the published layout: that is `weights.published`.
+"""Checkpoint directories: load with every check, save in one step. The published layout is read by `weights.published`.
 
 A directory holds `manifest.json`, `params.safetensors` (fp32, read into memory) and one `tables.*.safetensors` per embedding
-table (fp32 or bf16, mapped, never copied on CPU). A served checkpoint is replaced by renaming another directory into its
-place, as `save_checkpoint` does: writing into a mapped file would change the model that is being served.
+table (fp32 or bf16, mapped, never copied on CPU). Replace a served checkpoint by renaming another directory over it,
+as `save_checkpoint` does: a write to a mapped file would change the model that is being served.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS_PER_CHUNK = 16384
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A verified checkpoint: where it was, what it says, and the ranker with its weights on the CPU, without gradients."""
+    """A verified checkpoint: its path, its manifest, and the ranker with its weights on the CPU, without gradients."""
 
     path: Path
     manifest: Manifest
@@ -39,10 +39,10 @@ class Checkpoint:
 def load_checkpoint(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Checkpoint:
     """Verify everything and build the ranker: parameters in memory, tables mapped.
 
-    Files are read side by side in `threads`, one a core by default; 1 leaves the other cores to a model that is serving.
+    Files are read in parallel by `threads` threads, one per core by default; 1 leaves the other cores to a model that is serving.
 
     Raises CheckpointError, whose sentence names file and reason, for anything that is not exactly what was saved: format
-    version, manifest, digests, tensor names, shapes, dtypes, NaN or infinity, links, or a file that changes meanwhile.
+    version, manifest, digests, tensor names, shapes, dtypes, NaN or infinity, links, or a file that changes while it is read.
     """
     path = Path(path)
     try:
@@ -95,8 +95,7 @@ def save_checkpoint(
     state = ranker.state_dict()
 
     def chunks(tensor: str) -> Iterable[Tensor]:
-        parts: tuple[Tensor, ...] = torch.split(state[tensor], ROWS_PER_CHUNK)
-        return parts
+        return iter(torch.split(state[tensor], ROWS_PER_CHUNK))
 
     labels = Labels(name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version)
     return write_checkpoint(

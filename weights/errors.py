@@ -1,4 +1,4 @@
-"""The one error of this package. Not for programming mistakes: those raise what Python raises."""
+"""The one error of this package, for what a user can mend; programming mistakes raise what Python raises."""
 
 
 class CheckpointError(Exception):

@@ -1,6 +1,6 @@
-"""Spoiled checkpoints: a checkpoint, one thing wrong with it, and whether the loader noticed. Not a test itself.
+"""Corrupted checkpoints, one fault each, and whether the loader refuses them. Not a test itself.
 
-`accepted(count, …)` is called with few by the tests and with many by the soak.
+`accepted(count, …)` runs few in the tests and many in the soak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weights.checkpoint import CheckpointError, load_checkpoint
 from weights.format.manifest import signed
 from weights.format.writer import write_checkpoint
 from weights.published.importer import labels_for
-from weights.synthetic.chunks import mini_config, random_chunks
+from weights.synthetic.random_weights import mini_config, random_chunks
 
 BATCH = 50
 SHAPING = (
@@ -209,7 +209,7 @@ def make_signed_renamed_tensor(path: Path, rng: random.Random, _other: Path) -> 
         [name for name in (f"{old}x", "tables.user", "heads.norm", "../../etc/passwd", "\x1b[31m") if name != old]
     )
     edit_header(file, lambda header: header.update({new: header.pop(old)}))
-    both = rng.random() < 0.5  # the manifest lies along with the file, or only the file lies
+    both = rng.random() < 0.5  # the manifest has the same change, or only the file has it
 
     def rename(manifest: dict[str, Any]) -> None:
         manifest["tensors"][new] = manifest["tensors"].pop(old)

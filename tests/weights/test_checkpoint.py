@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.weights.mutants import accepted, make_signed_nan, mutants, sign_again
 from weights.checkpoint import CheckpointError, load_checkpoint, load_manifest, save_checkpoint
 from weights.format import layout, reader
 from weights.format.manifest import ContinuousOutput
-from weights.synthetic.chunks import mini_config, random_ranker
+from weights.synthetic.random_weights import mini_config, random_ranker
 
 CONFIG = mini_config(3, (50, 60, 70), continuous_actions=2)
 NAMES = [f"action_{index}" for index in range(19)]
@@ -152,7 +153,7 @@ def test_without_the_shape_check_no_sentence_is_given(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("damage", "sentence"),
     [
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "params.safetensors").unlink(), "params.safetensors is missing"),
@@ -163,8 +164,8 @@ def test_without_the_shape_check_no_sentence_is_given(tmp_path: Path, monkeypatc
         (lambda path: (path / "manifest.json").write_text('{"format_version": 9}'), "format version 9, this build reads 1"),
     ],
 )  # fmt: skip
-def test_the_sentence_names_file_and_reason(small: Path, spoil: object, sentence: str) -> None:
-    spoil(small)  # type: ignore[operator]
+def test_the_sentence_names_file_and_reason(small: Path, damage: Callable[[Path], object], sentence: str) -> None:
+    damage(small)
     with pytest.raises(CheckpointError, match=sentence) as refused:
         load_checkpoint(small)
     assert str(small) in str(refused.value)

@@ -7,16 +7,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from model.config import ContextAttention
@@ -24,12 +22,14 @@ from weights import checkpoint
 from weights.actions import default_score_weights
 from weights.checkpoint import CheckpointError
 from weights.commands import training
+from weights.commands.console import progress_bar, read_json, refusals, say
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
-from weights.synthetic import chunks as synthetic_weights
 from weights.synthetic import measure as measuring
-from weights.synthetic import small
+from weights.synthetic.published import write_published
+from weights.synthetic.random_weights import mini_config, random_chunks
+from weights.synthetic.small_checkpoint import write_small_checkpoint
 
 app = typer.Typer(
     help="Checkpoints of the ranking transformer: make, check and describe them.",
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 training.register(app)
 
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that lies there already.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
 
 
@@ -66,19 +66,19 @@ def import_(
     ] = None,
     replace: Replace = False,
 ) -> None:
-    """Turn a published checkpoint into ours. Streams the tables; unpickles nothing; refuses what it does not know."""
+    """Convert a published checkpoint. Streams the tables, unpickles nothing, refuses unknown keys and arrays."""
     started = time.perf_counter()
     with (
         refusals(),
         importer.PublishedRanker(source, ignore or (), context_attention) as ranker,
-        byte_progress("Importing") as progress,
+        progress_bar(in_bytes=True) as bar,
     ):
         config = ranker.config
         names = read_names(actions) if actions else None
         weights = read_json(score_weights, dict) if score_weights else None
         labels = importer.labels_for(config, name or label_of(out), version, names, weights)
         manifest = importer.import_published(
-            ranker, out, labels, table_dtype=tables, replace_existing=replace, progress=progress
+            ranker, out, labels, table_dtype=tables, replace_existing=replace, progress=partial(bar, "Importing")
         )
     variant = [word for word, has in (("dwell", config.has_dwell), ("post age", config.has_post_age)) if has]
     say(
@@ -96,11 +96,11 @@ def verify(
 ) -> None:
     """Read every byte and check manifest, digests, tensors, finite numbers. Exit code 1 and one sentence when refused."""
     started = time.perf_counter()
-    with refusals(), byte_progress("Verifying") as progress:
-        manifest = checkpoint.load_checkpoint(directory, progress).manifest
+    with refusals(), progress_bar(in_bytes=True) as bar:
+        manifest = checkpoint.load_checkpoint(directory, partial(bar, "Verifying")).manifest
     size = sum(entry.bytes for entry in manifest.files.values())
     say(
-        f"{directory} is whole: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
+        f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
         f"{size / 2**20:.1f} MiB in {time.perf_counter() - started:.2f} s"
     )
 
@@ -110,7 +110,7 @@ def inspect(
     directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,
 ) -> None:
-    """Show what a checkpoint says about itself. Reads the manifest only; `verify` reads the weights."""
+    """Show the manifest of a checkpoint. `verify` also reads the weights."""
     with refusals():
         manifest = checkpoint.load_manifest(directory)
     if as_json:
@@ -159,7 +159,7 @@ def random_(
 ) -> None:
     """Write the small random checkpoint with its example request."""
     with refusals():
-        manifest = small.write_demo(out, seed, replace=replace)
+        manifest = write_small_checkpoint(out, seed, replace=replace)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
@@ -173,15 +173,15 @@ def synthetic(
     seed: Seed = 0,
 ) -> None:
     """Write random weights of the released geometry; full size by default (1.4 GiB)."""
-    config = synthetic_weights.mini_config(seed, (rows, rows, rows))
+    config = mini_config(seed, (rows, rows, rows))
     with refusals():
         if out.exists():
             raise CheckpointError(f"{out} exists already; choose another place.")
         if published_layout:
-            synthetic_weights.write_published(out, config, seed)
+            write_published(out, config, seed)
         else:
             labels = importer.labels_for(config, "synthetic")
-            writer.write_checkpoint(out, config, synthetic_weights.random_chunks(config, seed), labels)
+            writer.write_checkpoint(out, config, random_chunks(config, seed), labels)
     say(f"{out} holds a random {'download' if published_layout else 'checkpoint'} with {rows} rows a table")
 
 
@@ -211,39 +211,3 @@ def read_names(path: Path) -> tuple[str, ...]:
     if any(type(name) is not str for name in names):
         raise CheckpointError(f"{path} must hold a JSON list of strings.")
     return tuple(names)
-
-
-def read_json(path: Path, kind: type) -> Any:
-    """A JSON file given on the command line. Raises CheckpointError where it is not a `kind`."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
-    if type(value) is not kind:
-        raise CheckpointError(f"{path} must hold a JSON {'list' if kind is list else 'object'}.")
-    return value
-
-
-def say(text: str) -> None:
-    """One plain line on standard output: results are for pipes too."""
-    print(text, flush=True)
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """A CheckpointError becomes its sentence on standard error and exit code 1."""
-    try:
-        yield
-    except CheckpointError as error:
-        print(error, file=sys.stderr, flush=True)
-        raise typer.Exit(1) from error
-
-
-@contextmanager
-def byte_progress(label: str) -> Iterator[checkpoint.Progress]:
-    """A bar on standard error while bytes are read or written; nothing where that is no terminal."""
-    columns = TextColumn(label), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from model.config import ConfigError, ModelConfig
-from weights.actions import default_score_weights
+from model.config import ModelConfig
+from weights.actions import continuous_outputs, default_score_weights
 from weights.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from weights.format.manifest import ContinuousOutput
+from weights.commands.console import progress_bar, read_json, refusals, say
 
 if TYPE_CHECKING:
     from weights.training.log import Log
-    from weights.training.trainer import Look
+    from weights.training.trainer import Status
 
 T = TypeVar("T")
 
-DWELL_OUTPUT = ContinuousOutput("dwell_time", 30.0, "s")
+REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
 
 Out = Annotated[Path, typer.Option(help="Directory to write.")]
 Set = Annotated[
@@ -47,7 +44,7 @@ def world(
     out: Out, seed: Annotated[int, typer.Option(help="Equal seeds, equal worlds.")] = 1, set_: Set = None
 ) -> None:
     """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
-    with learning_refusals():
+    with refusals(*REFUSED):
         from weights.training.world.settings import WorldSettings
         from weights.training.world.simulate import simulate
         from weights.training.world.store import save_world
@@ -56,7 +53,7 @@ def world(
         with progress_bar() as bar:
             drawn = simulate(settings, lambda done, total: bar("sessions", done, total))
         save_world(out, drawn)
-    print(
+    say(
         f"{out} holds {len(drawn.log)} impressions of {settings.all_users} users; the test period starts at {settings.test_ts}"
     )
 
@@ -73,12 +70,10 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds, log and threads: equal checkpoints.")] = 1,
     set_: Set = None,
-    replace_existing: Annotated[
-        bool, typer.Option("--replace", help="Replace the checkpoint that lies there.")
-    ] = False,
+    replace_existing: Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")] = False,
 ) -> None:
     """Train a checkpoint from a log, with the model code that serves it."""
-    with learning_refusals():
+    with refusals(*REFUSED):
         from weights.training.log import read_log
         from weights.training.run import train as run
         from weights.training.settings import TrainSettings, demo_config
@@ -87,13 +82,11 @@ def train(
             raise CheckpointError("--resume needs --state, the directory of the run to continue.")
         if out.exists() and not replace_existing:
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
+        settings = with_settings(TrainSettings(seed=seed), set_)
         impressions = read_log(log)
         architecture = (
-            ModelConfig.from_dict(json.loads(config.read_text()))
-            if config
-            else demo_config(len(impressions.action_names))
+            ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(len(impressions.action_names))
         )
-        settings = with_settings(TrainSettings(seed=seed), set_)
         with progress_bar() as bar:
             ranker = run(
                 impressions,
@@ -104,13 +97,12 @@ def train(
                 resume=resume,
                 report=training_report(bar),
             )
-        continuous = [DWELL_OUTPUT, *(ContinuousOutput(f"continuous_{i}", 1.0, "") for i in range(1, 99))]
         manifest = save_checkpoint(
             out, ranker, name=name, action_names=impressions.action_names,
-            continuous=continuous[: architecture.continuous_actions],
+            continuous=continuous_outputs(architecture.continuous_actions, dwell_index=0),
             score_weights=default_score_weights(impressions.action_names), replace=replace_existing,
         )  # fmt: skip
-    print(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+    say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
 def eval_(
@@ -124,7 +116,7 @@ def eval_(
     ablation_requests: Annotated[int, typer.Option(help="Requests that each ablation is measured on.")] = 3000,
 ) -> None:
     """Evaluate a checkpoint on a test period: per action figures, baselines, the optimum of a world, ablations, plots."""
-    with learning_refusals():
+    with refusals(*REFUSED):
         if (world_directory is None) == (log is None) or (log is not None and since is None):
             raise CheckpointError("Give either --world, or --log with --since.")
         from weights.training.evaluate.evaluation import evaluate
@@ -146,7 +138,7 @@ def eval_(
         source = f"--world {world_directory}" if world_directory else f"--log {log} --since {since}"
         command = f"python -m weights eval --checkpoint {checkpoint} {source} --out {out}"
         write_report(evaluation, out, f"Evaluation of {loaded.manifest.name} {loaded.manifest.version}", command)
-    print(json.dumps(figures(evaluation)))
+    say(json.dumps(figures(evaluation)))
 
 
 def train_demo(
@@ -158,7 +150,7 @@ def train_demo(
     set_: Set = None,
 ) -> None:
     """Make the demo checkpoint: draw its world, train, evaluate, write the report, names and the example request."""
-    with learning_refusals():
+    with refusals(*REFUSED):
         from weights.training.demo import make_demo
         from weights.training.settings import TrainSettings
 
@@ -168,8 +160,8 @@ def train_demo(
                 out, work, with_settings(TrainSettings(seed=seed), set_), bar, training_report(bar)
             )
     seconds = f"{time.perf_counter() - started:.0f} s, {time.process_time() - cpu:.0f} CPU seconds"
-    print(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}; {seconds}")
-    print(json.dumps(summary))
+    say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}; {seconds}")
+    say(json.dumps(summary))
 
 
 def aligned(log: Log, action_names: tuple[str, ...]) -> Log:
@@ -199,41 +191,15 @@ def with_settings(settings: T, assignments: list[str] | None) -> T:
     return replace(settings, **changes)  # type: ignore[type-var]
 
 
-@contextmanager
-def learning_refusals() -> Iterator[None]:
-    """What a user can mend becomes one sentence on standard error and exit code 1."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed; training needs: pip install -e '.[train]'", file=sys.stderr, flush=True)
-        raise typer.Exit(1) from error
-    except (CheckpointError, ConfigError, ValueError, OSError) as error:
-        print(error, file=sys.stderr, flush=True)
-        raise typer.Exit(1) from error
+def training_report(bar: Callable[[str, int, int], None]) -> Callable[[Status], None]:
+    """What is called after every step: it moves the bar; without a terminal, it prints a line for each evaluation."""
+    terminal = sys.stderr.isatty()
 
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error; nothing where that is no terminal."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=None, visible=False)
-        yield lambda what, done, total: progress.update(
-            task, description=what, completed=done, total=total, visible=True
-        )
-
-
-def training_report(bar: Callable[[str, int, int], None]) -> Callable[[Look], None]:
-    """Moves the bar at every step; without a terminal, prints a line for each look at the validation requests."""
-    terminal, seen = sys.stderr.isatty(), [float("nan")]
-
-    def report(look: Look) -> None:
-        words = f"loss {look.loss:.4f}, validation {look.validation:.5f}, best {look.best:.5f}"
+    def report(status: Status) -> None:
+        words = f"loss {status.loss:.4f}, validation {status.validation:.5f}, best {status.best:.5f}"
         if terminal:
-            bar(words, look.step, look.steps)
-        elif look.validation == look.validation and look.validation != seen[0]:
-            seen[0] = look.validation
-            print(f"step {look.step} of {look.steps}: {words}", file=sys.stderr, flush=True)
+            bar(words, status.step, status.steps)
+        elif status.evaluated:
+            print(f"step {status.step} of {status.steps}: {words}", file=sys.stderr, flush=True)
 
     return report

@@ -1,1 +1,1 @@
-"""What lies on disk: manifest, tensors, reading with every check, writing in one step."""
+"""The checkpoint format on disk: manifest and tensor files, how they are checked and written."""

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint of an architecture has and in which file each lies. Opens no file."""
+"""Which tensors a checkpoint of an architecture has, and in which file each is stored. Opens no file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARAMS_FILE = "params.safetensors"
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor is an embedding table: may be bf16, lies in a file of its own, is mapped instead of read."""
+    """Whether a tensor is an embedding table: may be bf16, has a file of its own, is mapped instead of read."""
     return name.startswith("tables.")
 
 

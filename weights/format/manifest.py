@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint directory says about itself, parsed strictly and written canonically. Reads no weights."""
+"""`manifest.json`, which describes a checkpoint: parsed strictly, written canonically. Reads no weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies and what it is; `dtype` is `float32` or `bfloat16`."""
+    """The file, dtype (`float32` or `bfloat16`) and shape of a tensor."""
 
     file: str
     dtype: str
@@ -55,7 +55,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint except its numbers. Raises CheckpointError when a part does not fit the others.
+    """Everything about a checkpoint except its numbers. Raises CheckpointError for fields that contradict each other.
 
     `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
     maps some action names to the default weights of the combined score. `digest` is the SHA-256 of the canonical content,

@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint directory and checks each while it stays open. Builds no model."""
+"""Reads and checks the files of a checkpoint directory, each through one descriptor. Builds no model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @contextmanager
 def open_directory(path: Path) -> Iterator[int]:
-    """A descriptor, so that every file comes from one directory even while another is renamed into its place."""
+    """A descriptor, so that every file comes from one directory even if another is renamed over it meanwhile."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield directory
@@ -40,8 +40,8 @@ def read_manifest(directory: int) -> Manifest:
     """`manifest.json` of an open directory, checked in itself. Raises CheckpointError."""
     with _open_file(directory, MANIFEST_NAME) as file:
         raw = b""
-        while len(raw) <= MAX_MANIFEST_BYTES and (part := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
-            raw += part
+        while len(raw) <= MAX_MANIFEST_BYTES and (chunk := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
+            raw += chunk
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
         try:
@@ -53,7 +53,7 @@ def read_manifest(directory: int) -> Manifest:
 def read_tensors(
     directory: int, manifest: Manifest, progress: Progress | None, threads: int | None
 ) -> dict[str, Tensor]:
-    """Every tensor by name, files side by side in `threads` (one a core if None).
+    """Every tensor by name; `threads` threads (one per core if None) read the files in parallel.
 
     Raises CheckpointError; with several bad files, for the first.
     """
@@ -74,8 +74,8 @@ def read_tensors(
 
     tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1), thread_name_prefix="verify") as pool:
-        for part in pool.map(read, sorted(manifest.files)):
-            tensors.update(part)
+        for loaded in pool.map(read, sorted(manifest.files)):
+            tensors.update(loaded)
     return tensors
 
 
@@ -92,7 +92,7 @@ def check_digest(digest: str, entry: FileEntry) -> None:
 
 
 def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, TensorEntry]) -> None:
-    """What a file holds against what the manifest says it holds. Raises CheckpointError."""
+    """Compare the tensors in a file with those that the manifest lists for it. Raises CheckpointError."""
     missing, unknown = sorted(set(listed) - set(stored)), sorted(set(stored) - set(listed))
     if missing:
         raise CheckpointError(f"lacks tensor {missing[0]}, which the manifest lists")
@@ -107,15 +107,15 @@ def check_stored(stored: Mapping[str, StoredTensor], listed: Mapping[str, Tensor
 
 
 def check_unchanged(before: os.stat_result, after: os.stat_result) -> None:
-    """Raises CheckpointError when an open file was written to between two looks at it."""
+    """Raises CheckpointError when an open file was written to between two calls of fstat."""
     if any(getattr(before, name) != getattr(after, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
         raise CheckpointError("changed while it was being read")
 
 
-def check_finite(spoiled: str | None) -> None:
+def check_finite(corrupted: str | None) -> None:
     """Raises CheckpointError when `scan` found a NaN or an infinity."""
-    if spoiled is not None:
-        raise CheckpointError(f"holds a NaN or an infinity in tensor {spoiled}")
+    if corrupted is not None:
+        raise CheckpointError(f"holds a NaN or an infinity in tensor {corrupted}")
 
 
 def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[[int], None]) -> dict[str, Tensor]:
@@ -126,11 +126,11 @@ def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[
         header, stored = read_header(file, before.st_size)
         check_stored(stored, listed)
         params = None if all(map(is_table, listed)) else bytearray(before.st_size)
-        digest, spoiled = scan(file, header, stored, params, advance)
+        digest, corrupted = scan(file, header, stored, params, advance)
         buffer: Buffer = params or _map(file, before.st_size)
         check_unchanged(before, os.fstat(file.fileno()))
     check_digest(digest, manifest.files[name])
-    check_finite(spoiled)
+    check_finite(corrupted)
     return {key: tensor.view(buffer) for key, tensor in stored.items()}
 
 
@@ -144,19 +144,22 @@ def _map(file: FileIO, length: int) -> mmap.mmap:
 
 
 def _settled(file: FileIO) -> os.stat_result:
-    """The file's status, once its times are old enough that a later write must change them: clocks of files are coarse."""
+    """The file's status, returned when any later write must change its times: the clock for file times is coarse.
+
+    Raises CheckpointError when a young file changes during the wait.
+    """
     status = os.fstat(file.fileno())
     age_seconds = time.time() - status.st_ctime
     if 0 <= age_seconds < _CLOCK_STEP_SECONDS:
         time.sleep(_CLOCK_STEP_SECONDS - age_seconds)
-        status = os.fstat(file.fileno())
+        check_unchanged(status, os.fstat(file.fileno()))
     return status
 
 
 @contextmanager
 def _open_file(directory: int, name: str) -> Iterator[FileIO]:
     """A regular file of the directory, unbuffered; links are not followed. Raises CheckpointError."""
-    # O_NONBLOCK: opening a pipe that somebody put there must not hang
+    # O_NONBLOCK: opening a pipe must not hang
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, dir_fd=directory)

@@ -1,8 +1,8 @@
-"""Safetensors files, read as one open file and written as a stream. Knows nothing of manifests or models.
+"""Safetensors files, checked while they are read from one open file, and written as a stream.
 
-The library's own reader opens a path by itself and checks no content; here one open file is hashed, checked and then mapped,
-and a file that shrinks meanwhile is an error instead of a fatal signal. Layout: header length (uint64, little-endian), JSON
-header, data.
+The library's reader opens a path by itself and checks no content; here an open file is hashed, checked and then mapped, and
+a file that shrinks meanwhile is an error instead of a fatal signal. Its writer needs whole tensors. Layout: header length
+(uint64, little-endian), JSON header, data.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from torch import Tensor
 from weights.errors import CheckpointError
 from weights.format.manifest import FileEntry, check_keys, parse_json_object
 
-Buffer = Any  # an mmap or a bytearray, writable as torch wants it; the stubs have no common name for both
+Buffer = Any  # a writable mmap or bytearray, as torch.frombuffer wants it; the stubs have no common name for both
 
 CHUNK_BYTES = 2**20  # read, hashed and checked while it is in the processor's cache
 _ALIGNMENT_BYTES = 64  # data starts on a cache line, so a table row never straddles one more than it must
@@ -61,7 +60,7 @@ class StoredTensor:
 
 
 def read_header(file: FileIO, file_bytes: int) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The raw header and the tensors of a safetensors file, in order of their data; the file then stands at its data.
+    """The raw header and the tensors of a safetensors file, in order of their data. Leaves the file at the start of its data.
 
     Raises CheckpointError when the tensors do not tile all of the file's `file_bytes`.
     """
@@ -108,14 +107,14 @@ def scan(
     keep: bytearray | None,
     advance: Callable[[int], None],
 ) -> tuple[str, str | None]:
-    """One pass over a file that stands at its data: the SHA-256 in hex, and the first tensor with a NaN or an infinity.
+    """Read the data of a file after `read_header`: its SHA-256 in hex, and the first tensor with a NaN or an infinity.
 
-    `header` and `tensors` must be what `read_header` gave. The data stays in `keep`, at its place in the file, where that is
-    given. `advance` hears of bytes done. Raises CheckpointError when the file ends early.
+    `header` and `tensors` are what `read_header` returned. `keep`, as long as the file, receives the data at its offsets.
+    `advance` is called with the bytes of each chunk. Raises CheckpointError when the file ends early.
     """
     digest = hashlib.sha256(header)
     scratch = memoryview(bytearray(0 if keep else CHUNK_BYTES))
-    spoiled = None
+    corrupted = None
     for name, tensor in tensors.items():
         for place in range(0, tensor.bytes, CHUNK_BYTES):
             count = min(CHUNK_BYTES, tensor.bytes - place)
@@ -123,16 +122,16 @@ def scan(
             chunk = memoryview(keep)[start : start + count] if keep else scratch[:count]
             _fill(file, chunk)
             digest.update(chunk)  # releases the interpreter lock, so files run side by side
-            if spoiled is None and not is_finite(torch.frombuffer(chunk, dtype=_TORCH[tensor.dtype])):
-                spoiled = name
+            if corrupted is None and not is_finite(torch.frombuffer(chunk, dtype=_TORCH[tensor.dtype])):
+                corrupted = name
             advance(count)
-    return digest.hexdigest(), spoiled
+    return digest.hexdigest(), corrupted
 
 
 def _fill(file: FileIO, buffer: bytearray | memoryview) -> None:
-    place, whole = 0, memoryview(buffer)
-    while place < len(whole):
-        count = file.readinto(whole[place:])
+    place, view = 0, memoryview(buffer)
+    while place < len(view):
+        count = file.readinto(view[place:])
         if not count:
             raise CheckpointError("became shorter while it was being read")
         place += count
@@ -145,71 +144,44 @@ def is_finite(values: Tensor) -> bool:
     """
     if values.dtype == torch.float32:
         return bool(np.isfinite(values.numpy()).all())
-    exponents = (
-        values.view(torch.int16).numpy() & _BFLOAT16_EXPONENT
-    )  # numpy has no bfloat16; all ones is NaN or infinity
+    # numpy has no bfloat16; an exponent of all ones is NaN or infinity
+    exponents = values.view(torch.int16).numpy() & _BFLOAT16_EXPONENT
     return not bool((exponents == _BFLOAT16_EXPONENT).any())
 
 
-def raw_bytes(values: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared."""
-    array: memoryview = values.detach().reshape(-1).view(torch.uint8).numpy().data
-    return array
+def write_tensors(
+    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], chunks: Callable[[str], Iterable[Tensor]]
+) -> FileEntry:
+    """Write tensors, name → (dtype, shape), in this order to a new file; `chunks(name)` gives the elements in order.
 
-
-class TensorFileWriter:
-    """Writes tensors of known shapes one after another, a part at a time, hashing on the way. Use as a context manager.
-
-    `tensors` maps names to (dtype, shape) and fixes the order. `entry` is there after the block ended.
+    Chunks are of any size, shape, float dtype and device; one at a time is converted, checked, hashed and written.
+    Raises CheckpointError for values that are not finite in the file's dtype, and for more or fewer than the shape says.
     """
-
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        self.entry: FileEntry | None = None
-        self._path = path
-        self._tensors = tensors
-        header: dict[str, Any] = {}
-        self._total_bytes = 0
-        self._left: dict[str, int] = {}
-        names = {dtype: stored for stored, dtype in _STORED.items()}
+    names = {dtype: stored for stored, dtype in _STORED.items()}
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    prefix = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(prefix)
+    with path.open("xb") as file:
+        file.write(prefix)
         for name, (dtype, shape) in tensors.items():
-            count = self._left[name] = math.prod(shape)
-            stop = self._total_bytes + count * _ITEM_BYTES[dtype]
-            header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [self._total_bytes, stop]}
-            self._total_bytes = stop
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
-        self._header = len(text).to_bytes(8, "little") + text
-
-    def __enter__(self) -> TensorFileWriter:
-        self._file = self._path.open("xb")
-        self._digest = hashlib.sha256()
-        self._put(self._header)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file:
-            if kind is not None:
-                return
-            missing = next((name for name, left in self._left.items() if left), None)
-            if missing is not None:
-                raise CheckpointError(f"{self._path.name}: tensor {missing} was not written to its end")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self.entry = FileEntry(self._digest.hexdigest(), len(self._header) + self._total_bytes)
-
-    def write(self, name: str, values: Tensor) -> None:
-        """The next elements of tensor `name`, of any float dtype and shape. Raises CheckpointError where not finite."""
-        unfinished = next((other for other, left in self._left.items() if left), None)
-        if name != unfinished or values.numel() > self._left[name]:
-            raise CheckpointError(f"{self._path.name}: tensor {name} is longer than its shape or out of order")
-        converted = values.detach().to("cpu", _TORCH[self._tensors[name][0]]).contiguous()
-        if not is_finite(converted):
-            raise CheckpointError(f"tensor {name} holds a NaN or an infinity")
-        self._left[name] -= values.numel()
-        self._put(raw_bytes(converted))
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._digest.update(data)
+            left = math.prod(shape)
+            for chunk in chunks(name):
+                values = chunk.detach().to("cpu", _TORCH[dtype]).reshape(-1)
+                left -= len(values)
+                if left < 0:
+                    raise CheckpointError(f"tensor {name} has more values than its shape")
+                if not is_finite(values):
+                    raise CheckpointError(f"tensor {name} holds a NaN or an infinity")
+                data = values.view(torch.uint8).numpy().data
+                file.write(data)
+                digest.update(data)
+            if left:
+                raise CheckpointError(f"tensor {name} has fewer values than its shape")
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(digest.hexdigest(), len(prefix) + end)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint directory as a stream and puts it in place in one step. Knows no source of weights."""
+"""Writes a checkpoint directory as a stream, then renames it into place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model.config import ModelConfig
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, file_of, is_table
 from weights.format.manifest import MANIFEST_NAME, ContinuousOutput, FileEntry, Manifest, TensorEntry
-from weights.format.tensorfile import TensorFileWriter
+from weights.format.tensorfile import write_tensors
 
 TableDtype = Literal["float32", "bfloat16"]
 
@@ -42,10 +42,10 @@ def write_checkpoint(
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in parts of any size.
+    """Write `path` from `chunks(name)`, which gives the elements of a tensor in order, in chunks of any size.
 
     Written beside and renamed, so that a reader sees all of it or nothing. `extras` are further files, such as an example.
-    An existing checkpoint is taken only with `replace`; files in it that are no part of it move into the new one.
+    An existing checkpoint is replaced only with `replace`; other files in its directory are kept.
     Raises CheckpointError for values that are not finite or not as many as the shape says, and for a path in use.
     """
     path = Path(path).absolute()
@@ -97,7 +97,7 @@ def _write_beside(
 
 
 def check_target(path: Path, *, replace: bool) -> None:
-    """Raises CheckpointError when something lies at `path` that must not be replaced."""
+    """Raises CheckpointError when `path` holds something that must not be replaced."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_dir():
@@ -126,12 +126,7 @@ def _write_files(
     files: dict[str, FileEntry] = {}
     for file in sorted({entry.file for entry in tensors.values()}):
         content = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
-        with TensorFileWriter(partial / file, content) as writer:
-            for name in content:
-                for chunk in chunks(name):
-                    writer.write(name, chunk)
-        assert writer.entry is not None  # set when the block ended without an error
-        files[file] = writer.entry
+        files[file] = write_tensors(partial / file, content, chunks)
     return _manifest(config, labels, files, tensors)
 
 
@@ -158,7 +153,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _put_in_place(partial: Path, path: Path) -> None:
-    """Rename; an old checkpoint steps aside first and gives up the files that were not its own."""
+    """Rename into place; an old checkpoint is moved aside first, and files in it that the new one lacks are kept."""
     old = None
     if path.is_dir() and any(path.iterdir()):
         old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")

@@ -1,1 +1,1 @@
-"""The published checkpoints (JAX npz) and how they become ours."""
+"""Import of the published checkpoints (JAX npz)."""

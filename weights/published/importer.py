@@ -1,6 +1,6 @@
-"""The published layout (`config.json`, `model_params.npz`, `embedding_tables.npz`) turned into a checkpoint of ours.
+"""Converts the published layout (`config.json`, `model_params.npz`, `embedding_tables.npz`) into a checkpoint.
 
-What it holds is strange input: nothing is unpickled, no key or array is ignored unless the caller names it.
+Nothing is unpickled, and no key or array is ignored unless the caller names it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ConfigError, ContextAttention, HashSpec, ModelConfig
-from weights.actions import default_score_weights, released_action_names, released_continuous
+from weights.actions import RELEASED_DWELL_INDEX, continuous_outputs, default_score_weights, released_action_names
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, is_table
 from weights.format.manifest import Manifest, parse_json_object
@@ -61,7 +61,7 @@ _LAYER = {
 class PublishedRanker:
     """An opened download: `config`, and the elements of every tensor by our name. Use as a context manager.
 
-    `ignore` names config keys and arrays that the caller knows to be without meaning; any other unknown one is refused.
+    `ignore` names config keys and arrays to leave out; any other unknown one is refused. Raises CheckpointError.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PublishedRanker:
             raise CheckpointError(f"{path}: {str(error).rstrip('.')}.") from error
 
     def _variant(self, config: ModelConfig) -> ModelConfig:
-        """January or May: the projections' shapes tell which inputs there are, the continuous head how many outputs."""
+        """January or May: the shapes of the projections tell the inputs, that of the continuous head its outputs."""
         if config.layers > len(self._params.names):
             raise CheckpointError(
                 f"num_layers is {config.layers}, but {PARAMS_FILE} has {len(self._params.names)} arrays"
@@ -127,7 +127,7 @@ class PublishedRanker:
         )
 
     def _check_arrays(self, ignore: Collection[str]) -> None:
-        """Every array has its place and its shape, before a byte is written."""
+        """Refuse missing, misshapen and unknown arrays before a byte is written."""
         for archive, tables in ((self._params, False), (self._tables, True)):
             wanted = {published_name(name): shape for name, shape in self.shapes.items() if is_table(name) == tables}
             for name, shape in wanted.items():
@@ -149,8 +149,8 @@ def published_name(name: str) -> str:
         return _TABLES[name]
     if name in _MODEL:
         return f"phoenix_model/{_MODEL[name]}"
-    layer, part = name.removeprefix("trunk.layers.").split(".")
-    return f"transformer/decoder_layer_{layer}/{_LAYER[part]}"
+    layer, parameter = name.removeprefix("trunk.layers.").split(".")
+    return f"transformer/decoder_layer_{layer}/{_LAYER[parameter]}"
 
 
 def published_config(values: Mapping[str, Any]) -> ModelConfig:
@@ -187,12 +187,12 @@ def _number(values: Mapping[str, Any], key: str, kind: type) -> Any:
 def _hashes(values: Mapping[str, Any], entity: str) -> HashSpec:
     """The hash functions of one entity, from `hash_params`; `num_*_hashes` must agree where it is given."""
     parameters = values.get("hash_params")
-    expected = {f"{other}_{part}" for other in _ENTITIES for part in ("hash_scales", "biases", "modulus")}
+    expected = {f"{other}_{field}" for other in _ENTITIES for field in ("hash_scales", "biases", "modulus")}
     if not isinstance(parameters, Mapping) or set(parameters) != expected:
         raise CheckpointError(f"hash_params must hold exactly {', '.join(sorted(expected))}")
-    scales, biases = (parameters[f"{entity}_{part}"] for part in ("hash_scales", "biases"))
-    for part in (scales, biases):
-        if not isinstance(part, list) or any(type(number) is not int for number in part):
+    scales, biases = (parameters[f"{entity}_{field}"] for field in ("hash_scales", "biases"))
+    for numbers in (scales, biases):
+        if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
             raise CheckpointError(f"hash_params of {entity} must be lists of integers")
     modulus = _number(parameters, f"{entity}_modulus", int)
     spec = HashSpec(tuple(scales), tuple(biases), modulus, _number(values, f"{entity}_vocab_size", int))
@@ -208,7 +208,7 @@ def _recognise(source: Path) -> None:
         raise CheckpointError(f"{source} is not a directory; name the ranker directory of the download.")
     if (source / "manifest.json").exists():
         raise CheckpointError(f"{source} is a checkpoint of this project already; it needs no import.")
-    missing = [name for name in (CONFIG_FILE, PARAMS_FILE, TABLES_FILE) if not (source / name).exists()]
+    missing = [name for name in (CONFIG_FILE, PARAMS_FILE, TABLES_FILE) if not (source / name).is_file()]
     if missing and (source / "ranker" / CONFIG_FILE).exists():
         raise CheckpointError(f"{source} holds several models; import the ranker, {source / 'ranker'}.")
     if missing:
@@ -233,7 +233,8 @@ def labels_for(
     """Labels of a published checkpoint: what is given, else what is known of the release. Raises CheckpointError."""
     names = tuple(action_names or released_action_names(config.actions))
     weights = default_score_weights(names) if score_weights is None else score_weights
-    return Labels(name, names, released_continuous(config.continuous_actions), weights, version)
+    outputs = continuous_outputs(config.continuous_actions, RELEASED_DWELL_INDEX)
+    return Labels(name, names, outputs, weights, version)
 
 
 def import_published(
@@ -245,7 +246,7 @@ def import_published(
     replace_existing: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Stream an opened download into a checkpoint directory; holds a few chunks, never a table. Raises CheckpointError."""
+    """Stream an opened download into a checkpoint directory, a chunk of at most 1 MiB at a time. Raises CheckpointError."""
     done, total = 0, sum(math.prod(shape) * 4 for shape in ranker.shapes.values())
 
     def chunks(name: str) -> Iterator[Tensor]:

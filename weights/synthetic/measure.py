@@ -1,4 +1,4 @@
-"""Measures import and start of a full-size checkpoint, each in a process of its own. Not for measuring forwards."""
+"""Measures import and load of a full-size checkpoint, each in a process of its own: seconds and memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from pathlib import Path
 from weights.checkpoint import load_checkpoint
 from weights.format.writer import TableDtype
 from weights.published.importer import PublishedRanker, import_published, labels_for
-from weights.synthetic.chunks import mini_config, write_published
+from weights.synthetic.published import write_published
+from weights.synthetic.random_weights import mini_config
 
 
 def footprint(work: Callable[[], object]) -> dict[str, float]:
-    """Runs `work` once and reports seconds, and MiB of this process: `peak_anonymous_mib` is memory that only swap could
-    take back (sampled every 2 ms), `peak_resident_mib` includes mapped file pages, which the kernel may drop."""
+    """Run `work` once. It returns seconds, and MiB of this process.
+
+    `peak_anonymous_mib`, sampled every 2 ms, is memory that only swap could take back; `peak_resident_mib` includes mapped
+    file pages, which the kernel may drop.
+    """
     peak, stop = 0.0, threading.Event()
 
     def sample() -> None:
@@ -56,7 +60,7 @@ def resident_mib() -> dict[str, float]:
 
 
 def measure(rows: int, seed: int, work: Path | None) -> dict[str, dict[str, float]]:
-    """Makes a synthetic download with `rows` rows a table, imports and loads it both ways, and removes it again."""
+    """Figures by step for a synthetic download with `rows` rows a table, in float32 and bfloat16. Removes its files."""
     results = {}
     with tempfile.TemporaryDirectory(dir=work) as directory:
         source = Path(directory) / "ranker"

@@ -1,4 +1,4 @@
-"""Makes the demo checkpoint: its world, the training, the evaluation, the names and the example. The long way to `weights/demo`."""
+"""Makes the demo checkpoint in `weights/demo`: draws its world, trains, evaluates, adds names and the example request."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weights.actions import default_score_weights
+from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import save_checkpoint
-from weights.format.manifest import ContinuousOutput, Manifest
+from weights.format.manifest import Manifest
 from weights.training.demo_example import example_request
 from weights.training.evaluate.evaluation import evaluate
 from weights.training.evaluate.report import figures, write_report
 from weights.training.run import train
 from weights.training.settings import TrainSettings, demo_config
-from weights.training.trainer import Look
+from weights.training.trainer import Status
 from weights.training.world.settings import WorldSettings
 from weights.training.world.simulate import World, simulate
 from weights.training.world.store import Facts, save_world, world_names
@@ -31,12 +31,12 @@ def make_demo(
     work: Path | None,
     settings: TrainSettings,
     progress: Callable[[str, int, int], None],
-    report: Callable[[Look], None],
+    report: Callable[[Status], None],
     world_settings: WorldSettings | None = None,
 ) -> tuple[Manifest, dict[str, Any]]:
     """Write the checkpoint with example, names and report into `out`, replacing one that is there. Returns manifest and headline figures.
 
-    `work` keeps the world and the state of the run. Raises what the parts raise.
+    `work` keeps the world and the state of the run. Raises CheckpointError, ValueError, OSError.
     """
     world = simulate(
         world_settings or WorldSettings(seed=settings.seed), lambda done, all_: progress("sessions", done, all_)
@@ -59,7 +59,7 @@ def make_demo(
         ranker,
         name="demo",
         action_names=log.action_names,
-        continuous=(ContinuousOutput("dwell_time", 30.0, "s"),),
+        continuous=(DWELL_TIME,),
         score_weights=default_score_weights(log.action_names),
         extras={name: (json.dumps(value, indent=1) + "\n").encode() for name, value in extras.items()},
         replace=True,
@@ -73,7 +73,7 @@ def make_demo(
 
 
 def facts_of(world: World) -> Facts:
-    """What `load_facts` reads of a saved world."""
+    """The facts of a world in memory: what `load_facts` reads of a saved one."""
     topics = {int(a): int(t) for a, t in zip(world.authors.ids, world.authors.topic, strict=True)}
     return Facts(world.settings.test_ts, world.truth, topics, world_names(world))
 

@@ -1,4 +1,4 @@
-"""The demo's example request: a real user of its world, told so that a person can follow why the posts rank as they do."""
+"""The demo's example request: a user of its world whose ranking a person can follow."""
 
 from __future__ import annotations
 

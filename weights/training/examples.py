@@ -1,4 +1,4 @@
-"""From a log to examples: each request with the history that its user had just before, and what then happened."""
+"""From a log to examples: each request with its user's history before it, and the actions that followed as labels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Request = tuple[Context, Candidates]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Labels:
-    """actions float32 `[B, C, A]`, 1 where it happened; dwell float32 `[B, C]`, seconds / 30 cut at 1; shown bool `[B, C]`, False
-    for padding; dwelt bool `[B, C]`, whether the dwell is known."""
+    """actions float32 `[B, C, A]`, 1 where it happened; dwell float32 `[B, C]`, seconds / 30 cut at 1.
+
+    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known.
+    """
 
     actions: Tensor
     dwell: Tensor
@@ -30,7 +32,10 @@ class Labels:
 
 
 class Examples:
-    """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request."""
+    """Requests of a log in time order. A history is what the user engaged with, in any way, strictly before the request.
+
+    Raises LogError for a log that does not fit the architecture.
+    """
 
     def __init__(self, log: Log, config: ModelConfig) -> None:
         if log.actions.shape[1] != config.actions:
@@ -108,7 +113,10 @@ def training_batch(
     fresh_post_share: float,
     max_candidates: int,
 ) -> tuple[Batch, Labels]:
-    """Requests with some ids replaced by unseen ones: their embedding rows then mean as little as those of new users and posts."""
+    """A batch of the requests `indices` and its labels, some ids replaced by unseen ones, as most are when served.
+
+    Shares lie in 0 … 1; a request of more than `max_candidates` loses random rows.
+    """
     requests, shown = [], []
     for index in indices:
         rows = examples.rows(index)

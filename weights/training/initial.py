@@ -1,4 +1,4 @@
-"""Where training starts. Upstream's initial values are a saddle that no gradient leaves, so the way out is here as well.
+"""Initial values of a ranker. Upstream's are a saddle point that no gradient leaves, so the way out is here as well.
 
 Upstream sets every linear weight and every norm scale to 0, and draws the input projections, the action projection, the
 surface table and the heads (variance scaling). Then the branch of a decoder layer is `norm1(0) = 0` with a scale of 0: its
@@ -19,7 +19,7 @@ from model.trunk import DecoderLayer
 
 PRE_NORMS = ("attention_norm", "ffn_norm")
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
-LIKENESS = (".query", ".key")
+QUERY_KEY = (".query", ".key")
 AUTHOR_DEVIATION = 1.0
 USER_DEVIATION = 0.3
 FAST_PAIR_GAIN = 0.1
@@ -31,7 +31,7 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
     A projection `[in, out]` is drawn with deviation 1/√in, the action projection and tables `[rows, D]` with 1/√D.
     The embedding tables are not upstream's to draw. Post rows stay 0, so that one never trained adds nothing. Author rows are drawn, for
     equal authors must look equal to attention before anything is learned about them. User rows are one row drawn once: the
-    norm before attention would blow up the first steps away from 0, and beside a common part they stay small.
+    norm before attention would blow up the first steps away from 0, and beside a common vector they stay small.
     """
     tokens, heads = ranker.tokens, ranker.heads
     with torch.no_grad():
@@ -81,10 +81,10 @@ def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
                     parameter.fill_(1)
                 elif name not in POST_NORMS:
                     _draw(parameter, parameter.shape[0] ** -0.5, generator)
-            _look_for_likeness(layer, ranker.config)
+            _match_queries_and_keys(layer, ranker.config)
 
 
-def _look_for_likeness(layer: DecoderLayer, config: ModelConfig) -> None:
+def _match_queries_and_keys(layer: DecoderLayer, config: ModelConfig) -> None:
     """Make each key head the first query head that reads it, in the pairs that tell little of the position.
 
     A pair of RoPE that turns by more than half a circle over the history hides whether two tokens are alike.

@@ -1,4 +1,4 @@
-"""The two losses of a ranker: one label an action, and how long somebody looked. Both are cross-entropies, so both calibrate."""
+"""The two losses of a ranker, one for the actions and one for the dwell. Both are cross-entropies, so both calibrate."""
 
 from __future__ import annotations
 

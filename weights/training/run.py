@@ -1,4 +1,4 @@
-"""One training run from a log to a ranker: the split, the thread count, resuming. The command line and the demo both call it."""
+"""One training run from a log to a ranker: split, threads, resuming. Called by the command line and the demo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weights.training.examples import Examples
 from weights.training.log import Log, LogError
 from weights.training.settings import TrainSettings
 from weights.training.state import load_state, save_state
-from weights.training.trainer import Look, Trainer
+from weights.training.trainer import Status, Trainer
 
 VALIDATION_SHARE = 0.03
 
@@ -29,7 +29,7 @@ def train(
     until_ts: int | None = None,
     state: Path | None = None,
     resume: bool = False,
-    report: Callable[[Look], None] = lambda look: None,
+    report: Callable[[Status], None] = lambda status: None,
 ) -> Ranker:
     """Train on the requests before `until_ts` (all where None); the last 3 % of them validate. Returns the best ranker.
 

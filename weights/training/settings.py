@@ -1,4 +1,4 @@
-"""What a training run is: architecture and schedule. Equal settings, log and thread count make an equal checkpoint."""
+"""Settings of a training run and the demo's architecture. Equal settings and log make an equal checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ INIT_SCHEMES = ("upstream", "unit")
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """`epochs` passes over the training period in batches of `batch_requests`; the rate warms up, then falls as a cosine."""
+    """`epochs` passes over the training period in batches of `batch_requests`; the rate warms up, then falls as a cosine.
+
+    Raises ValueError for an `init` that does not exist.
+    """
 
     seed: int = 1
     epochs: float = 2.4
@@ -30,10 +33,14 @@ class TrainSettings:
     fresh_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
     max_candidates: int = 64  # of one request; longer ones lose a random part
     init: Literal["upstream", "unit"] = "upstream"
-    evaluate_every: int = 250  # steps between looks at the validation requests
+    evaluate_every: int = 250  # steps between evaluations on the validation requests
     validation_requests: int = 600
-    patience: int = 8  # looks without a better validation loss before the run stops
+    patience: int = 8  # evaluations in a row without a better validation loss before the run stops
     threads: int = 1  # a second one gains little at this size, and other counts give other bits
+
+    def __post_init__(self) -> None:
+        if self.init not in INIT_SCHEMES:
+            raise ValueError(f"init must be {' or '.join(INIT_SCHEMES)}, got {self.init!r}")
 
 
 def demo_config(actions: int) -> ModelConfig:

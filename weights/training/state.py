@@ -1,4 +1,4 @@
-"""The state of an interrupted run on disk: weights, moments and counters, nothing pickled. Not a checkpoint to serve."""
+"""Saves and restores an interrupted run: weights, moments and counters, nothing pickled. Not a checkpoint to serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weights.training.trainer import Trainer
 
 STATE_NAME = "state.safetensors"
 COUNTERS_NAME = "state.json"
-COUNTERS = ("step", "loss", "validation_loss", "best_loss", "looks_without_better")
+COUNTERS = ("step", "loss", "validation_loss", "best_loss", "evaluations_without_improvement")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -42,11 +42,12 @@ def save_state(trainer: Trainer, directory: Path) -> None:
 
 
 def load_state(trainer: Trainer, directory: Path) -> None:
-    """Continue where `save_state` stood. Raises StateError where it is absent, or of other settings or another log."""
+    """Restore what `save_state` wrote. Raises StateError where it is absent, or of other settings or another log."""
     path = directory / STATE_NAME
     try:
         tensors = load_file(path)
         document = json.loads(_header(path)[COUNTERS_NAME])
+        counters = {name: document[name] for name in COUNTERS}
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise StateError(f"{path} cannot be read: {error}") from error
     run = _run(trainer)
@@ -60,8 +61,8 @@ def load_state(trainer: Trainer, directory: Path) -> None:
             trainer.optimizer.state[parameter] = {"step": torch.tensor(float(document["step"])), **state}
     trainer.best = {name.removeprefix("best."): t for name, t in tensors.items() if name.startswith("best.")}
     trainer.generator.set_state(torch.tensor(document["generator"], dtype=torch.uint8))
-    for name in COUNTERS:
-        setattr(trainer, name, document[name])
+    for name, value in counters.items():
+        setattr(trainer, name, value)
 
 
 def _header(path: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""The training run: batches, steps, looks at the validation requests, early stop. Where its state is kept is `state`'s business.
+"""The training loop: steps of the optimiser, evaluations on the validation requests, early stopping. `state` saves and restores it.
 
-Every batch depends on (seed, step) alone, so a run that was interrupted and resumed makes the same weights as one that was not.
+A batch depends on (seed, step) alone, so an interrupted and resumed run gives the same weights as one without a break.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ TRAIN_ORDER, TRAIN_BATCH = 1, 2  # streams of random numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Where the run stands: steps done, of how many, the latest training loss, the latest and best validation loss."""
+class Status:
+    """How far the run is: steps done, of how many, the latest training loss, the latest and best validation loss (NaN
+    and infinity before the first evaluation), whether this step ended with an evaluation."""
 
     step: int
     steps: int
     loss: float
     validation: float
     best: float
+    evaluated: bool
 
 
 class Trainer:
@@ -48,7 +50,8 @@ class Trainer:
         self.examples, self.train, self.validation, self.settings = examples, train, validation, settings
         generator = torch.Generator().manual_seed(settings.seed)
         self.ranker = Ranker(examples.config)
-        getattr(initial, settings.init)(self.ranker, generator)
+        draw = initial.unit if settings.init == "unit" else initial.upstream
+        draw(self.ranker, generator)
         self.generator = generator
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8)
         self.steps = max(1, round(settings.epochs * len(train) / settings.batch_requests))
@@ -57,21 +60,22 @@ class Trainer:
         self.validation_loss = math.nan
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
-        self.looks_without_better = 0
+        self.evaluations_without_improvement = 0
 
     @property
     def finished(self) -> bool:
-        """All steps done, or no better validation loss for `patience` looks."""
-        return self.step >= self.steps or self.looks_without_better >= self.settings.patience
+        """All steps are done, or `patience` evaluations in a row did not improve the validation loss."""
+        return self.step >= self.steps or self.evaluations_without_improvement >= self.settings.patience
 
-    def run(self, report: Callable[[Look], None], save: Callable[[Trainer], None]) -> Ranker:
-        """Train to the end; `report` is told after every step, `save` is called after every look. Returns the best ranker."""
+    def run(self, report: Callable[[Status], None], save: Callable[[Trainer], None]) -> Ranker:
+        """Train to the end; `report` is called after every step, `save` after every evaluation. It returns the best ranker."""
         while not self.finished:
             self.advance()
-            if self.step % self.settings.evaluate_every == 0 or self.step == self.steps:
-                self.look()
+            evaluated = self.step % self.settings.evaluate_every == 0 or self.step == self.steps
+            if evaluated:
+                self.evaluate()
                 save(self)
-            report(Look(self.step, self.steps, self.loss, self.validation_loss, self.best_loss))
+            report(Status(self.step, self.steps, self.loss, self.validation_loss, self.best_loss, evaluated))
         self.ranker.load_state_dict(self.best)
         return self.ranker
 
@@ -107,8 +111,8 @@ class Trainer:
         return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
 
     @torch.inference_mode()
-    def look(self) -> None:
-        """Measure the loss on the validation requests, as they are, and keep the weights if they are the best so far."""
+    def evaluate(self) -> None:
+        """Measure the loss on the unchanged validation requests; keep the weights if they are the best so far."""
         total, weight = 0.0, 0
         for start in range(0, len(self.validation), self.settings.batch_requests):
             indices = self.validation[start : start + self.settings.batch_requests]
@@ -122,10 +126,10 @@ class Trainer:
             total, weight = total + loss.item() * int(labels.shown.sum()), weight + int(labels.shown.sum())
         self.validation_loss = total / weight
         if self.validation_loss < self.best_loss:
-            self.best_loss, self.looks_without_better = self.validation_loss, 0
+            self.best_loss, self.evaluations_without_improvement = self.validation_loss, 0
             self.best = {name: value.clone() for name, value in self.ranker.state_dict().items()}
         else:
-            self.looks_without_better += 1
+            self.evaluations_without_improvement += 1
 
     def _indices(self) -> NDArray[np.int64]:
         """The requests of this step: each epoch is a permutation of its own."""
@@ -147,11 +151,11 @@ class Trainer:
         """
         decay = self.settings.weight_decay
         tables = list(self.ranker.tables.parameters())
-        likeness = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.LIKENESS)]
+        query_key = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.QUERY_KEY)]
         others = [
             p
             for name, p in self.ranker.named_parameters()
-            if p.ndim == 2 and not name.startswith("tables.") and not name.endswith(initial.LIKENESS)
+            if p.ndim == 2 and not name.startswith("tables.") and not name.endswith(initial.QUERY_KEY)
         ]
         inner = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.PRE_NORMS)]
         outer = [
@@ -160,7 +164,7 @@ class Trainer:
         return [
             {"params": tables, "weight_decay": self.settings.table_decay, "rate": 1.0},
             {"params": others, "weight_decay": decay, "rate": 1.0},
-            {"params": likeness, "weight_decay": decay, "rate": self.settings.attention_rate},
+            {"params": query_key, "weight_decay": decay, "rate": self.settings.attention_rate},
             {"params": inner, "weight_decay": 0.0, "rate": 1.0},
             {"params": outer, "weight_decay": 0.0, "rate": self.settings.norm_rate},
         ]

@@ -1,4 +1,4 @@
-"""`python -m weights` as a user meets it: texts, exit codes, quiet pipes."""
+"""`python -m weights` from the command line: texts, exit codes, quiet pipes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_import_verify_inspect(tmp_path: Path) -> None:
     assert "3 layers of width 64, 19 actions" in imported.stdout
     verified = call("verify", out)
     assert verified.exit_code == 0
-    assert "is whole: Phoenix-January" in verified.stdout
-    assert verified.stderr == "", "no progress bar where nobody looks"
+    assert "is valid: Phoenix-January" in verified.stdout
+    assert verified.stderr == "", "no progress bar without a terminal"
     shown = call("inspect", out)
     assert shown.exit_code == 0
     assert "favorite" in shown.stdout

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("pyarrow")
 
@@ -21,15 +20,14 @@ from typer.testing import CliRunner
 from model.create import EngineOptions, create_engine
 from model.engine import Item
 from tests.e2e.process import serving
-from tests.weights.training.small_run import TRAINING, WORLD, small_config
-from weights.actions import default_score_weights
+from tests.weights.training.small_run import TRAINING, small_config
+from weights.actions import DWELL_TIME, default_score_weights
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.commands.checkpoints import app
-from weights.commands.training import DWELL_OUTPUT
 from weights.training.evaluate.predict import predict
 from weights.training.examples import Examples
 from weights.training.run import train
-from weights.training.world.simulate import World, simulate
+from weights.training.world.simulate import World
 
 WORLD_SETTINGS = ["users=40", "new_users=4", "authors=24", "days=10", "test_days=2", "slots=12"]
 RUN_SETTINGS = ["epochs=0.2", "batch_requests=16", "evaluate_every=5", "validation_requests=10"]
@@ -41,11 +39,6 @@ def settings(values: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return simulate(WORLD)
-
-
-@pytest.fixture(scope="module")
 def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Examples, np.ndarray[Any, Any]]:
     """A checkpoint, the examples and the trainer's own probabilities of the last five requests."""
     ranker = train(world.log, small_config(), replace(TRAINING, init="unit", learning_rate=0.03))
@@ -54,7 +47,7 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     path = tmp_path_factory.mktemp("trained") / "checkpoint"
     names = world.log.action_names
     save_checkpoint(
-        path, ranker, name="t", action_names=names, continuous=[DWELL_OUTPUT], score_weights=default_score_weights(names)
+        path, ranker, name="t", action_names=names, continuous=[DWELL_TIME], score_weights=default_score_weights(names)
     )  # fmt: skip
     return path, examples, predict(ranker, examples, requests).probabilities
 
@@ -139,6 +132,7 @@ def test_world_train_and_eval_from_the_command_line(tmp_path: Path) -> None:
     [
         (["train", "--log", "absent.parquet", "--out", "x"], "cannot be read as Parquet"),
         (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
+        (["train", "--log", "a", "--out", "x", "--set", "init=stuck"], "init must be upstream or unit"),
         (["world", "--out", "x", "--set", "sheep=3"], "no setting 'sheep'"),
         (["world", "--out", "x", "--set", "users=many"], "must be of type int"),
         (["eval", "--checkpoint", "x", "--out", "y"], "either --world, or --log with --since"),
@@ -152,12 +146,6 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_1(
     assert result.exit_code == 1
     assert reason in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_training_leaves_torch_as_it_was(world: World) -> None:
-    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    train(world.log, small_config(), replace(TRAINING, epochs=0.1, threads=threads + 1))
-    assert (torch.get_num_threads(), torch.get_deterministic_debug_mode()) == (threads, mode)
 
 
 def test_serving_and_verifying_need_none_of_the_training_libraries() -> None:

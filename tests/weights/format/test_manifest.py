@@ -10,17 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weights.actions import STANDARD_ACTIONS, default_score_weights, released_action_names, released_continuous
+from weights.actions import (
+    DWELL_TIME,
+    STANDARD_ACTIONS,
+    continuous_outputs,
+    default_score_weights,
+    released_action_names,
+)
 from weights.errors import CheckpointError
 from weights.format.manifest import ContinuousOutput, FileEntry, Manifest, TensorEntry, signed
-from weights.synthetic.chunks import mini_config
+from weights.synthetic.random_weights import mini_config
 
 MANIFEST = Manifest(
     name="x",
     version="",
     config=mini_config(0, (5, 6, 7), continuous_actions=1),
     action_names=STANDARD_ACTIONS,
-    continuous=(ContinuousOutput("dwell_time", 30, "s"),),
+    continuous=(DWELL_TIME,),
     score_weights=default_score_weights(STANDARD_ACTIONS),
     files={"a.safetensors": FileEntry("0" * 64, 10)},
     tensors={"heads.norm": TensorEntry("a.safetensors", "float32", (128,))},
@@ -101,6 +107,14 @@ def test_a_file_outside_of_the_directory_is_refused(file: str) -> None:
         Manifest.from_json(signed(values))
 
 
+@pytest.mark.parametrize(("sha256", "length"), [("0" * 63, 1), ("A" * 64, 1), ("0" * 64 + "\n", 1), ("0" * 64, -1)])
+def test_a_bad_digest_or_a_bad_length_alone_is_refused(sha256: str, length: int) -> None:
+    values = content()
+    values["files"]["a.safetensors"] = {"sha256": sha256, "bytes": length}
+    with pytest.raises(CheckpointError, match="no SHA-256 in lower-case hex or a negative length"):
+        Manifest.from_json(signed(values))
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -133,4 +147,5 @@ def test_default_weights_reward_and_punish() -> None:
 def test_names_of_an_unknown_model_are_numbers() -> None:
     assert released_action_names(3) == ("action_0", "action_1", "action_2")
     assert released_action_names(19)[13] == "vqv"
-    assert released_continuous(1) == (ContinuousOutput("continuous_0", 1.0, ""),)
+    assert continuous_outputs(2, dwell_index=1) == (ContinuousOutput("continuous_0", 1.0, ""), DWELL_TIME)
+    assert continuous_outputs(0, dwell_index=0) == ()

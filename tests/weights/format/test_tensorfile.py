@@ -1,4 +1,4 @@
-"""Bytes of one safetensors file: finite or not, whole or not."""
+"""One safetensors file: values that are not finite, headers that lie, and what is written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from weights.errors import CheckpointError
-from weights.format.tensorfile import CHUNK_BYTES, TensorFileWriter, is_finite, read_header, scan
+from weights.format.tensorfile import CHUNK_BYTES, is_finite, read_header, scan, write_tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,10 +32,11 @@ def test_a_bad_number_in_any_chunk_is_named(tmp_path: Path, dtype: str) -> None:
     item_bytes = 4 if dtype == "float32" else 2
     count = 2 * CHUNK_BYTES // item_bytes + 3
     path = tmp_path / "x.safetensors"
-    with TensorFileWriter(path, {"a": (dtype, (3,)), "b": (dtype, (count,))}) as writer:
-        writer.write("a", torch.ones(3))
-        writer.write("b", torch.ones(count))
-    assert scanned(path) == (writer.entry.sha256, None)  # type: ignore[union-attr]
+    sizes = {"a": 3, "b": count}
+    shapes = {name: (dtype, (size,)) for name, size in sizes.items()}
+    entry = write_tensors(path, shapes, lambda name: [torch.ones(sizes[name])])
+    assert scanned(path) == (entry.sha256, None)
+    assert path.stat().st_size == entry.bytes
     for element in (0, CHUNK_BYTES // item_bytes, count - 1):
         raw = bytearray(path.read_bytes())
         start = len(raw) - (count - element) * item_bytes
@@ -87,16 +89,19 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, raw: bytes, sentence: str
         scanned(tmp_path / "x")
 
 
-def test_an_unfinished_or_overfull_tensor_is_refused(tmp_path: Path) -> None:
-    with (
-        pytest.raises(CheckpointError, match="not written to its end"),
-        TensorFileWriter(tmp_path / "a", {"a": ("float32", (3,))}),
-    ):
-        pass
-    with TensorFileWriter(tmp_path / "b", {"a": ("float32", (3,)), "b": ("float32", (1,))}) as writer:
-        with pytest.raises(CheckpointError, match="out of order"):
-            writer.write("b", torch.ones(1))
-        with pytest.raises(CheckpointError, match="longer than its shape"):
-            writer.write("a", torch.ones(4))
-        writer.write("a", torch.ones(3))
-        writer.write("b", torch.ones(1))
+@pytest.mark.parametrize(("count", "sentence"), [(2, "fewer values than"), (4, "more values than")])
+def test_another_number_of_values_than_the_shape_says_is_refused(tmp_path: Path, count: int, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=f"tensor a has {sentence} its shape"):
+        write_tensors(tmp_path / "x", {"a": ("float32", (3,))}, lambda _: torch.ones(count).split(1))
+
+
+@pytest.mark.parametrize("name", ["a", "ab", "abc" * 20])
+def test_the_data_starts_on_a_cache_line(tmp_path: Path, name: str) -> None:
+    write_tensors(tmp_path / "x", {name: ("float32", (3, 5))}, lambda _: [torch.ones(3, 5)])
+    assert (8 + int.from_bytes((tmp_path / "x").read_bytes()[:8], "little")) % 64 == 0
+
+
+def test_a_view_that_is_not_contiguous_is_written_in_its_order(tmp_path: Path) -> None:
+    values = torch.arange(6.0).view(2, 3).T
+    write_tensors(tmp_path / "x", {"a": ("float32", (3, 2))}, lambda _: [values])
+    assert torch.equal(load_file(tmp_path / "x")["a"], values)

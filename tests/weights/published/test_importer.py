@@ -18,7 +18,8 @@ from tests import goldens
 from weights.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from weights.format.writer import TableDtype
 from weights.published.importer import PublishedRanker, import_published, labels_for
-from weights.synthetic.chunks import mini_config, random_ranker, write_published
+from weights.synthetic.published import write_published
+from weights.synthetic.random_weights import mini_config, random_ranker
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "golden"
 

@@ -1,126 +1,179 @@
-"""Plain arrays are read as numpy reads them; every trick is refused before memory is spent on it."""
+"""Plain arrays are read as numpy reads them; everything else is refused, without unpickling and without the memory it asks for."""
 
 from __future__ import annotations
 
-import os
-import resource
+import io
+import struct
 import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.weights import hostile
 from weights.errors import CheckpointError
-from weights.published import npz
-from weights.published.npz import NpzFile
+from weights.published.npz import CHUNK_BYTES, NpzFile
+
+SHAPE = (100, 4)
+"""What the configuration asks of member `a` in the archives below."""
+
+
+def saved(values: np.ndarray[Any, Any]) -> bytes:
+    """A member as numpy writes it; objects are pickled."""
+    buffer = io.BytesIO()
+    np.save(buffer, values, allow_pickle=True)
+    return buffer.getvalue()
+
+
+def headed(text: str, data: bytes = bytes(1600)) -> bytes:
+    """A member with any text for its header."""
+    raw = text.encode() + b" " * (-(len(text) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(raw)) + raw + data
+
+
+def shaped(shape: object, descr: str = "'<f4'") -> bytes:
+    """A member whose header says that it has this shape."""
+    return headed(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}")
+
+
+def packed(*members: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    """The members as an archive."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        for name, raw in members:
+            archive.writestr(name, raw)
+    return buffer.getvalue()
+
+
+def patched(archive: bytes, mark: bytes, offset: int, new: bytes) -> bytes:
+    """An archive with bytes replaced, `offset` after the last `mark`."""
+    start = archive.rindex(mark) + offset
+    return archive[:start] + new + archive[start + len(new) :]
 
 
 def everything(path: Path) -> dict[str, torch.Tensor]:
     with NpzFile(path) as archive:
-        return {
-            name: torch.cat(list(archive.read(name, archive.shape(name)))).view(archive.shape(name))
-            for name in archive.names
-        }
+        shapes = {name: archive.shape(name) for name in archive.names}
+        return {name: torch.cat(list(archive.read(name, shape))).view(shape) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_arrays_are_what_numpy_saved(tmp_path: Path, save: object) -> None:
+def test_arrays_are_what_numpy_saved(tmp_path: Path, save: Callable[..., None]) -> None:
     rng = np.random.default_rng(0)
-    arrays = {
-        name: rng.standard_normal(shape).astype(np.float32)
-        for name, shape in {"a/b/c": (3, 5), "one": (1, 64), "flat": (7,), "scalar": (), "big": (1500, 1501)}.items()
-    }
-    save(tmp_path / "x.npz", **arrays)  # type: ignore[operator]
+    shapes = {"a/b/c": (3, 5), "one": (1, 64), "flat": (7,), "scalar": (), "big": (1500, 1501)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save(tmp_path / "x.npz", **arrays)
     loaded = everything(tmp_path / "x.npz")
     assert list(loaded) == list(arrays)
     for name, array in arrays.items():
         assert np.array_equal(loaded[name].numpy(), array)
 
 
-def test_an_archive_with_a_comment_is_read(tmp_path: Path) -> None:
-    path = hostile.archive(tmp_path / "x.npz", [("a.npy", hostile.array_bytes(np.ones(3, np.float32)))])
-    with zipfile.ZipFile(path, "a") as file:
-        file.comment = b"made by hand"
-    assert everything(path)["a"].tolist() == [1, 1, 1]
-
-
 def test_a_64_bit_archive_is_read(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as file, file.open("a.npy", "w", force_zip64=True) as member:
+        member.write(saved(np.ones(3, np.float32)))
+    assert everything(tmp_path / "x.npz")["a"].tolist() == [1, 1, 1]
+
+
+GOOD = saved(np.ones(SHAPE, np.float32))
+ARCHIVE = packed(("a.npy", GOOD))
+ENTRY, END = b"PK\x01\x02", b"PK\x05\x06"  # of the archive's directory
+BOMB = packed(("a.npy", shaped((2**24,)) + bytes(2**26)), method=zipfile.ZIP_DEFLATED)
+OBJECTS = packed(("a.npy", saved(np.array([{"a": 1}], dtype=object))))
+
+ARCHIVES = {
+    "not a zip": b"\x80\x04\x95pickle",
+    "empty": b"",
+    "truncated": ARCHIVE[:-30],
+    "directory of 4 GiB": patched(ARCHIVE, END, 12, struct.pack("<I", 2**32 - 2)),
+    "member of 4 GiB": patched(ARCHIVE, ENTRY, 20, struct.pack("<II", 2**32 - 2, 2**32 - 2)),
+    "member beyond the end": patched(ARCHIVE, ENTRY, 42, struct.pack("<I", 1900)),
+    "encrypted": patched(ARCHIVE, ENTRY, 8, b"\x01"),
+    "wrong checksum": patched(ARCHIVE, ENTRY, -16, b"\x01" * 16),
+    "noise": patched(packed(("a.npy", GOOD), method=zipfile.ZIP_DEFLATED), ENTRY, -60, b"\xff" * 60),
+    "bzip2": packed(("a.npy", GOOD), method=zipfile.ZIP_BZIP2),
+    "one name twice": packed(("a.npy", GOOD), ("a", GOOD)),
+    "no suffix": packed(("a.pkl", GOOD)),
+    "bomb": BOMB,
+    "objects": OBJECTS,
+}
+MEMBERS = {
+    "not an array": b"PK",
+    "nothing": b"",
+    "version 9": b"\x93NUMPY\x09\x00" + GOOD[8:],
+    "short data": GOOD[:-5],
+    "surplus data": GOOD + b"1234",
+    "4 TiB": shaped((2**40,)),
+    "no integer": shaped((2**70, 2**70)),
+    "negative length": shaped((-1, 4)),
+    "pickle": shaped(SHAPE, "'|O'"),
+    "fields": shaped(SHAPE, "[('x', '<f4')]"),
+    "fortran order": saved(np.asfortranarray(np.ones(SHAPE, np.float32))),
+    "big endian": saved(np.ones(SHAPE, ">f4")),
+    "double precision": saved(np.ones(SHAPE)),
+    "text": saved(np.array(["x"])),
+    # what numpy's parser raises for these differs between versions of Python
+    "code (ValueError)": shaped("__import__('os').getpid()"),
+    "long header (ValueError)": shaped("(" + "1," * 20_000 + ")"),
+    "unhashable (TypeError)": headed("{[]: 1}"),
+    "unclosed (TokenError)": headed("{'shape': (1,"),
+    "deep (TokenError on 3.12)": shaped("(" * 3000 + ")" * 3000),
+    "null byte (TokenError on 3.12)": headed("{\0}"),
+    "operators (RecursionError)": shaped("-" * 4000 + "1"),
+    "more operators (MemoryError)": shaped("~" * 8000 + "1"),
+}
+HOSTILE = ARCHIVES | {name: packed(("a.npy", raw)) for name, raw in MEMBERS.items()}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_archive_is_refused_before_memory_is_spent(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
-    with zipfile.ZipFile(path, "w") as file, file.open("a.npy", "w", force_zip64=True) as member:
-        member.write(hostile.array_bytes(np.ones(3, np.float32)))
-    assert everything(path)["a"].tolist() == [1, 1, 1]
-
-
-TRICKS = (
-    "bomb", "asks_4_tib", "asks_more_than_any_integer", "negative_length", "boolean_length", "objects", "object_header",
-    "structured", "fortran", "big_endian", "double_precision", "text", "code_in_header", "deep_header", "long_header",
-    "version_9", "no_npy", "empty_member", "short_data", "surplus_data", "double_name", "same_array_twice", "no_suffix",
-    "bzip2", "wrong_crc", "truncated", "not_a_zip", "empty_file", "encrypted", "claims_64_gib", "huge_directory",
-    "deflate_garbage",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tricks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return hostile.hostile(tmp_path_factory.mktemp("hostile"))
-
-
-def test_the_table_is_complete(tricks: dict[str, Path]) -> None:
-    assert set(TRICKS) == set(tricks)
-
-
-@pytest.mark.parametrize("trick", TRICKS)
-def test_a_hostile_archive_is_refused_before_memory_is_spent(trick: str, tricks: dict[str, Path]) -> None:
+    path.write_bytes(HOSTILE[name])
     tracemalloc.start()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        with pytest.raises(CheckpointError) as refused:
-            everything(tricks[trick])
-        assert tracemalloc.get_traced_memory()[1] < 2 * 2**20
+        with pytest.raises(CheckpointError) as refused, NpzFile(path) as archive:
+            list(archive.read("a", SHAPE))
+        assert tracemalloc.get_traced_memory()[1] < 2 * CHUNK_BYTES
     finally:
         tracemalloc.stop()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 2**10  # KiB
-    assert str(tricks[trick]) in str(refused.value)
+    assert str(path) in str(refused.value)
     assert str(refused.value).endswith(".")
     assert "\n" not in str(refused.value)
 
 
-def test_without_the_ratio_limit_the_bomb_goes_off(tricks: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: 64 MiB of zeros in 65 KB."""
-    assert tricks["bomb"].stat().st_size < 70_000
-    monkeypatch.setattr(npz, "_MAX_RATIO", 2000)
-    with NpzFile(tricks["bomb"]) as archive:
-        assert sum(part.numel() for part in archive.read("a", (2**24,))) == 2**24
-
-
-def test_numpy_itself_would_have_obeyed(tricks: dict[str, Path]) -> None:
-    """Negative control: the tricks do something to a trusting reader."""
-    with np.load(tricks["objects"], allow_pickle=True) as arrays:
+def test_numpy_itself_would_have_obeyed(tmp_path: Path) -> None:
+    """Negative control: a trusting reader unpickles, and unpacks 64 MiB of zeros from 65 KB."""
+    with np.load(io.BytesIO(OBJECTS), allow_pickle=True) as arrays:
         assert arrays["a"][0] == {"a": 1}
-    with np.load(tricks["asks_4_tib"], allow_pickle=False) as arrays, pytest.raises((MemoryError, ValueError)):
-        arrays["a"]
+    assert len(BOMB) < 70_000
+    tracemalloc.start()
+    try:
+        with np.load(io.BytesIO(BOMB)) as arrays:
+            assert arrays["a"].nbytes == 2**26
+        assert tracemalloc.get_traced_memory()[1] > 2**26
+    finally:
+        tracemalloc.stop()
 
 
-def test_another_shape_than_asked_is_refused_before_reading(tmp_path: Path) -> None:
+def test_another_shape_than_asked_is_refused_by_name(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=np.ones((3, 4), np.float32))
     with NpzFile(tmp_path / "x.npz") as archive, pytest.raises(CheckpointError, match=r"shape \[3, 4\].*asks \[4, 3\]"):
         next(archive.read("a", (4, 3)))
 
 
-def test_a_pipe_or_directory_is_no_archive(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.npz")
+def test_a_missing_file_or_a_directory_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "directory.npz").mkdir()
-    for path in (tmp_path / "pipe.npz", tmp_path / "directory.npz", tmp_path / "missing.npz"):
+    for path in (tmp_path / "directory.npz", tmp_path / "missing.npz"):
         with pytest.raises(CheckpointError, match=path.name):
             NpzFile(path)
 
 
-def test_parts_are_small(tmp_path: Path) -> None:
+def test_chunks_are_small(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=np.ones((3_000_000,), np.float32))
     with NpzFile(tmp_path / "x.npz") as archive:
-        parts = [part.numel() * 4 for part in archive.read("a", (3_000_000,))]
-    assert max(parts) <= npz.CHUNK_BYTES
-    assert sum(parts) == 12_000_000
+        sizes = [chunk.numel() * 4 for chunk in archive.read("a", (3_000_000,))]
+    assert max(sizes) <= CHUNK_BYTES
+    assert sum(sizes) == 12_000_000

@@ -9,8 +9,9 @@ import torch
 
 from weights.checkpoint import load_checkpoint
 from weights.published.importer import PublishedRanker, import_published, labels_for
-from weights.synthetic.chunks import mini_config, write_published
 from weights.synthetic.measure import footprint
+from weights.synthetic.published import write_published
+from weights.synthetic.random_weights import mini_config
 
 TABLE_MIB = 36  # above 32, so that the C library maps a copy anew instead of taking freed memory
 ROWS = TABLE_MIB * 2**20 // (128 * 4)

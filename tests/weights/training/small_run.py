@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from model.config import HashSpec, ModelConfig
+from weights.training.examples import Examples
+from weights.training.run import split
 from weights.training.settings import TrainSettings, demo_config
+from weights.training.trainer import Trainer
 from weights.training.world.behaviour import ACTION_NAMES
 from weights.training.world.settings import WorldSettings
 
@@ -33,3 +36,8 @@ def small_config() -> ModelConfig:
         user_hashes=rows(config.user_hashes, 101), post_hashes=rows(config.post_hashes, 63),
         author_hashes=rows(config.author_hashes, 65),
     )  # fmt: skip
+
+
+def small_trainer(examples: Examples, **changes: object) -> Trainer:
+    """A trainer before its first step; `changes` are fields of TrainSettings."""
+    return Trainer(examples, *split(len(examples), 20), replace(TRAINING, **changes))

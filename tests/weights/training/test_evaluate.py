@@ -24,12 +24,7 @@ from weights.training.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPUL
 from weights.training.evaluate.predict import ABLATIONS, affinity, popularity, predict
 from weights.training.evaluate.report import figures, write_report
 from weights.training.examples import Examples
-from weights.training.world.simulate import World, simulate
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return simulate(WORLD)
+from weights.training.world.simulate import World
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Puts predictions beside each other: every figure of every source on the same rows. Writes nothing; `report` does."""
+"""Compares the model with baselines and the optimum: every figure on the same rows. `report` writes it down."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ActionFigures:
 class Evaluation:
     """`shares`: how often each action happens in the test period. `figures[source][action]`, `ndcg[source]`.
 
-    `ablations[name]` holds (mean AUC over frequent actions, mean log-loss, NDCG) on a sample, its own whole among them as "none".
+    `ablations[name]` holds (mean AUC over frequent actions, mean log-loss, NDCG) on a sample of requests; "none" is the unchanged model.
     `groups[name]`: mean AUC of the model and, in a world, of the optimum over the rows of new users, known users, new posts.
     """
 

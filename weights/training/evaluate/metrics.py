@@ -1,4 +1,4 @@
-"""Figures of merit of probabilities against what happened. Each is its textbook definition in numpy; nothing is read or drawn here."""
+"""Figures of merit of predicted probabilities, each by its textbook definition in numpy."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def normalised_entropy(happened: Flags, probability: Array) -> float:
 
 def reliability(happened: Flags, probability: Array, bins: int = 15) -> Reliability:
     """Sort by prediction, cut into bins of equal count, compare means."""
-    parts = [part for part in np.array_split(np.argsort(probability, kind="stable"), bins) if len(part)]
+    chunks = [chunk for chunk in np.array_split(np.argsort(probability, kind="stable"), bins) if len(chunk)]
     return Reliability(
-        np.array([probability[part].mean(dtype=np.float64) for part in parts]),
-        np.array([happened[part].mean() for part in parts]),
-        np.array([len(part) for part in parts]),
+        np.array([probability[chunk].mean(dtype=np.float64) for chunk in chunks]),
+        np.array([happened[chunk].mean() for chunk in chunks]),
+        np.array([len(chunk) for chunk in chunks]),
     )
 
 
@@ -68,7 +68,7 @@ def ndcg(request: NDArray[np.integer], score: Array, gain: Array) -> float:
     which = np.unique(request[order], return_inverse=True)[1]
     score, gain = score[order], np.maximum(gain[order].astype(np.float64), 0)
     starts = np.searchsorted(which, np.arange(which[-1] + 1))
-    discount = 1 / np.log2(2 + np.arange(len(which)) - starts[which])  # row k of its request stands at rank k
+    discount = 1 / np.log2(2 + np.arange(len(which)) - starts[which])  # the k-th row of its request has rank k
 
     def total(key: Array) -> Array:
         return np.asarray(np.bincount(which, gain[np.lexsort((-key, which))] * discount), np.float64)

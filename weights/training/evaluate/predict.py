@@ -1,4 +1,4 @@
-"""What a ranker, a baseline or the world itself predicts for the requests of a log, row by row."""
+"""Predictions of the ranker, its ablations and the baselines for the requests of a log, row by row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH_REQUESTS = 50
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """probabilities float32 `[n, A]` and, where the source knows it, the expected dwell share float32 `[n]`, else None."""
+    """probabilities float32 `[n, A]` and, where the source predicts it, the expected dwell share float32 `[n]`, else None."""
 
     probabilities: Floats
     dwell: Floats | None = None
@@ -43,10 +43,10 @@ def predict(
     change = _ablation(ablation, examples, requests, np.random.default_rng(seed))
     probabilities, dwell = [], []
     for start in range(0, len(requests), BATCH_REQUESTS):
-        part = requests[start : start + BATCH_REQUESTS]
-        rows = [examples.rows(index) for index in part]
+        chunk = requests[start : start + BATCH_REQUESTS]
+        rows = [examples.rows(index) for index in chunk]
         batch = collate(
-            [(change(int(i)), examples.candidates(i, r)) for i, r in zip(part, rows, strict=True)], examples.config
+            [(change(int(i)), examples.candidates(i, r)) for i, r in zip(chunk, rows, strict=True)], examples.config
         )
         logits, continuous = ranker(batch)
         shown = torch.arange(logits.shape[1]) < torch.tensor([len(r) for r in rows])[:, None]

@@ -1,4 +1,4 @@
-"""The stated probabilities: how long somebody looks at a post, and which of the nineteen actions follow.
+"""The stated probabilities of a world: how long a user dwells on a post, and which of the nineteen actions follow.
 
     appeal  = interest in the topic + follow + taste for the surface + author quality + post quality + regard for the author
     recency = freshness of the user · 2.8 · (exp(−age in hours / 16) − 0.43)

@@ -1,4 +1,4 @@
-"""Who lives in the world and what they write: users, authors and posts with their hidden traits. Draws no impressions."""
+"""Users, authors and posts of a world with their hidden traits. Draws no impressions."""
 
 from __future__ import annotations
 

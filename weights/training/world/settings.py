@@ -1,4 +1,4 @@
-"""How large a world is, and the figures that shape it. The effects of single actions stand in `behaviour`."""
+"""The size of a world and the figures that shape it. The effects of single actions are in `behaviour`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WorldSettings:
     # what a session shows
     followed_share: float = 0.3
     interest_share: float = 0.35
-    reshow_share: float = 0.08  # of the slots, where the user turned away from somebody lately
+    reshow_share: float = 0.08  # of the slots, for authors that the user turned away lately
 
     @property
     def test_ts(self) -> int:

@@ -1,4 +1,4 @@
-"""Runs the world: session after session, what is shown, what is done, and what that changes. Returns the log and the truth."""
+"""Simulates a world session by session: what is shown, what users do, and what that changes. It returns log and truth."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ OTHER_SURFACES = (0.45, 0.0, 0.15, 0.2, 0.2)  # of authors whom the user does no
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """What only the world knows, for the impressions of the test period, in the order of the log.
+    """The truth behind the log, for the impressions of the test period, in the order of the log.
 
-    `probabilities` float32 `[n, A]`; `log_dwell` float32 `[n]`, the mean of log seconds; `affinity` float32 `[n]`, the part of the appeal
-    that is the user's for topic and author; `topic` int64 `[n]`.
+    `probabilities` float32 `[n, A]`; `log_dwell` float32 `[n]`, the mean of log seconds; `affinity` float32 `[n]`, how much of the appeal
+    is the user's for topic and author; `topic` int64 `[n]`.
     """
 
     probabilities: Floats

@@ -1,4 +1,4 @@
-"""Makes a small checkpoint of random weights from a seed, none of them zero. It has learned nothing; `demo_training` makes the demo."""
+"""A small checkpoint of random weights with an example request. It has learned nothing; `weights.training.demo` makes the demo."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from weights.actions import STANDARD_ACTIONS, default_score_weights
-from weights.format.manifest import ContinuousOutput, Manifest
+from weights.actions import DWELL_TIME, STANDARD_ACTIONS, default_score_weights
+from weights.format.manifest import Manifest
 from weights.format.writer import Labels, write_checkpoint
-from weights.synthetic.chunks import mini_config, random_chunks
+from weights.synthetic.random_weights import mini_config, random_chunks
 
 
 def example_request(seed: int, impression_ts: int = 1_780_000_000) -> dict[str, object]:
@@ -35,12 +35,10 @@ def example_request(seed: int, impression_ts: int = 1_780_000_000) -> dict[str, 
     return {"user_id": user, "history": history, "candidates": candidates, "impression_ts": impression_ts}
 
 
-def write_demo(path: Path, seed: int, *, replace: bool = False) -> Manifest:
-    """The same bytes for the same seed. Raises CheckpointError when `path` is in use."""
+def write_small_checkpoint(path: Path, seed: int, *, replace: bool = False) -> Manifest:
+    """Write it: equal seeds, equal bytes. Raises CheckpointError when `path` is in use."""
     config = mini_config(seed, (1000, 1001, 503), continuous_actions=1)
-    labels = Labels(
-        "demo", STANDARD_ACTIONS, (ContinuousOutput("dwell_time", 30.0, "s"),), default_score_weights(STANDARD_ACTIONS)
-    )
+    labels = Labels("demo", STANDARD_ACTIONS, (DWELL_TIME,), default_score_weights(STANDARD_ACTIONS))
     return write_checkpoint(
         path,
         config,

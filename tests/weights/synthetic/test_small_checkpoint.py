@@ -1,4 +1,4 @@
-"""The checkpoint in the repository: small, whole, made by its command, and never all zeros."""
+"""The small random checkpoint: equal bytes for a seed, and every input moves its scores. The demo in the repository is valid."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from model.batch import collate
 from model.inputs import Candidates, Context, age_bucket
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import load_checkpoint
-from weights.synthetic.small import write_demo
+from weights.synthetic.small_checkpoint import write_small_checkpoint
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_demo(tmp_path / name, 7)
-    write_demo(tmp_path / "c", 8)
+        write_small_checkpoint(tmp_path / name, 7)
+    write_small_checkpoint(tmp_path / "c", 8)
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
         assert file.read_bytes() != (tmp_path / "c" / file.name).read_bytes()
@@ -35,7 +35,7 @@ def test_the_one_in_the_repository_is_whole_and_small() -> None:
 
 
 def test_every_part_of_the_example_moves_the_scores(tmp_path: Path) -> None:
-    write_demo(tmp_path / "demo", 0)
+    write_small_checkpoint(tmp_path / "demo", 0)
     checkpoint = load_checkpoint(tmp_path / "demo")
     config = checkpoint.manifest.config
     assert checkpoint.manifest.action_names == STANDARD_ACTIONS

@@ -1,0 +1,50 @@
+"""What the commands share at the terminal."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from weights.commands.console import progress_bar, refusals
+from weights.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (CheckpointError("No."), "No."),
+        (OSError(28, "No space left"), "No space left"),
+        (ModuleNotFoundError(name="pyarrow"), "pyarrow is not installed"),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_code_1(
+    error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as left, refusals(OSError):
+        raise error
+    output = capsys.readouterr()
+    assert left.value.exit_code == 1
+    assert output.out == ""
+    assert sentence in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_a_mistake_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(OSError, match="mine"), refusals():
+        raise OSError("mine")
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_bar_shows_on_a_terminal_only(
+    in_bytes: bool, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    with progress_bar(in_bytes=in_bytes) as update:
+        update("Verifying", 1024, 2048)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert ("Verifying" in output.err) == terminal
+    assert ("KiB" in output.err) == (terminal and in_bytes)

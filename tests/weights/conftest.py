@@ -1,0 +1,27 @@
+"""A small world and its examples, drawn once for all tests of training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from weights.training.examples import Examples
+    from weights.training.world.simulate import World
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    from tests.weights.training.small_run import WORLD
+    from weights.training.world.simulate import simulate
+
+    return simulate(WORLD)
+
+
+@pytest.fixture(scope="session")
+def examples(world: World) -> Examples:
+    from tests.weights.training.small_run import small_config
+    from weights.training.examples import Examples
+
+    return Examples(world.log, small_config())

@@ -1,0 +1,30 @@
+"""When a file's times can be trusted. What else the reader refuses is in `test_checkpoint.py`, with whole checkpoints."""
+
+from __future__ import annotations
+
+import time
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from weights.errors import CheckpointError
+from weights.format import reader
+
+
+def test_the_status_of_a_young_file_is_returned_when_a_write_would_change_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"1")
+    with FileIO(tmp_path / "x") as file:
+        status = reader._settled(file)
+        assert time.time() - status.st_ctime >= reader._CLOCK_STEP_SECONDS
+        monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("an old file needs no wait"))
+        assert reader._settled(file) == status
+
+
+def test_a_write_during_the_wait_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(b"1")
+    monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / "x").write_bytes(b"12"))
+    with FileIO(tmp_path / "x") as file, pytest.raises(CheckpointError, match="changed while it was being read"):
+        reader._settled(file)

@@ -1,0 +1,91 @@
+"""Upstream's initial values hold the trunk on a saddle; leaving it changes no score."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+
+from model.layers import rms_norm, rope_tables, rotate
+from model.ranker import Ranker
+from tests.weights.training.small_run import small_config, small_trainer
+from weights.training import initial
+from weights.training.examples import Examples, training_batch
+from weights.training.losses import total_loss
+
+
+def test_upstreams_initial_values_score_everything_alike_and_hold_the_trunk_on_a_saddle(examples: Examples) -> None:
+    run = small_trainer(examples)
+    run.advance()  # leaves the saddle after its step, so the control below starts again from the initial values
+    ranker = Ranker(small_config())
+    initial.upstream(ranker, torch.Generator().manual_seed(1))
+    optimizer = torch.optim.Adam(ranker.parameters(), lr=0.01)
+    trunk = {f"{name}" for name, _ in ranker.trunk.named_parameters()}
+    for step in range(5):
+        batch, labels = training_batch(
+            examples, np.arange(100, 116), np.random.default_rng(step),
+            fresh_user_share=0.0, fresh_post_share=0.0, max_candidates=64,
+        )  # fmt: skip
+        logits, continuous = ranker(batch)
+        if step == 0:
+            assert not logits.any()
+        optimizer.zero_grad()
+        total_loss(logits, continuous, labels, 1.0).backward()
+        optimizer.step()
+        assert set(initial.stuck(ranker.trunk)) == trunk, "without help no step moves the trunk"
+    assert ranker.heads.norm.any()
+    assert not set(initial.stuck(run.ranker.trunk)) & {name for name in trunk if "post_norm" not in name}
+
+
+def test_leaving_the_saddle_changes_no_score_bit_and_opens_every_gradient(examples: Examples) -> None:
+    ranker = Ranker(small_config())
+    generator = torch.Generator().manual_seed(2)
+    initial.upstream(ranker, generator)
+    with torch.no_grad():
+        ranker.heads.norm.fill_(0.3)
+    batch, labels = training_batch(
+        examples, np.arange(100, 116), np.random.default_rng(0),
+        fresh_user_share=0.0, fresh_post_share=0.0, max_candidates=64,
+    )  # fmt: skip
+    before = ranker(batch)[0]
+    initial.leave_saddle(ranker, generator)
+    after, continuous = ranker(batch)
+    assert before.any()
+    assert torch.equal(before, after)
+    optimizer = torch.optim.Adam(ranker.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        logits, continuous = ranker(batch)
+        total_loss(logits, continuous, labels, 1.0).backward()
+        optimizer.step()
+    assert initial.stuck(ranker) == []
+
+
+def test_a_candidate_starts_by_looking_at_events_of_its_own_author() -> None:
+    config = replace(small_config(), width=64, head_width=32, history_length=63)
+    ranker = Ranker(config)
+    generator = torch.Generator().manual_seed(5)
+    initial.upstream(ranker, generator)
+    initial.leave_saddle(ranker, generator)
+    rows = torch.arange(1, 41).reshape(20, 2)
+    none = torch.zeros(20, dtype=torch.int64)
+    candidates = ranker.tokens.candidate(ranker.tables, none[:, None].expand(-1, 2), rows, none, none)
+    seconds, actions = torch.zeros(20), torch.eye(20, 19)
+    events = ranker.tokens.history(ranker.tables, none[:, None].expand(-1, 2), rows, actions, none, seconds)
+    layer = ranker.trunk.layers[0]
+
+    def heads(tokens: torch.Tensor, weight: torch.Tensor, position: int) -> torch.Tensor:
+        first = (rms_norm(tokens, layer.attention_norm, config.norm_epsilon) @ weight)[:, : config.head_width]
+        tables = rope_tables(torch.full((20,), position), config.head_width, config.rope_base)
+        return rotate(first[:, None], *tables)[:, 0]
+
+    for event in (1, config.history_length):  # the oldest event as well as the newest
+        queries = heads(candidates, layer.query, config.history_length + 1)
+        logits = queries @ heads(events, layer.key, event).T * config.attention_multiplier
+        own = logits.diagonal().mean()
+        other = (logits.sum() - logits.diagonal().sum()) / (20 * 19)
+        assert own > other + 2

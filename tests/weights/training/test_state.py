@@ -1,0 +1,53 @@
+"""An interrupted run continues with the same bits; a state of another run is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+
+from tests.weights.training.small_run import small_trainer
+from weights.training import state
+from weights.training.examples import Examples
+from weights.training.state import StateError, load_state, save_state
+
+
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(examples: Examples, tmp_path: Path) -> None:
+    whole = small_trainer(examples, epochs=1)
+    whole.run(lambda status: None, lambda current: None)
+    part = small_trainer(examples, epochs=1)
+    for _ in range(20):
+        part.advance()
+    part.evaluate()
+    save_state(part, tmp_path)
+    rest = small_trainer(examples, epochs=1)
+    load_state(rest, tmp_path)
+    assert rest.step == 20
+    rest.run(lambda status: None, lambda current: None)
+    expected, got = whole.ranker.state_dict(), rest.ranker.state_dict()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    # control: without the moments of the optimiser the run ends elsewhere
+    forgetful = small_trainer(examples, epochs=1)
+    load_state(forgetful, tmp_path)
+    forgetful.optimizer.state.clear()
+    forgetful.run(lambda status: None, lambda current: None)
+    assert not all(torch.equal(expected[name], forgetful.ranker.state_dict()[name]) for name in expected)
+
+
+def test_a_state_of_another_run_or_build_is_refused(
+    examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_trainer(examples)
+    run.advance()
+    run.evaluate()
+    save_state(run, tmp_path)
+    with pytest.raises(StateError, match="settings"):
+        load_state(small_trainer(examples, seed=9), tmp_path)
+    with pytest.raises(StateError, match="cannot be read"):
+        load_state(run, tmp_path / "absent")
+    monkeypatch.setattr(state, "COUNTERS", (*state.COUNTERS, "new_counter"))
+    with pytest.raises(StateError, match="new_counter"):
+        load_state(run, tmp_path)

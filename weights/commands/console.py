@@ -1,0 +1,67 @@
+"""What the commands share at the terminal: result lines, refusals, progress bars, files named on the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from weights.errors import CheckpointError
+
+
+def say(text: str) -> None:
+    """One plain line on standard output, flushed: results are for pipes too."""
+    print(text, flush=True)
+
+
+@contextmanager
+def refusals(*further: type[Exception]) -> Iterator[None]:
+    """CheckpointError, and any of `further`, becomes one sentence on standard error and exit code 1."""
+    refused: tuple[type[Exception], ...] = (CheckpointError, *further)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        print(f"{error.name} is not installed; training needs: pip install -e '.[train]'", file=sys.stderr, flush=True)
+        raise typer.Exit(1) from error
+    except refused as error:
+        print(error, file=sys.stderr, flush=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def progress_bar(*, in_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """It yields `update(description, done, total)`, which moves a bar on standard error; nothing shows without a terminal."""
+    console = Console(stderr=True)
+    amount = (DownloadColumn(True), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
+    columns = TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None, visible=False)
+        yield lambda what, done, total: progress.update(
+            task, description=what, completed=done, total=total, visible=True
+        )
+
+
+def read_json(path: Path, kind: type) -> Any:
+    """The JSON object (`dict`) or list (`list`) in a file. Raises CheckpointError where it is something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    if type(value) is not kind:
+        raise CheckpointError(f"{path} must hold a JSON {'list' if kind is list else 'object'}.")
+    return value

@@ -1,0 +1,66 @@
+"""A random ranker in the published layout, as if it had been downloaded. For measurements and tests of the import."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from numpy.lib import format as npy
+
+from model.config import ModelConfig
+from weights.format.layout import expected_shapes, is_table
+from weights.published.importer import CONFIG_FILE, PARAMS_FILE, TABLES_FILE, published_name
+from weights.synthetic.random_weights import random_chunks
+
+
+def write_published(directory: Path, config: ModelConfig, seed: int) -> None:
+    """Write config.json and the two npz files of a random ranker, streaming the tables. `directory` must not exist."""
+    directory.mkdir(parents=True)
+    (directory / CONFIG_FILE).write_text(json.dumps(published_keys(config), indent=1))
+    chunks = random_chunks(config, seed)
+    shapes = expected_shapes(config)
+    for file, tables, method in (
+        (PARAMS_FILE, False, zipfile.ZIP_DEFLATED),
+        (TABLES_FILE, True, zipfile.ZIP_STORED),  # as the release packs them
+    ):
+        with zipfile.ZipFile(directory / file, "w", method) as archive:
+            for name in (name for name in shapes if is_table(name) == tables):
+                info = zipfile.ZipInfo(f"{published_name(name)}.npy")
+                info.compress_type = method
+                with archive.open(info, "w", force_zip64=True) as member:
+                    npy.write_array_header_1_0(member, {"descr": "<f4", "fortran_order": False, "shape": shapes[name]})
+                    for chunk in chunks(name):
+                        member.write(chunk.numpy().data)
+
+
+def published_keys(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of an architecture, with every constant spelled out."""
+    hash_params: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    entities = {"user": config.user_hashes, "item": config.post_hashes, "author": config.author_hashes}
+    for entity, spec in entities.items():
+        hash_params |= {
+            f"{entity}_hash_scales": list(spec.scales),
+            f"{entity}_biases": list(spec.biases),
+            f"{entity}_modulus": spec.modulus,
+        }
+        sizes |= {f"num_{entity}_hashes": spec.count, f"{entity}_vocab_size": spec.vocab_size}
+    return {
+        "emb_size": config.width,
+        "num_actions": config.actions,
+        "history_seq_len": config.history_length,
+        "candidate_seq_len": config.candidate_length,
+        "key_size": config.head_width,
+        "num_heads": config.query_heads,
+        "num_kv_heads": config.kv_heads,
+        "num_layers": config.layers,
+        "widening_factor": config.widening,
+        "attn_output_multiplier": config.attention_multiplier,
+        "product_surface_vocab_size": config.product_surfaces,
+        "post_age_granularity_mins": config.post_age_granularity_minutes,
+        "right_anchored_rope": config.right_anchored,
+        **sizes,
+        "hash_params": hash_params,
+    }
