@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadtest.figures import Slo
-from loadtest.launch import ranking_server
-from loadtest.runs import LoadRun, Run, RunSettings
-from loadtest.target import ROOT, Target, TargetError
-from loadtest.traffic import TrafficSettings, fresh_seed
+from loadtest.generate.traffic import TrafficSettings, fresh_seed
+from loadtest.machine import ROOT
+from loadtest.measure.figures import Slo
+from loadtest.measure.runs import LoadRun, Run, RunSettings
+from loadtest.servers.launch import ranking_server
+from loadtest.servers.target import Target, TargetError
 
 RESULTS = ROOT / "loadtest" / "results"
 
@@ -90,7 +91,7 @@ def search_command(
     out: Out = RESULTS / "search",
 ) -> None:
     """Find the highest rate at which the objective holds."""
-    from loadtest.search import SearchSettings, search_server
+    from loadtest.measure.search import SearchSettings, search_server
 
     settings = RunSettings(
         start, seconds, warmup, arrivals.value, slo=Slo(slo_ms, slo_share), traffic=_traffic(candidates, seed)
@@ -127,8 +128,8 @@ def compare_command(
 
     Commits and servers are measured in alternated blocks; stored runs as they are, with a warning.
     """
-    from loadtest.compare import compare_runs
-    from loadtest.sides import compare_sides, stored
+    from loadtest.measure.compare import compare_runs
+    from loadtest.measure.sides import compare_sides, stored
 
     if (Path(a) / "run.json").exists() and (Path(b) / "run.json").exists():
         result = stored(a, b, compare_runs(Run.load(Path(a)), Run.load(Path(b))))
@@ -151,7 +152,7 @@ def ceiling_command(
     out: Out = RESULTS / "ceiling",
 ) -> None:
     """How much the generator itself can send on this machine, against a server that does nothing."""
-    from loadtest.ceiling import measure_ceiling
+    from loadtest.measure.ceiling import measure_ceiling
 
     found = measure_ceiling(seconds, console.print)
     out.mkdir(parents=True, exist_ok=True)
@@ -190,7 +191,7 @@ def screenshot_command(
     height: int = 1500,
 ) -> None:
     """A picture of a page for the documentation; needs Chromium."""
-    from loadtest.screenshot import NoBrowser, screenshot
+    from loadtest.report.screenshot import NoBrowser, screenshot
 
     url = page if "://" in page else Path(page).resolve().as_uri()
     try:
@@ -236,7 +237,7 @@ def _write(out: Path, values: dict[str, object]) -> None:
 
 
 def _finish(directory: Path) -> None:
-    from loadtest.report import write_report
+    from loadtest.report.pages import write_report
 
     try:
         console.print(f"report: {write_report(directory)}")

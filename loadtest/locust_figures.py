@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.samples import STAGES, server_timing
+from loadtest.generate.samples import STAGES, server_timing
 
 KEY = "ranking"
 KEPT_TIMES = 20_000  # the newest of each stage and scenario

@@ -16,12 +16,12 @@ from flask import Blueprint, Response, request
 from locust import FastHttpUser, LoadTestShape, between, events, task
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.bad_requests import bad_requests
-from loadtest.distributions import SizeBand, Sizes
+from loadtest.generate.bad_requests import bad_requests
+from loadtest.generate.distributions import SizeBand, Sizes
+from loadtest.generate.traffic import RankRequest, Traffic, TrafficSettings, fresh_seed
 from loadtest.locust_figures import KEY, Figures, columns, to_csv, to_text
 from loadtest.locust_shapes import SHAPES, Plan
-from loadtest.target import fit_traffic
-from loadtest.traffic import RankRequest, Traffic, TrafficSettings, fresh_seed
+from loadtest.servers.target import fit_traffic
 
 HEADERS = {"Content-Type": "application/json"}
 BURST_PAGES = 6

@@ -16,10 +16,10 @@ import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
 from loadtest.bench.service import closed_samples, mini_checkpoint, ranking_bodies
+from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
-from loadtest.launch import ranking_server
-from loadtest.samples import STAGES
-from loadtest.target import machine
+from loadtest.machine import machine
+from loadtest.servers.launch import ranking_server
 from model.native.build import load_kernel
 from model.native.engine import NativeEngine
 from model.synthetic import random_ranker

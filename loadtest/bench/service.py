@@ -15,12 +15,12 @@ import numpy as np
 
 from loadtest.bench.table import Row
 from loadtest.bench.timing import Figure, ratio
-from loadtest.generator import ClosedLoop, measured
-from loadtest.http_client import Client, post
-from loadtest.launch import ranking_server
-from loadtest.samples import STAGES, Samples
-from loadtest.target import Target, fit_traffic
-from loadtest.traffic import Traffic, TrafficSettings
+from loadtest.generate.generator import ClosedLoop, measured
+from loadtest.generate.http_client import Client, post
+from loadtest.generate.samples import STAGES, Samples
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.servers.launch import ranking_server
+from loadtest.servers.target import Target, fit_traffic
 
 Environment = dict[str, str]
 WARM_UP_REQUESTS = 50

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from loadtest.fuzz.calls import MAX_PROBLEM_BYTES, Answer, Call, complaint, send
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.sources import corpus, from_hypothesis, from_schemathesis
-from loadtest.soak.row import Row
+from loadtest.matrix import Row
 
 SHARES = {"mutations": 0.65, "hypothesis": 0.15, "schemathesis": 0.15, "paths": 0.05}  # of the time
 BLOCK = 32  # calls in flight together

@@ -16,13 +16,14 @@ from typing import Any
 import httpx
 import numpy as np
 
-from loadtest.figures import percentiles_ms
-from loadtest.generator import ClosedLoop, measured
-from loadtest.http_client import Client, post, precise_loop
-from loadtest.launch import Running, free_port, process, ranking_process
-from loadtest.samples import Samples
-from loadtest.target import ROOT, Target, TargetError, machine
-from loadtest.traffic import Traffic, TrafficSettings
+from loadtest.generate.generator import ClosedLoop, measured
+from loadtest.generate.http_client import Client, post, precise_loop
+from loadtest.generate.samples import Samples
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.machine import ROOT, machine
+from loadtest.measure.figures import percentiles_ms
+from loadtest.servers.launch import Running, free_port, process, ranking_process
+from loadtest.servers.target import Target, TargetError
 from weights.checkpoint import load_manifest
 
 CLIENTS = 32

@@ -8,10 +8,10 @@ import signal
 import time
 from collections import Counter
 
-from loadtest.http_client import Client, Reply
+from loadtest.generate.http_client import Client, Reply
+from loadtest.matrix import Row
 from loadtest.soak.oracle import vanish
 from loadtest.soak.overload import ask
-from loadtest.soak.row import Row
 from loadtest.soak.servers import HOST, Server, fake, payload
 
 RAISE, STICKY, HANG = 2**40, 2**40 + 1, 2**40 + 2  # as planted in tests/reliability/fake_server.py

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from loadtest.matrix import Row
 from loadtest.soak.oracle import NAMES, Checked, admin_settings, oracles, requests, swap, two_checkpoints
-from loadtest.soak.row import Row
 from loadtest.soak.servers import Server, fake, real
 from loadtest.soak.swaps import learn_from
 

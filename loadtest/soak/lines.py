@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from string import ascii_letters, digits
 
-from loadtest.http_client import Client, Reply
+from loadtest.generate.http_client import Client, Reply
+from loadtest.matrix import Row
 from loadtest.soak.overload import ask
-from loadtest.soak.row import Row
 from loadtest.soak.servers import HOST, fake_logging
 
 SECRET = 700_000_000_000_000_007  # an id of every history

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import httpx
 
-from loadtest.http_client import Client, Reply
-from loadtest.launch import free_port
+from loadtest.generate.http_client import Client, Reply
+from loadtest.machine import ROOT
+from loadtest.servers.launch import free_port
 from loadtest.soak.overload import ask
 from loadtest.soak.servers import HOST, Server, payload, real
-from loadtest.target import ROOT
 
 NAMES = ("v0", "v1")
 TOKEN = "soak"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.arrivals import schedule
-from loadtest.generator import OpenLoop
-from loadtest.http_client import Client, Reply, precise_loop
-from loadtest.samples import Samples
-from loadtest.soak.row import Row
+from loadtest.generate.arrivals import schedule
+from loadtest.generate.generator import OpenLoop
+from loadtest.generate.http_client import Client, Reply, precise_loop
+from loadtest.generate.samples import Samples
+from loadtest.matrix import Row
 from loadtest.soak.servers import HOST, Server, fake, payload
 
 FORWARD_SECONDS = 0.1  # long enough that the generator and the event loop are not what is measured

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from loadtest.broken_requests import BROKEN
-from loadtest.soak.row import Row
+from loadtest.generate.broken_requests import BROKEN
+from loadtest.matrix import Row
 from loadtest.soak.servers import HOST, fake, payload
 
 CONNECTIONS = 200

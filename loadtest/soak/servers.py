@@ -12,9 +12,9 @@ from typing import IO
 
 import httpx
 
-from loadtest.http_client import post
-from loadtest.launch import free_port, process
-from loadtest.target import ROOT
+from loadtest.generate.http_client import post
+from loadtest.machine import ROOT
+from loadtest.servers.launch import free_port, process
 
 HOST = "127.0.0.1"
 QUIET = {"RANKER_LOGS__LEVEL": "error", "RANKER_DRAIN__DELAY_SECONDS": "0", "OMP_NUM_THREADS": "1"}

@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from loadtest.http_client import Client
+from loadtest.generate.http_client import Client
+from loadtest.matrix import Row
 from loadtest.soak.overload import ask
-from loadtest.soak.row import Row
 from loadtest.soak.servers import HOST, Server, fake, payload
 
 CLOSE_SECONDS = 10.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from loadtest.matrix import Row
 from loadtest.soak.oracle import (
     NAMES,
     Checked,
@@ -16,7 +17,6 @@ from loadtest.soak.oracle import (
     swap,
     two_checkpoints,
 )
-from loadtest.soak.row import Row
 from loadtest.soak.servers import Server, fake, real
 
 TINY_CACHE_BYTES = 2**20  # evicts all the time

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from loadtest.compare import Comparison, compare_blocks, cut, figures_of
-from loadtest.figures import Slo, bootstrap_interval, holm, over_time, permutation_p, sign_flip_p, summarise
-from loadtest.samples import CACHE_RESULTS, Samples
-from loadtest.search import SearchSettings, search
-from loadtest.target import MetricsSnapshot, Target, TargetError, fit_traffic
-from loadtest.traffic import TrafficSettings
+from loadtest.generate.samples import CACHE_RESULTS, Samples
+from loadtest.generate.traffic import TrafficSettings
+from loadtest.measure.compare import Comparison, compare_blocks, cut, figures_of
+from loadtest.measure.figures import Slo, bootstrap_interval, holm, over_time, permutation_p, sign_flip_p, summarise
+from loadtest.measure.search import SearchSettings, search
+from loadtest.servers.target import MetricsSnapshot, Target, TargetError, fit_traffic
 
 
 def samples_of(latencies, status=200, gap=0.01):

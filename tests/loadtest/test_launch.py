@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from loadtest.launch import Running, free_port, process
-from loadtest.sides import _worktree
-from loadtest.target import ROOT, Target, TargetError, commit
+from loadtest.machine import ROOT, commit
+from loadtest.measure.sides import _worktree
+from loadtest.servers.launch import Running, free_port, process
+from loadtest.servers.target import Target, TargetError
 
 SERVER = """
 import subprocess, sys, http.server

@@ -9,14 +9,14 @@ import httpx
 import numpy as np
 import pytest
 
-from loadtest.bad_requests import bad_requests
-from loadtest.figures import Slo
-from loadtest.launch import free_port, ranking_server
+from loadtest.generate.bad_requests import bad_requests
+from loadtest.generate.traffic import KINDS, Traffic, TrafficSettings
 from loadtest.locust_figures import KEY, Figures, columns, to_csv, to_text
 from loadtest.locust_shapes import Plan
-from loadtest.runs import LoadRun, RunSettings
-from loadtest.target import ROOT
-from loadtest.traffic import KINDS, Traffic, TrafficSettings
+from loadtest.machine import ROOT
+from loadtest.measure.figures import Slo
+from loadtest.measure.runs import LoadRun, RunSettings
+from loadtest.servers.launch import free_port, ranking_server
 
 
 def test_shapes():

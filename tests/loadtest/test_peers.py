@@ -9,11 +9,12 @@ import numpy as np
 import orjson
 import pytest
 
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.machine import ROOT
 from loadtest.peers import run
 from loadtest.peers.common import PeerModel, RankBody
 from loadtest.peers.plain import create_app
-from loadtest.target import ROOT, Target, TargetError
-from loadtest.traffic import Traffic, TrafficSettings
+from loadtest.servers.target import Target, TargetError
 from tests.loadtest.toy_server import ToyServer
 
 

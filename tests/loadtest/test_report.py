@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from loadtest.__main__ import cli
-from loadtest.report import write_report
-from loadtest.runs import Run
-from loadtest.search import judge
+from loadtest.measure.runs import Run
+from loadtest.measure.search import judge
+from loadtest.report.pages import write_report
 from tests.loadtest.toy_server import ToyServer
 
 HEADERS = ["X-Context-Cache: miss", "Server-Timing: parse;dur=0.1, queue;dur=0.2, forward;dur=1, serialize;dur=0.1"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadtest.broken_requests import BROKEN, CHUNKED, GET
+from loadtest.generate.broken_requests import BROKEN, CHUNKED, GET
 from tests.app.fakes import FakeEngine
 from tests.reliability.live import Live, connect, exchange, live, raw_request, read_all, statuses
 

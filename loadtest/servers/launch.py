@@ -17,7 +17,8 @@ from typing import IO
 
 import httpx
 
-from loadtest.target import ROOT, Target, TargetError, get
+from loadtest.machine import ROOT
+from loadtest.servers.target import Target, TargetError, get
 
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0

@@ -9,10 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from loadtest.compare import Comparison, compare_blocks, figures_of
-from loadtest.launch import ranking_server
-from loadtest.runs import LoadRun, Run, RunSettings
-from loadtest.target import ROOT, Target, TargetError, commit, machine
+from loadtest.machine import ROOT, commit, machine
+from loadtest.measure.compare import Comparison, compare_blocks, figures_of
+from loadtest.measure.runs import LoadRun, Run, RunSettings
+from loadtest.servers.launch import ranking_server
+from loadtest.servers.target import Target, TargetError
 
 Say = Callable[[str], None]
 

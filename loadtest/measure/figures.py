@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.http_client import FAILURES
-from loadtest.samples import STAGES, UNSENT, Samples
+from loadtest.generate.http_client import FAILURES
+from loadtest.generate.samples import STAGES, UNSENT, Samples
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 EXACT_PAIRS = 14  # up to here every sign pattern is tried

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.http_client import FAILURES, Reply
-from loadtest.traffic import KINDS, RankRequest
+from loadtest.generate.http_client import FAILURES, Reply
+from loadtest.generate.traffic import KINDS, RankRequest
 
 STAGES = ("parse", "queue", "forward", "serialize")
 CACHE_RESULTS = ("", "hit", "miss")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.http_client import Client, Reply
-from loadtest.samples import Samples
+from loadtest.generate.http_client import Client, Reply
+from loadtest.generate.samples import Samples
 
 LAG_LIMIT_SECONDS = 0.005
 CPU_LIMIT = 0.85

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from loadtest.distributions import SizeBand, Sizes, Zipf, ids_of, mix
+from loadtest.generate.distributions import SizeBand, Sizes, Zipf, ids_of, mix
 
 Kind = Literal["first_visit", "return_visit", "page", "refresh"]
 KINDS: tuple[Kind, ...] = ("first_visit", "return_visit", "page", "refresh")

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.arrivals import Arrivals, schedule
-from loadtest.figures import Slo, Summary, summarise
-from loadtest.generator import ClosedLoop, GeneratorLoad, OpenLoop, measured
-from loadtest.http_client import Client, post, precise_loop
-from loadtest.samples import STAGES, Samples
-from loadtest.target import MetricsSnapshot, Target, fit_traffic, machine
-from loadtest.traffic import RankRequest, Traffic, TrafficSettings
+from loadtest.generate.arrivals import Arrivals, schedule
+from loadtest.generate.generator import ClosedLoop, GeneratorLoad, OpenLoop, measured
+from loadtest.generate.http_client import Client, post, precise_loop
+from loadtest.generate.samples import STAGES, Samples
+from loadtest.generate.traffic import RankRequest, Traffic, TrafficSettings
+from loadtest.machine import machine
+from loadtest.measure.figures import Slo, Summary, summarise
+from loadtest.servers.target import MetricsSnapshot, Target, fit_traffic
 
 FORMAT = 1
 MAX_PAYLOAD_BYTES = 2 * 2**30

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.figures import Slo, bootstrap_interval, holm, permutation_p, sign_flip_p
-from loadtest.runs import Run
-from loadtest.samples import Samples
+from loadtest.generate.samples import Samples
+from loadtest.measure.figures import Slo, bootstrap_interval, holm, permutation_p, sign_flip_p
+from loadtest.measure.runs import Run
 
 Verdict = Literal["better", "worse", "no difference shown"]
 Design = Literal["alternated", "separate"]
