@@ -214,7 +214,7 @@ class _target:
 
     def __enter__(self) -> Target:
         try:
-            target = self._own.__enter__() if self._own else Target.parse(self._url)
+            target = self._own.__enter__().target if self._own else Target.parse(self._url)
             target.info()
         except TargetError as error:
             raise _refusal(error) from error

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
-from loadtest.bench.service import closed_samples, mini_checkpoint, ranking_bodies
+from loadtest.bench.service import all_answered, mini_checkpoint, ranking_bodies
 from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
 from loadtest.machine import machine
@@ -66,9 +66,9 @@ def _stages(engine: NativeEngine, kernel: ctypes.CDLL, items: list, rounds: int)
 def service_table(requests: int) -> str:
     """One request through HTTP, one client, mini, contexts of the traffic model."""
     columns = {}
-    with mini_checkpoint() as checkpoint, ranking_server(checkpoint=checkpoint) as target:
+    with mini_checkpoint() as checkpoint, ranking_server(checkpoint=checkpoint) as server:
         for candidates in (64, 512):
-            samples = closed_samples(target, ranking_bodies(target, candidates, requests), clients=1)
+            samples = all_answered(server.target, ranking_bodies(server.target, candidates, requests), clients=1)
             stages = dict(zip(STAGES, (1e3 * np.median(samples.stages_ms, axis=0)).tolist(), strict=True))
             total = 1e6 * float(np.median(samples.service_seconds))
             columns[f"C={candidates}"] = {**stages, "socket, HTTP, routing, client": total - sum(stages.values())}

@@ -11,7 +11,8 @@ import httptools
 
 from loadtest.generate.arrivals import schedule
 from loadtest.generate.generator import OpenLoop, measured
-from loadtest.generate.http_client import Client, post, precise_loop
+from loadtest.generate.http_client import Client, precise_loop
+from loadtest.generate.payload import post
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.machine import machine
 

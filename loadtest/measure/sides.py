@@ -82,15 +82,15 @@ def _side(name: str, checkpoint: Path) -> Iterator[Target]:
     if name.startswith("http://"):
         yield Target.parse(name)
     elif name == ".":
-        with ranking_server(checkpoint=checkpoint) as target:
-            yield target
+        with ranking_server(checkpoint=checkpoint) as server:
+            yield server.target
     else:
         with (
             tempfile.TemporaryDirectory(prefix="compare-") as parent,
             _worktree(name, Path(parent) / "checkout") as root,
-            ranking_server(checkpoint=checkpoint, root=root) as target,
+            ranking_server(checkpoint=checkpoint, root=root) as server,
         ):
-            yield target
+            yield server.target
 
 
 @contextmanager

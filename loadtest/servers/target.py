@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadtest.generate.payload import post
 from loadtest.generate.traffic import ACTION_SHARES, TrafficSettings
 
 Labels = tuple[tuple[str, str], ...]
@@ -59,13 +60,20 @@ class Target:
         values: dict[str, Any] = reply.json()
         return values
 
+    def scrape(self) -> MetricsSnapshot:
+        """`GET /metrics`. Raises httpx.HTTPError, or ValueError where it is no exposition."""
+        return MetricsSnapshot.parse(get(f"{self.origin}/metrics", 5).raise_for_status().text)
+
     def metrics(self) -> MetricsSnapshot | None:
-        """`GET /metrics`, None where the server has none that can be read."""
+        """The same, None where the server has none that can be read."""
         try:
-            reply = get(f"{self.origin}/metrics", 5)
-            return MetricsSnapshot.parse(reply.text) if reply.status_code == 200 else None
+            return self.scrape()
         except (httpx.HTTPError, ValueError):
             return None
+
+    def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+        """A POST of a JSON body to it, ready for the wire."""
+        return post(f"{self.host}:{self.port}", self.path, body, headers)
 
 
 @dataclass(frozen=True, slots=True)

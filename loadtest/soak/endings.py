@@ -9,12 +9,12 @@ import time
 from collections import Counter
 
 from loadtest.generate.http_client import Client, Reply
+from loadtest.generate.payload import rank_request
 from loadtest.matrix import Row
+from loadtest.servers.launch import HOST, Server
 from loadtest.soak.oracle import vanish
-from loadtest.soak.overload import ask
-from loadtest.soak.servers import HOST, Server, fake, payload
+from loadtest.soak.servers import HANG, RAISE, STICKY, fake
 
-RAISE, STICKY, HANG = 2**40, 2**40 + 1, 2**40 + 2  # as planted in tests/reliability/fake_server.py
 CLIENTS = 16
 STUCK_SECONDS = 5.0
 RESTART_SECONDS = 2.0
@@ -27,7 +27,7 @@ async def _until_refused(client: Client, found: Counter[str], seed: int) -> None
     """One client that asks until nobody listens any more. A request that was sent and got no reply is lost."""
     draw = random.Random(seed)
     while True:
-        reply = await ask(client, payload(draw.randrange(1, 10**6), draw.choice((1, 16, 64))))
+        reply = await client.ask(rank_request(draw.randrange(1, 10**6), draw.choice((1, 16, 64))))
         if reply.failure and not reply.sent_at:
             return
         found[str(reply.status) if reply.status else f"lost: {reply.failure}"] += 1
@@ -54,9 +54,9 @@ async def _terminated(server: Server, found: Counter[str], after_seconds: float,
     clients = [asyncio.create_task(_until_refused(client, found, seed)) for seed in range(CLIENTS)]
     await asyncio.sleep(after_seconds)
     for _ in range(signals):
-        server.popen.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.02)
-    code = await asyncio.to_thread(server.popen.wait, EXIT_SECONDS)
+    code = await asyncio.to_thread(server.process.wait, EXIT_SECONDS)
     await asyncio.wait(clients, timeout=EXIT_SECONDS)
     await client.close()
     return code
@@ -84,10 +84,10 @@ async def _killed(server: Server, sent: signal.Signals) -> int:
     found: Counter[str] = Counter()
     clients = [asyncio.create_task(_until_refused(client, found, seed)) for seed in range(CLIENTS)]
     await asyncio.sleep(0.3)
-    server.popen.send_signal(sent)
+    server.process.send_signal(sent)
     _, hanging = await asyncio.wait(clients, timeout=3)
     await client.close()
-    server.popen.kill()
+    server.process.kill()
     return len(hanging) + found["lost: timeout"]
 
 
@@ -114,14 +114,14 @@ def stuck(runs: int, **settings: object) -> Row:
 async def _stuck(server: Server) -> tuple[float, set[int], int]:
     client = Client(HOST, server.port, timeout_seconds=10)
     began = time.monotonic()
-    waiting = [asyncio.create_task(ask(client, payload(user))) for user in (HANG, 1, 2, 3)]
+    waiting = [asyncio.create_task(client.ask(rank_request(user))) for user in (HANG, 1, 2, 3)]
     async with asyncio.timeout(4 * STUCK_SECONDS):
-        while await asyncio.to_thread(server.readiness) == 200:  # noqa: ASYNC110  # another process has no event
+        while await asyncio.to_thread(server.answers):  # noqa: ASYNC110  # another process has no event
             await asyncio.sleep(0.05)
     seconds = time.monotonic() - began
     replies = await asyncio.gather(*waiting)
     await client.close()
-    code = await asyncio.to_thread(server.popen.wait, EXIT_SECONDS)
+    code = await asyncio.to_thread(server.process.wait, EXIT_SECONDS)
     return seconds, {reply.status for reply in replies}, code
 
 
@@ -147,17 +147,17 @@ def raising(requests: int) -> list[Row]:
 async def _raising(server: Server, requests: int) -> int:
     client = Client(HOST, server.port, max_connections=64)
     users = [RAISE if row % 10 == 0 else row + 1 for row in range(requests)]
-    replies = await asyncio.gather(*(ask(client, payload(user)) for user in users))
+    replies = await asyncio.gather(*(client.ask(rank_request(user)) for user in users))
     await client.close()
     return sum(reply.status != (503 if user == RAISE else 200) for user, reply in zip(users, replies, strict=True))
 
 
 async def _lost(server: Server) -> tuple[list[int], int]:
     client = Client(HOST, server.port, max_connections=16)
-    replies: list[Reply] = await asyncio.gather(*(ask(client, payload(user)) for user in (STICKY, *range(1, 9))))
+    replies: list[Reply] = await asyncio.gather(*(client.ask(rank_request(user)) for user in (STICKY, *range(1, 9))))
     await client.close()
     return [reply.status for reply in replies if reply.status != 200], await asyncio.to_thread(
-        server.popen.wait, EXIT_SECONDS
+        server.process.wait, EXIT_SECONDS
     )
 
 
@@ -168,7 +168,7 @@ def vanishing(clients: int) -> Row:
         until = time.monotonic() + SETTLE_SECONDS
         while (left := _queued(server)) and time.monotonic() < until:
             time.sleep(0.1)
-        alive = server.readiness() == 200
+        alive = server.answers()
         seen = server.metric("ranker_cancelled_total")
     return Row(
         "F7",
@@ -191,7 +191,7 @@ async def _vanishing(server: Server, clients: int) -> None:
     async def one(number: int) -> None:
         draw = random.Random(number)
         async with room:
-            sent = payload(number + 1, draw.choice((1, 16, 600)))
+            sent = rank_request(number + 1, draw.choice((1, 16, 600)))
             await vanish(
                 server.port, sent[: draw.randrange(len(sent))] if draw.random() < 0.3 else sent, draw.random() * 0.02
             )

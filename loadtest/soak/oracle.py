@@ -17,10 +17,10 @@ from pathlib import Path
 import httpx
 
 from loadtest.generate.http_client import Client, Reply
+from loadtest.generate.payload import rank_request
 from loadtest.machine import ROOT
-from loadtest.servers.launch import free_port
-from loadtest.soak.overload import ask
-from loadtest.soak.servers import HOST, Server, payload, real
+from loadtest.servers.launch import HOST, Server, free_port
+from loadtest.soak.servers import real
 
 NAMES = ("v0", "v1")
 TOKEN = "soak"
@@ -37,7 +37,9 @@ def fingerprint(reply: Reply) -> Fingerprint:
 def requests(count: int) -> list[bytes]:
     """Payloads of odd sizes; a few users come back with other candidates, so that their contexts can be cached."""
     sizes = (1, 7, 33, 64, 65, 100, 513)
-    return [payload(1 + row % (count // 2 + 1) + 10**6 * (row % 3), sizes[row % len(sizes)]) for row in range(count)]
+    return [
+        rank_request(1 + row % (count // 2 + 1) + 10**6 * (row % 3), sizes[row % len(sizes)]) for row in range(count)
+    ]
 
 
 @contextmanager
@@ -67,7 +69,7 @@ async def swap(port: object, name: str) -> int:
 async def learn(server: Server, payloads: list[bytes]) -> tuple[str, list[Fingerprint]]:
     """The version that a server names, and the fingerprint of each payload's reply when it is asked alone."""
     client = Client(HOST, server.port, max_connections=1, keep_bodies=True)
-    replies = [await ask(client, each) for each in payloads]
+    replies = [await client.ask(each) for each in payloads]
     await client.close()
     bad = [reply.status for reply in replies if reply.status != 200]
     if bad:
@@ -116,7 +118,7 @@ class Checked:
                 await vanish(port, self.payloads[row], draw.random() * 0.01)
                 self.cancelled += 1
             else:
-                self._check(row, await ask(client, self.payloads[row]))
+                self._check(row, await client.ask(self.payloads[row]))
 
     def _check(self, row: int, reply: Reply) -> None:
         if reply.status in (429, 503):

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from loadtest.generate.arrivals import schedule
 from loadtest.generate.generator import OpenLoop
-from loadtest.generate.http_client import Client, Reply, precise_loop
+from loadtest.generate.http_client import Client, precise_loop
+from loadtest.generate.payload import rank_request
 from loadtest.generate.samples import Samples
 from loadtest.matrix import Row
-from loadtest.soak.servers import HOST, Server, fake, payload
+from loadtest.servers.launch import HOST, Server
+from loadtest.soak.servers import fake
 
 FORWARD_SECONDS = 0.1  # long enough that the generator and the event loop are not what is measured
 BATCH = 4  # requests a forward
@@ -53,7 +55,7 @@ async def offer(server: Server, multiple: float, seconds: float, seed: int = 1) 
     """Poisson arrivals at a multiple of the capacity."""
     client = Client(HOST, server.port, max_connections=256, timeout_seconds=10)
     due = schedule("poisson", multiple * CAPACITY_RPS, seconds, seed)
-    samples = await OpenLoop(client, [payload(row + 1, CANDIDATES) for row in range(len(due))], due).run()
+    samples = await OpenLoop(client, [rank_request(row + 1, CANDIDATES) for row in range(len(due))], due).run()
     await client.close()
     return _load(multiple, samples, seconds)
 
@@ -83,22 +85,10 @@ async def unloaded(server: Server, requests: int) -> float:
     client = Client(HOST, server.port, max_connections=1)
     took = []
     for user in range(1, requests + 1):
-        reply = await ask(client, payload(user, CANDIDATES))
+        reply = await client.ask(rank_request(user, CANDIDATES))
         took.append(reply.done_at - reply.sent_at)
     await client.close()
     return _p99(np.array(took))
-
-
-async def ask(client: Client, request: bytes) -> Reply:
-    """One request and its reply."""
-    found: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-
-    def done(reply: Reply) -> None:
-        if not found.done():
-            found.set_result(reply)
-
-    client.send(request, done)
-    return await found
 
 
 def overload(seconds: float, settings: dict[str, object] | None = None) -> list[Row]:
@@ -161,7 +151,7 @@ async def _persistent(client: Client, due: float, row: int, *, patient: bool) ->
     """One client, which tries again when refused; the status of its last attempt."""
     await asyncio.sleep(float(due))
     for _ in range(1 + RETRIES):
-        reply = await ask(client, payload(row + 1, CANDIDATES))
+        reply = await client.ask(rank_request(row + 1, CANDIDATES))
         if reply.status == 200:
             break
         told = float(reply.headers.get(b"retry-after", b"0"))
@@ -200,7 +190,7 @@ async def _hurried(server: Server, requests: int) -> list[int]:
     statuses: list[int] = []
     while len(statuses) < requests:
         users = range(len(statuses) + 1, min(len(statuses) + WAVE, requests) + 1)
-        sent = (ask(client, payload(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"})) for user in users)
+        sent = (client.ask(rank_request(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"})) for user in users)
         statuses += [reply.status for reply in await asyncio.gather(*sent)]
     await client.close()
     return statuses

@@ -10,8 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from loadtest.generate.broken_requests import BROKEN
+from loadtest.generate.payload import rank_request
 from loadtest.matrix import Row
-from loadtest.soak.servers import HOST, fake, payload
+from loadtest.servers.launch import HOST
+from loadtest.soak.servers import fake
 
 CONNECTIONS = 200
 PATIENCE_SECONDS = 0.3  # the server's, for headers and bodies: spoiled bytes may announce more than comes
@@ -53,7 +55,7 @@ def protocol(seconds: float, *faults: str) -> Row:
                 tried += 1
                 broken += bool(complaint(said, found))
                 two += answered_too_often(said, found or ())
-        alive = server.readiness() == 200
+        alive = server.answers()
     what = "connections that break the protocol: replies in order, then 400 and the end"
     return Row("B5", what, tried, broken + (not alive), two, 0, "requests with two replies")
 
@@ -98,7 +100,7 @@ def _named(name: bytes, draw: random.Random) -> bytes:
     kind = draw.randrange(3)
     if kind == 0:
         return b"GET /livez HTTP/1.1\r\nHost: x\r\n" + NAME + name + b"\r\n\r\n"
-    head, _, body = payload(draw.randrange(1, 10**6), 4).partition(b"\r\n\r\n")
+    head, _, body = rank_request(draw.randrange(1, 10**6), 4).partition(b"\r\n\r\n")
     if kind == 2:
         lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"content-length")]
         head, cut = b"\r\n".join([*lines, b"Transfer-Encoding: chunked"]), draw.randrange(1, len(body))

@@ -8,9 +8,10 @@ import time
 import numpy as np
 
 from loadtest.generate.http_client import Client
+from loadtest.generate.payload import rank_request
 from loadtest.matrix import Row
-from loadtest.soak.overload import ask
-from loadtest.soak.servers import HOST, Server, fake, payload
+from loadtest.servers.launch import HOST, Server
+from loadtest.soak.servers import fake
 
 CLOSE_SECONDS = 10.0
 SLACK_SECONDS = 1.0  # of a busy machine
@@ -61,7 +62,7 @@ async def _p99(client: Client, seconds: float) -> float:
     took: list[float] = []
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        reply = await ask(client, payload(len(took) + 1))
+        reply = await client.ask(rank_request(len(took) + 1))
         took.append(reply.done_at - reply.sent_at)
     return float(np.percentile(took, 99))
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from loadtest.matrix import Row
+from loadtest.servers.launch import Server
 from loadtest.soak.oracle import (
     NAMES,
     Checked,
@@ -17,7 +18,7 @@ from loadtest.soak.oracle import (
     swap,
     two_checkpoints,
 )
-from loadtest.soak.servers import Server, fake, real
+from loadtest.soak.servers import fake, real
 
 TINY_CACHE_BYTES = 2**20  # evicts all the time
 CANCEL_SHARE = 0.1

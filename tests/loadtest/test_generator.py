@@ -8,7 +8,8 @@ import pytest
 
 from loadtest.generate.arrivals import schedule
 from loadtest.generate.generator import ClosedLoop, OpenLoop, measured
-from loadtest.generate.http_client import FAILURES, Client, post, precise_loop
+from loadtest.generate.http_client import FAILURES, Client, precise_loop
+from loadtest.generate.payload import post
 from loadtest.generate.samples import server_timing
 from tests.loadtest.toy_server import ToyServer
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from loadtest.machine import ROOT, commit
+from loadtest.machine import commit
 from loadtest.measure.sides import _worktree
-from loadtest.servers.launch import Running, free_port, process
-from loadtest.servers.target import Target, TargetError
+from loadtest.servers.launch import free_port, process
+from loadtest.servers.target import TargetError
 
 SERVER = """
 import subprocess, sys, http.server
@@ -36,29 +36,28 @@ def test_a_server_and_its_children_end_with_the_block():
     import httpx
 
     port = free_port()
-    with process([sys.executable, "-c", SERVER, str(port)], {}, root=ROOT, port=port, ready_path="/") as server:
+    with process([sys.executable, "-c", SERVER, str(port)], {}, port=port, ready_path="/") as server:
         child = int(httpx.get(f"http://127.0.0.1:{port}/").text)
-        assert is_alive(server.pid)
+        assert is_alive(server.process.pid)
         assert is_alive(child)
-        running = Running(Target("127.0.0.1", port), server.pid)
-        running.pause()
+        server.pause()
         with pytest.raises(httpx.TimeoutException):
             httpx.get(f"http://127.0.0.1:{port}/", timeout=0.2)
-        running.resume()
+        server.resume()
         assert httpx.get(f"http://127.0.0.1:{port}/", timeout=5).status_code == 200
-        running.pause()  # and a paused one ends as well
+        server.pause()  # and a paused one ends as well
     deadline = time.monotonic() + 5
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(child)
-    assert not is_alive(server.pid)
+    assert not is_alive(server.process.pid)
 
 
 def test_a_server_that_does_not_start_is_quoted():
     command = [sys.executable, "-c", "import sys; sys.exit('no weights today')"]
     with (
         pytest.raises(TargetError, match="no weights today"),
-        process(command, {}, root=ROOT, port=free_port(), ready_path="/"),
+        process(command, {}, port=free_port(), ready_path="/"),
     ):
         pass
 

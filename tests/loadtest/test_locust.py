@@ -69,8 +69,8 @@ def test_figures_of_workers_add_up():
 
 @pytest.fixture(scope="module")
 def target():
-    with ranking_server(environment={"RANKER_THREADS": "1"}) as running:
-        yield running
+    with ranking_server(threads=1) as running:
+        yield running.target
 
 
 def test_bad_requests_are_refused_as_promised_and_the_good_one_is_not(target):
