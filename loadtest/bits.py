@@ -1,4 +1,4 @@
-"""Random compositions of work against the same candidates scored alone: how many bits differ. The answer must be none.
+"""Random compositions of batches against the same candidates scored alone: how many bits differ. The answer must be none.
 
 `python -m loadtest.bits --compositions 100000` prints one JSON line. Calls the engine directly, no HTTP.
 """
@@ -50,20 +50,22 @@ def small_config(**overrides: Any) -> ModelConfig:
 
 
 class Compositions:
-    """Draws forwards from a pool of users, histories that grow, and candidates; knows each candidate's scores alone.
+    """Draws forwards of random users, histories that grow, and candidates of a pool; knows each candidate's scores alone.
 
-    `alone` computes the oracle: it must be an engine without a cache.
+    `alone` computes those, one candidate a forward: an engine without a cache, for a check that includes cached contexts.
     """
 
-    def __init__(self, alone: Engine, seed: int) -> None:
+    def __init__(
+        self, alone: Engine, seed: int, *, users: int = USERS, growth: Sequence[int] = GROWTH, pool: int = POOL
+    ) -> None:
         config = alone.config
         self._generator = np.random.default_rng(seed)
-        longest = [random_context(config, max(GROWTH), user) for user in range(USERS - 1)]
-        longest.append(replace(random_context(config, max(GROWTH), USERS), user_id=0))
-        self._contexts = [_first(context, length) for context in longest for length in GROWTH]
-        self._pool = random_candidates(config, POOL, seed)
+        longest = [random_context(config, max(growth), user) for user in range(users - 1)]
+        longest.append(replace(random_context(config, max(growth), users), user_id=0))
+        self._contexts = [_first(context, length) for context in longest for length in growth]
+        self._pool = random_candidates(config, pool, seed)
         self._oracle = [
-            [alone.forward([Item(context, self._pool.chunk(place, place + 1))])[0].scores for place in range(POOL)]
+            [alone.forward([Item(context, self._pool.chunk(place, place + 1))])[0].scores for place in range(pool)]
             for context in self._contexts
         ]
 
@@ -72,12 +74,12 @@ class Compositions:
         items, expected = [], []
         for _ in range(self._generator.integers(1, 6)):
             which = int(self._generator.integers(len(self._contexts)))
-            places = self._generator.choice(POOL, int(self._generator.choice((1, 2, 7, 24, 63, 100))), replace=True)
+            places = self._generator.choice(len(self._pool), int(self._generator.choice((1, 2, 7, 24, 63, 100))), replace=True)
             items.append(Item(self._contexts[which], _picked(self._pool, places)))
             expected.append([self._oracle[which][place] for place in places])
         outcomes = engine.forward(items)
         items = [replace(item, state=outcome.state) for item, outcome in zip(items, outcomes, strict=True)]
-        again = engine.forward(items[:1])  # what a later part of the same request does
+        again = engine.forward(items[:1])  # what a later chunk of the same request does
         compared = different = 0
         for outcome, rows in zip([*outcomes, *again], [*expected, expected[0]], strict=True):
             compared += len(rows)

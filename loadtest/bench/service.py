@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from loadtest.bench.table import Row
-from loadtest.bench.timing import Figure, ratio
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.servers.launch import ranking_server
 from loadtest.servers.target import Target, fit_traffic
+from loadtest.timing import Figure, ratio
 
 WARM_UP_REQUESTS = 50
 

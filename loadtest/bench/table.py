@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.timing import Figure
+from loadtest.timing import Figure
 
 HISTORY_COLUMNS = (
     "at",

@@ -1,7 +1,6 @@
 """The peers hold the same model: otherwise their table would compare nothing."""
 
 import asyncio
-import threading
 from contextlib import contextmanager
 
 import httpx
@@ -71,21 +70,8 @@ def test_a_plain_reply_ranks_by_score(dense, monkeypatch):
 def toy(probability):
     """A server that gives this probability to everything."""
     body = orjson.dumps({"candidates": [{"probabilities": [probability]}]})
-    started, stop = threading.Event(), []
-
-    async def serve():
-        server = ToyServer(body=body)
-        async with server.serving():
-            stop.extend((asyncio.get_running_loop(), ended := asyncio.Event(), server.port))
-            started.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert started.wait(10)
-    yield Target("127.0.0.1", stop[2])
-    stop[0].call_soon_threadsafe(stop[1].set)
-    thread.join(10)
+    with ToyServer(body=body).in_thread() as url:
+        yield Target.parse(url)
 
 
 def test_a_peer_with_another_model_ends_the_run():
