@@ -148,8 +148,7 @@ def compare_command(
 
 @cli.command("ceiling")
 def ceiling_command(
-    seconds: Annotated[float, typer.Option(help="Length of a trial.")] = 3.0,
-    out: Out = RESULTS / "ceiling",
+    seconds: Annotated[float, typer.Option(help="Length of a trial.")] = 3.0, out: Out = RESULTS / "ceiling"
 ) -> None:
     """How much the generator itself can send on this machine, against a server that does nothing."""
     from loadtest.measure.ceiling import measure_ceiling

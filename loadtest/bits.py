@@ -74,7 +74,9 @@ class Compositions:
         items, expected = [], []
         for _ in range(self._generator.integers(1, 6)):
             which = int(self._generator.integers(len(self._contexts)))
-            places = self._generator.choice(len(self._pool), int(self._generator.choice((1, 2, 7, 24, 63, 100))), replace=True)
+            places = self._generator.choice(
+                len(self._pool), int(self._generator.choice((1, 2, 7, 24, 63, 100))), replace=True
+            )
             items.append(Item(self._contexts[which], _picked(self._pool, places)))
             expected.append([self._oracle[which][place] for place in places])
         outcomes = engine.forward(items)
@@ -145,12 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             engine.warm_up()
             return engine
 
-        tally = run(
-            make,
-            options.compositions // 2,
-            options.seed,
-            progress=_say if sys.stderr.isatty() else None,
-        )
+        tally = run(make, options.compositions // 2, options.seed, progress=_say if sys.stderr.isatty() else None)
         failed |= tally.different > 0
         figures = {
             "backend": options.backend,

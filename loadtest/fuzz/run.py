@@ -48,18 +48,11 @@ class Tally:
     def rows(self) -> list[Row]:
         """The rows of the matrix."""
         tried, failed, paths = self.sent.total(), self.failed.total(), self.sent["paths"]
+        longest = self.longest_problem_bytes
         names = ", ".join(f"{count} {source}" for source, count in self.sent.items())
         return [
             Row("B1", f"odd bodies and headers in process ({names})", tried, failed, failed, 0, "failures"),
-            Row(
-                "B2",
-                "longest problem reply among them",
-                tried,
-                0,
-                self.longest_problem_bytes,
-                MAX_PROBLEM_BYTES,
-                "bytes",
-            ),
+            Row("B2", "longest problem reply among them", tried, 0, longest, MAX_PROBLEM_BYTES, "bytes"),
             Row("B9", "random paths and methods: new metric series", paths, 0, self.new_series, 0, "series"),
         ]
 

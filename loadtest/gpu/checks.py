@@ -32,7 +32,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def small_config(**overrides: Any) -> ModelConfig:
     """A ranker with every feature, small enough for the dense definition."""
-    values = {"width": 256, "head_width": 32, "history_length": 96, "candidate_length": 64, "actions": 19, "continuous_actions": 8}
+    values = {
+        "width": 256,
+        "head_width": 32,
+        "history_length": 96,
+        "candidate_length": 64,
+        "actions": 19,
+        "continuous_actions": 8,
+    }
     return bits.small_config(**(values | overrides))
 
 

@@ -54,11 +54,7 @@ PEERS = (
     Peer("LitServe, batches of 8", "dense reference", "lit", "litserve", batch=8),
     Peer("BentoML", "dense reference", "bento", "bentoml"),
     Peer("plain FastAPI + our engine", "ours, no cache", "plain", peer_engine="auto"),
-    Peer(
-        "ours, dense engine",
-        "dense reference",
-        settings=(("backend", "dense"), ("batching__enabled", "false")),
-    ),
+    Peer("ours, dense engine", "dense reference", settings=(("backend", "dense"), ("batching__enabled", "false"))),
     Peer("ours, batching off", "ours", settings=(("batching__enabled", "false"),)),
     Peer("ours, context cache off", "ours, no cache", settings=(("cache__bytes", "0"),)),
     Peer("ours", "ours"),

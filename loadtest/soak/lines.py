@@ -93,16 +93,15 @@ def call(draw: random.Random) -> bytes:
 
 async def _ask(port: int, seconds: float) -> tuple[int, int]:
     """How many replies the application gave, and how many requests were refused before it."""
-    client = Client(HOST, port, max_connections=IN_FLIGHT)
-    replies: list[Reply] = []
-    until = time.monotonic() + seconds
+    async with Client(HOST, port, max_connections=IN_FLIGHT) as client:
+        replies: list[Reply] = []
+        until = time.monotonic() + seconds
 
-    async def one(seed: int) -> None:
-        draw = random.Random(seed)
-        while time.monotonic() < until:
-            replies.append(await client.ask(call(draw)))
+        async def one(seed: int) -> None:
+            draw = random.Random(seed)
+            while time.monotonic() < until:
+                replies.append(await client.ask(call(draw)))
 
-    await asyncio.gather(*(one(seed) for seed in range(IN_FLIGHT)))
-    await client.close()
+        await asyncio.gather(*(one(seed) for seed in range(IN_FLIGHT)))
     named = sum(b"x-request-id" in reply.headers for reply in replies)
     return named, len(replies) - named

@@ -68,9 +68,8 @@ async def swap(port: object, name: str) -> int:
 
 async def learn(server: Server, payloads: list[bytes]) -> tuple[str, list[Fingerprint]]:
     """The version that a server names, and the fingerprint of each payload's reply when it is asked alone."""
-    client = Client(HOST, server.port, max_connections=1, keep_bodies=True)
-    replies = [await client.ask(each) for each in payloads]
-    await client.close()
+    async with Client(HOST, server.port, max_connections=1, keep_bodies=True) as client:
+        replies = [await client.ask(each) for each in payloads]
     bad = [reply.status for reply in replies if reply.status != 200]
     if bad:
         raise RuntimeError(f"the oracle answered {bad[0]}")
@@ -107,9 +106,8 @@ class Checked:
 
     async def run(self, server: Server, clients: int) -> None:
         """Ask at random until `stop` is set."""
-        client = Client(HOST, server.port, max_connections=clients, keep_bodies=True, timeout_seconds=20)
-        await asyncio.gather(*(self._ask_on(client, server.port, random.Random(seed)) for seed in range(clients)))
-        await client.close()
+        async with Client(HOST, server.port, max_connections=clients, keep_bodies=True, timeout_seconds=20) as client:
+            await asyncio.gather(*(self._ask_on(client, server.port, random.Random(seed)) for seed in range(clients)))
 
     async def _ask_on(self, client: Client, port: int, draw: random.Random) -> None:
         while not self.stop:

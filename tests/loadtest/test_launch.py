@@ -55,10 +55,7 @@ def test_a_server_and_its_children_end_with_the_block():
 
 def test_a_server_that_does_not_start_is_quoted():
     command = [sys.executable, "-c", "import sys; sys.exit('no weights today')"]
-    with (
-        pytest.raises(TargetError, match="no weights today"),
-        process(command, {}, port=free_port(), ready_path="/"),
-    ):
+    with pytest.raises(TargetError, match="no weights today"), process(command, {}, port=free_port(), ready_path="/"):
         pass
 
 
