@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +44,7 @@ Candidates = Annotated[int, typer.Option(help="Exactly this many candidates a re
 Seed = Annotated[
     int,
     typer.Option(
-        help="Of traffic and arrivals. 0: a fresh one, so that a server that still runs has seen nobody before."
+        help="Of traffic and arrivals. 0: a fresh one, so that a server that still runs knows none of its users."
     ),
 ]
 Kind = Annotated[ArrivalKind, typer.Option("--arrivals", help="Independent users (poisson) or a metronome.")]
@@ -182,46 +184,21 @@ def peers_command(
     print(json.dumps({"rows": result["rows"]}, sort_keys=True))
 
 
-@cli.command("screenshot")
-def screenshot_command(
-    page: Annotated[str, typer.Argument(help="An address, or a report.html.")],
-    out: Annotated[Path, typer.Argument(help="Where the PNG goes.")],
-    width: int = 1100,
-    height: int = 1500,
-) -> None:
-    """A picture of a page for the documentation; needs Chromium."""
-    from loadtest.report.screenshot import NoBrowser, screenshot
-
-    url = page if "://" in page else Path(page).resolve().as_uri()
-    try:
-        console.print(screenshot(url, out, width, height))
-    except NoBrowser as error:
-        raise _refusal(error) from error
-
-
 def _traffic(candidates: int, seed: int) -> TrafficSettings:
     settings = TrafficSettings(seed=seed or fresh_seed())
     return settings.with_fixed_candidates(candidates) if candidates else settings
 
 
-class _target:
-    """The server of an address, or one of our own for the time being; a server that is not there ends the program politely."""
-
-    def __init__(self, url: str) -> None:
-        self._own = ranking_server() if url == "start" else None
-        self._url = url
-
-    def __enter__(self) -> Target:
-        try:
-            target = self._own.__enter__().target if self._own else Target.parse(self._url)
+@contextmanager
+def _target(url: str) -> Iterator[Target]:
+    """The server at an address, or one that is started from this checkout. A TargetError ends the program with its message."""
+    try:
+        with ExitStack() as stack:
+            target = stack.enter_context(ranking_server()).target if url == "start" else Target.parse(url)
             target.info()
-        except TargetError as error:
-            raise _refusal(error) from error
-        return target
-
-    def __exit__(self, *error: object) -> None:
-        if self._own:
-            self._own.__exit__(None, None, None)
+            yield target
+    except TargetError as error:
+        raise _refusal(error) from error
 
 
 def _refusal(error: Exception) -> typer.Exit:

@@ -1,6 +1,6 @@
 """Where each microsecond of one request goes, as Markdown: the kernel's stages, Python around it, the service around that.
 
-`python -m loadtest.profile` (`make profile`) writes the tables of docs/profile.md. Builds a kernel with timers; serves nobody.
+`python -m loadtest.profile` (`make profile`) writes the tables of docs/profile.md. Builds a kernel with timers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _stages(engine: NativeEngine, kernel: ctypes.CDLL, items: list, rounds: int)
         elapsed = time.perf_counter() - start
         kernel.ranker_stages(nanoseconds)
         stages = [value / 1e3 for value in nanoseconds]
-        stages[0] = 0.0  # the time between forwards belongs to nobody
+        stages[0] = 0.0  # the time between forwards is no part of a forward
         readings.append([*stages, 1e6 * elapsed - sum(stages)])
     medians = [statistics.median(column) for column in zip(*readings[2:], strict=True)]
     return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))

@@ -1,4 +1,4 @@
-"""One row a target: what was measured, beside what was asked. Prints, and keeps a history; measures nothing."""
+"""The targets table: a row per target, printed and appended to a history. Measures nothing."""
 
 from __future__ import annotations
 

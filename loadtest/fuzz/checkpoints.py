@@ -1,4 +1,4 @@
-"""Spoiled checkpoints: a checkpoint, one thing wrong with it, and whether the loader noticed. Not a test itself.
+"""Corrupted checkpoints: each is a valid one with one change, and the loader has to refuse it.
 
 `accepted(count, …)` is called with few by the tests and with many by the soak.
 """

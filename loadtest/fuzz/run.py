@@ -1,4 +1,4 @@
-"""Drives the application with calls from all sources, in turns by time, and keeps the score. Not for making up calls."""
+"""Sends calls from all sources to the application in process, and counts what they break. Makes up no calls itself."""
 
 from __future__ import annotations
 

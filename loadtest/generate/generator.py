@@ -40,7 +40,7 @@ class GeneratorLoad:
 
 
 class OpenLoop:
-    """Fires payload i at `due[i]` seconds, whatever became of the earlier ones. `on_done(row)` hears of every reply."""
+    """Fires payload i at `due[i]` seconds, whatever became of the earlier ones. `on_done(row)` is called for every reply."""
 
     def __init__(
         self,

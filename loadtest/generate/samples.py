@@ -64,7 +64,7 @@ class Samples:
 
     @property
     def latency_seconds(self) -> NDArray[np.float64]:
-        """float64 `[n]` from the due time to the last byte: waiting that the client caused is the server's debt too."""
+        """float64 `[n]` from the due time to the last byte: waiting for a connection counts."""
         return self.done - self.due
 
     @property

@@ -1,4 +1,4 @@
-"""One measured run against a server: prepare, warm up, measure, keep. Draws no plots and searches for no rate."""
+"""One measured run against a server: prepare, warm up, measure, store. Draws no plots and searches for no rate."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LoadRun:
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
 
     def run(self, rate_rps: float | None = None, seed: int = 1) -> Run:
-        """Warm up and measure once, at `rate_rps` if given. Raises TargetError where nobody answers."""
+        """Warm up and measure once, at `rate_rps` if given. Raises TargetError where the server does not answer."""
         settings = replace(self.settings, rate_rps=rate_rps or self.settings.rate_rps)
         with asyncio.Runner(loop_factory=precise_loop) as runner:
             return runner.run(self._run(settings, seed))

@@ -48,7 +48,7 @@ class Target:
         return f"http://{self.host}:{self.port}"
 
     def info(self) -> dict[str, Any]:
-        """`GET /info`, empty where the server has none. Raises TargetError where nobody answers."""
+        """`GET /info`, empty where the server has none. Raises TargetError where the server does not answer."""
         try:
             reply = get(f"{self.origin}/info", 5)
         except httpx.HTTPError as error:

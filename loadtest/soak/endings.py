@@ -1,4 +1,4 @@
-"""F3, F4, F5, F6: a process that is asked to stop, is killed, hangs, or loses its device, each under load."""
+"""F3 to F7: a server that is stopped, is killed, hangs, or loses its device or its clients, each under load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOST_SECONDS = 3.0  # a request that got no reply for so long got none at all
 
 
 async def _until_refused(client: Client, found: Counter[str], seed: int) -> None:
-    """One client that asks until nobody listens any more. A request that was sent and got no reply is lost."""
+    """One client that asks until the server no longer listens. A request that was sent and got no reply is lost."""
     draw = random.Random(seed)
     while True:
         reply = await client.ask(rank_request(draw.randrange(1, 10**6), draw.choice((1, 16, 64))))

@@ -1,4 +1,4 @@
-"""An engine whose scores tell who asked, and a model around it: no tensors, no checkpoint on disk."""
+"""A fake engine whose scores identify the request, and a loader for it: no tensors, no checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACTIONS = ("favorite", "reply", "report")
 
 
 class FakeEngine:
-    """Logits that only this version gives to this user and post; `before` runs in each forward and may wait or raise."""
+    """Its logits depend on version, user and post alone; `before` runs in each forward and may wait or raise."""
 
     def __init__(self, version: int = 1, before: Callable[[Sequence[Item]], None] | None = None) -> None:
         self.config, self.version, self.before = CONFIG, version, before or (lambda items: None)

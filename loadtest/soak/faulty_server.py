@@ -1,4 +1,4 @@
-"""The whole service in a process, around an engine whose time and faults are planted. Faults go by the user's id."""
+"""The service around a fake engine with planted delays and faults: `python -m loadtest.soak.faulty_server --forward-ms=5`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L4: memory, descriptors, threads and cache of a server that works and reloads for a long time. Around real or planted leaks."""
+"""L4: memory, descriptors, threads and cache of a server under long load with reloads, with or without a planted leak."""
 
 from __future__ import annotations
 

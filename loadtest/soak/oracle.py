@@ -1,4 +1,4 @@
-"""Replies known beforehand: each payload asked alone of a server without a cache. Not for the traffic that is checked."""
+"""Expected replies, from a server without cache or batching, and closed-loop traffic that is checked against them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def oracles(root: Path, payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
 
 @dataclass
 class Checked:
-    """Closed-loop traffic, each reply held against the oracle. `crossed` counts replies that are right for nobody who asked."""
+    """Closed-loop traffic, each reply held against the oracle. `crossed` counts replies that belong to another request."""
 
     known: Mapping[str, list[Fingerprint]]
     payloads: list[bytes]

@@ -1,4 +1,4 @@
-"""B4: many silent, trickling and half-said connections: each is closed within 10 s, and other clients do not feel them."""
+"""B4: many silent, trickling and incomplete requests: each is closed within 10 s, and other clients are not slowed down."""
 
 from __future__ import annotations
 

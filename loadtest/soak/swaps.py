@@ -1,4 +1,4 @@
-"""F1 and C2: checkpoints change under load while clients come, go and share batches; every reply is held against an oracle."""
+"""F1 and C2: checkpoints are swapped under load while clients disconnect and share batches; every reply is checked."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ def changing(change: Callable[[Message], Message]) -> Plant:
 
     def plant(app: ASGIApp) -> ASGIApp:
         async def planted(scope: Scope, receive: Receive, send: Send) -> None:
-            async def spoiled(message: Message) -> None:
+            async def corrupted(message: Message) -> None:
                 await send(change(message))
 
-            await app(scope, receive, spoiled)
+            await app(scope, receive, corrupted)
 
         return planted
 

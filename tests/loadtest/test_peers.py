@@ -45,7 +45,7 @@ def test_the_dense_reference_in_batches_and_our_engine_score_alike(dense, bodies
     ours = PeerModel()
     features = [dense.features(body) for body in bodies]
     alone = [dense.score([one])[0].probabilities for one in features]
-    assert max(float(scores.std()) for scores in alone) > 0.001  # scores that are all the same would prove nothing
+    assert max(float(scores.std()) for scores in alone) > 0.001  # scores that are all the same would show nothing
     for found in (dense.score(features), ours.score(features)):
         for scores, expected in zip(found, alone, strict=True):
             assert np.abs(scores.probabilities - expected).max() < run.TOLERANCE["float32"]

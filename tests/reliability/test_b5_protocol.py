@@ -60,7 +60,7 @@ def test_whole_requests_pass_and_the_connection_stays(server: Live) -> None:
     assert statuses(exchange(server.port, GET.replace(b"1.1", b"1.0") + b"\r\n")) == [200]
 
 
-def test_replies_owed_come_before_the_end_that_a_broken_request_brings(server: Live) -> None:
+def test_pending_replies_come_before_the_end_that_a_broken_request_brings(server: Live) -> None:
     """The third is answered by closing: a 400 there could be taken for the reply to the second."""
     found = statuses(exchange(server.port, rank_request(1) + rank_request(2) + BROKEN["length and chunks"]))
     assert found in ([200, 200], [200, 200, 400])
