@@ -72,7 +72,7 @@ def exchange(draw: random.Random) -> Exchange:
 
 
 def complaint(asked: Exchange, found: Sequence[Answer] | None) -> str:
-    """What is wrong with the replies on a connection that the server ended; `found` is None where it did not, or where they cannot be read."""
+    """What is wrong with the replies on a closed connection; `found` is None where it stayed open or they cannot be read."""
     if found is None:
         return "left open, or bytes that are no replies"
     names = [answer.name for answer in found if answer.name]

@@ -1,6 +1,7 @@
 """Servers are started, waited for, quoted where they fail, and leave nothing behind."""
 
 import os
+import signal
 import sys
 import time
 
@@ -19,6 +20,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers(); self.wfile.write(str(child.pid).encode())
     def log_message(self, *_): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+LOGGING = """
+import json, time
+print(json.dumps({"event": "settings"}), "for people", sep="\\n", flush=True)
+time.sleep(600)
 """
 
 
@@ -57,6 +65,17 @@ def test_a_server_that_does_not_start_is_quoted():
     command = [sys.executable, "-c", "import sys; sys.exit('no weights today')"]
     with pytest.raises(TargetError, match="no weights today"), process(command, {}, port=free_port(), ready_path="/"):
         pass
+
+
+def test_a_log_is_read_while_the_server_runs():
+    with process([sys.executable, "-c", LOGGING], {}, port=free_port(), ready_path=None) as server:
+        deadline = time.monotonic() + 20
+        while not server.lines and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.lines == [{"event": "settings"}]
+        assert "for people" in server.raw
+        assert not server.answers()
+        assert server.stop() == -signal.SIGTERM
 
 
 def test_a_commit_is_checked_out_beside_this_tree(tmp_path):
