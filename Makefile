@@ -94,11 +94,11 @@ soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line 
 	if [ -z '$(ARGS)' ]; then \
 	  $(BIN)/python -m loadtest.fuzz --requests 1000000000 --seconds $$(share 15) || failed=1; \
 	  $(BIN)/python -m loadtest.fuzz --only-paths --requests 1000000 --seconds $$(share 5) || failed=1; \
-	  $(BIN)/python -m tests.weights.mutants $$(share 5) || failed=1; \
+	  $(BIN)/python -m loadtest.fuzz.checkpoints $$(share 5) || failed=1; \
 	fi; exit $$failed
 
 overload-plot: $(VENV)/.installed ## offered load against goodput and p99 as a PNG: SECONDS=90
-	$(BIN)/python -m loadtest.overload --seconds $(or $(SECONDS),90) $(ARGS)
+	$(BIN)/python -m loadtest.soak.plot --seconds $(or $(SECONDS),90) $(ARGS)
 
 .cache/peers/.installed: loadtest/peers/requirements.txt pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m venv .cache/peers

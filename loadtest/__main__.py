@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadtest.figures import Slo
-from loadtest.launch import ranking_server
-from loadtest.runs import LoadRun, Run, RunSettings
-from loadtest.target import ROOT, Target, TargetError
-from loadtest.traffic import TrafficSettings, fresh_seed
+from loadtest.generate.traffic import TrafficSettings, fresh_seed
+from loadtest.machine import ROOT
+from loadtest.measure.figures import Slo
+from loadtest.measure.runs import LoadRun, Run, RunSettings
+from loadtest.servers.launch import ranking_server
+from loadtest.servers.target import Target, TargetError
 
 RESULTS = ROOT / "loadtest" / "results"
 
@@ -41,7 +44,7 @@ Candidates = Annotated[int, typer.Option(help="Exactly this many candidates a re
 Seed = Annotated[
     int,
     typer.Option(
-        help="Of traffic and arrivals. 0: a fresh one, so that a server that still runs has seen nobody before."
+        help="Of traffic and arrivals. 0: a fresh one, so that a server that still runs knows none of its users."
     ),
 ]
 Kind = Annotated[ArrivalKind, typer.Option("--arrivals", help="Independent users (poisson) or a metronome.")]
@@ -90,7 +93,7 @@ def search_command(
     out: Out = RESULTS / "search",
 ) -> None:
     """Find the highest rate at which the objective holds."""
-    from loadtest.search import SearchSettings, search_server
+    from loadtest.measure.search import SearchSettings, search_server
 
     settings = RunSettings(
         start, seconds, warmup, arrivals.value, slo=Slo(slo_ms, slo_share), traffic=_traffic(candidates, seed)
@@ -127,8 +130,8 @@ def compare_command(
 
     Commits and servers are measured in alternated blocks; stored runs as they are, with a warning.
     """
-    from loadtest.compare import compare_runs
-    from loadtest.sides import compare_sides, stored
+    from loadtest.measure.compare import compare_runs
+    from loadtest.measure.sides import compare_sides, stored
 
     if (Path(a) / "run.json").exists() and (Path(b) / "run.json").exists():
         result = stored(a, b, compare_runs(Run.load(Path(a)), Run.load(Path(b))))
@@ -147,11 +150,10 @@ def compare_command(
 
 @cli.command("ceiling")
 def ceiling_command(
-    seconds: Annotated[float, typer.Option(help="Length of a trial.")] = 3.0,
-    out: Out = RESULTS / "ceiling",
+    seconds: Annotated[float, typer.Option(help="Length of a trial.")] = 3.0, out: Out = RESULTS / "ceiling"
 ) -> None:
     """How much the generator itself can send on this machine, against a server that does nothing."""
-    from loadtest.ceiling import measure_ceiling
+    from loadtest.measure.ceiling import measure_ceiling
 
     found = measure_ceiling(seconds, console.print)
     out.mkdir(parents=True, exist_ok=True)
@@ -182,46 +184,21 @@ def peers_command(
     print(json.dumps({"rows": result["rows"]}, sort_keys=True))
 
 
-@cli.command("screenshot")
-def screenshot_command(
-    page: Annotated[str, typer.Argument(help="An address, or a report.html.")],
-    out: Annotated[Path, typer.Argument(help="Where the PNG goes.")],
-    width: int = 1100,
-    height: int = 1500,
-) -> None:
-    """A picture of a page for the documentation; needs Chromium."""
-    from loadtest.screenshot import NoBrowser, screenshot
-
-    url = page if "://" in page else Path(page).resolve().as_uri()
-    try:
-        console.print(screenshot(url, out, width, height))
-    except NoBrowser as error:
-        raise _refusal(error) from error
-
-
 def _traffic(candidates: int, seed: int) -> TrafficSettings:
     settings = TrafficSettings(seed=seed or fresh_seed())
     return settings.with_fixed_candidates(candidates) if candidates else settings
 
 
-class _target:
-    """The server of an address, or one of our own for the time being; a server that is not there ends the program politely."""
-
-    def __init__(self, url: str) -> None:
-        self._own = ranking_server() if url == "start" else None
-        self._url = url
-
-    def __enter__(self) -> Target:
-        try:
-            target = self._own.__enter__() if self._own else Target.parse(self._url)
+@contextmanager
+def _target(url: str) -> Iterator[Target]:
+    """The server at an address, or one that is started from this checkout. A TargetError ends the program with its message."""
+    try:
+        with ExitStack() as stack:
+            target = stack.enter_context(ranking_server()).target if url == "start" else Target.parse(url)
             target.info()
-        except TargetError as error:
-            raise _refusal(error) from error
-        return target
-
-    def __exit__(self, *error: object) -> None:
-        if self._own:
-            self._own.__exit__(None, None, None)
+            yield target
+    except TargetError as error:
+        raise _refusal(error) from error
 
 
 def _refusal(error: Exception) -> typer.Exit:
@@ -236,7 +213,7 @@ def _write(out: Path, values: dict[str, object]) -> None:
 
 
 def _finish(directory: Path) -> None:
-    from loadtest.report import write_report
+    from loadtest.report.pages import write_report
 
     try:
         console.print(f"report: {write_report(directory)}")

@@ -1,4 +1,4 @@
-"""Random compositions of work against the same candidates scored alone: how many bits differ. The answer must be none.
+"""Random compositions of batches against the same candidates scored alone: how many bits differ. The answer must be none.
 
 `python -m loadtest.bits --compositions 100000` prints one JSON line. Calls the engine directly, no HTTP.
 """
@@ -50,20 +50,22 @@ def small_config(**overrides: Any) -> ModelConfig:
 
 
 class Compositions:
-    """Draws forwards from a pool of users, histories that grow, and candidates; knows each candidate's scores alone.
+    """Draws forwards of random users, histories that grow, and candidates of a pool; knows each candidate's scores alone.
 
-    `alone` computes the oracle: it must be an engine without a cache.
+    `alone` computes those, one candidate a forward: an engine without a cache, for a check that includes cached contexts.
     """
 
-    def __init__(self, alone: Engine, seed: int) -> None:
+    def __init__(
+        self, alone: Engine, seed: int, *, users: int = USERS, growth: Sequence[int] = GROWTH, pool: int = POOL
+    ) -> None:
         config = alone.config
         self._generator = np.random.default_rng(seed)
-        longest = [random_context(config, max(GROWTH), user) for user in range(USERS - 1)]
-        longest.append(replace(random_context(config, max(GROWTH), USERS), user_id=0))
-        self._contexts = [_first(context, length) for context in longest for length in GROWTH]
-        self._pool = random_candidates(config, POOL, seed)
+        longest = [random_context(config, max(growth), user) for user in range(users - 1)]
+        longest.append(replace(random_context(config, max(growth), users), user_id=0))
+        self._contexts = [_first(context, length) for context in longest for length in growth]
+        self._pool = random_candidates(config, pool, seed)
         self._oracle = [
-            [alone.forward([Item(context, self._pool.chunk(place, place + 1))])[0].scores for place in range(POOL)]
+            [alone.forward([Item(context, self._pool.chunk(place, place + 1))])[0].scores for place in range(pool)]
             for context in self._contexts
         ]
 
@@ -72,7 +74,9 @@ class Compositions:
         items, expected = [], []
         for _ in range(self._generator.integers(1, 6)):
             which = int(self._generator.integers(len(self._contexts)))
-            places = self._generator.choice(POOL, int(self._generator.choice((1, 2, 7, 24, 63, 100))), replace=True)
+            places = self._generator.choice(
+                len(self._pool), int(self._generator.choice((1, 2, 7, 24, 63, 100))), replace=True
+            )
             items.append(Item(self._contexts[which], _picked(self._pool, places)))
             expected.append([self._oracle[which][place] for place in places])
         outcomes = engine.forward(items)
@@ -143,12 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             engine.warm_up()
             return engine
 
-        tally = run(
-            make,
-            options.compositions // 2,
-            options.seed,
-            progress=_say if sys.stderr.isatty() else None,
-        )
+        tally = run(make, options.compositions // 2, options.seed, progress=_say if sys.stderr.isatty() else None)
         failed |= tally.different > 0
         figures = {
             "backend": options.backend,

@@ -1,4 +1,4 @@
-"""The architectures that are measured, by name. Configurations only; weights come from `model.synthetic`."""
+"""The model configurations that are measured, by name; their weights come from `model.synthetic`."""
 
 from __future__ import annotations
 

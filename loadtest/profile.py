@@ -1,6 +1,6 @@
 """Where each microsecond of one request goes, as Markdown: the kernel's stages, Python around it, the service around that.
 
-`python -m loadtest.profile` (`make profile`) writes the tables of docs/profile.md. Builds a kernel with timers; serves nobody.
+`python -m loadtest.profile` (`make profile`) writes the tables of docs/profile.md. Builds a kernel with timers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
-from loadtest.bench.service import closed_samples, mini_checkpoint, ranking_bodies
+from loadtest.bench.service import all_answered, mini_checkpoint, ranking_bodies
+from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
-from loadtest.launch import ranking_server
-from loadtest.samples import STAGES
-from loadtest.target import machine
+from loadtest.machine import machine
+from loadtest.servers.launch import ranking_server
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
 from model.synthetic import random_ranker
@@ -57,7 +57,7 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
         elapsed = time.perf_counter() - start
         kernel.library.ranker_stages(nanoseconds)
         stages = [value / 1e3 for value in nanoseconds]
-        stages[0] = 0.0  # the time between forwards belongs to nobody
+        stages[0] = 0.0  # the time between forwards is no part of a forward
         readings.append([*stages, 1e6 * elapsed - sum(stages)])
     medians = [statistics.median(column) for column in zip(*readings[2:], strict=True)]
     return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))
@@ -66,9 +66,9 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
 def service_table(requests: int) -> str:
     """One request through HTTP, one client, mini, contexts of the traffic model."""
     columns = {}
-    with mini_checkpoint() as checkpoint, ranking_server(checkpoint=checkpoint) as target:
+    with mini_checkpoint() as checkpoint, ranking_server(checkpoint=checkpoint) as server:
         for candidates in (64, 512):
-            samples = closed_samples(target, ranking_bodies(target, candidates, requests), clients=1)
+            samples = all_answered(server.target, ranking_bodies(server.target, candidates, requests), clients=1)
             stages = dict(zip(STAGES, (1e3 * np.median(samples.stages_ms, axis=0)).tolist(), strict=True))
             total = 1e6 * float(np.median(samples.service_seconds))
             columns[f"C={candidates}"] = {**stages, "socket, HTTP, routing, client": total - sum(stages.values())}

@@ -108,7 +108,7 @@ def test_the_installed_wheel_is_what_runs_and_ranks(installed: Path, elsewhere: 
     where = subprocess.run([installed, "-c", "import app; print(app.__file__)"], capture_output=True, text=True)
     assert where.stdout.startswith(str(installed.parents[1]))
     body = json.loads((DEMO / "example.json").read_text())
-    with serving(DEMO, python=installed, directory=elsewhere) as server:
+    with serving(DEMO, str(installed), "-m", "app", root=elsewhere) as server:
         reply = httpx.post(f"{server.url}/rank", json=body, timeout=30)
         info = httpx.get(f"{server.url}/info").json()
     assert reply.status_code == 200

@@ -14,7 +14,7 @@ from rich.console import Console
 from loadtest.bench import curves, engines, service
 from loadtest.bench.table import Row, append_history, show
 from loadtest.bits import small_config
-from loadtest.target import ROOT, machine
+from loadtest.machine import ROOT, machine
 from model.native.engine import NativeEngine
 from model.synthetic import random_ranker
 

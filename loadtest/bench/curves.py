@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
-from loadtest.bench.timing import Figure, alternate
 from loadtest.geometries import GEOMETRIES, in_dtype
+from loadtest.timing import Figure, alternate
 from model.dense import DenseEngine
 from model.engine import Engine, Item
 from model.native.engine import NativeEngine

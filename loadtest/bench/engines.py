@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from loadtest.bench.table import Row
-from loadtest.bench.timing import Figure, alternate, ratio
 from loadtest.bits import run as run_compositions
 from loadtest.bits import small_config
 from loadtest.geometries import GEOMETRIES, in_dtype
+from loadtest.timing import Figure, alternate, ratio
 from model.config import ModelConfig
 from model.dense import DenseEngine
 from model.engine import Engine, Item

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from loadtest.bench.table import Row
-from loadtest.bench.timing import Figure, ratio
-from loadtest.generator import ClosedLoop, measured
-from loadtest.http_client import Client, post
-from loadtest.launch import ranking_server
-from loadtest.samples import STAGES, Samples
-from loadtest.target import Target, fit_traffic
-from loadtest.traffic import Traffic, TrafficSettings
+from loadtest.generate.generator import closed_samples
+from loadtest.generate.samples import STAGES, Samples
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.servers.launch import ranking_server
+from loadtest.servers.target import Target, fit_traffic
+from loadtest.timing import Figure, ratio
 
-Environment = dict[str, str]
 WARM_UP_REQUESTS = 50
 
 
@@ -41,20 +39,20 @@ def mini_checkpoint() -> Iterator[Path]:
 
 def service_rows(dtype: str, seconds: float) -> Iterator[Row]:
     """Every HTTP row; `seconds` is how long one reading of throughput takes."""
-    environment = {"RANKER_DTYPE": dtype, "RANKER_LOGS__LEVEL": "warning"}
+    settings: dict[str, Any] = {"dtype": dtype, "logs__level": "warning"}
     with mini_checkpoint() as checkpoint:
         started = time.perf_counter()
-        with ranking_server(checkpoint=checkpoint, environment=environment) as target:
+        with ranking_server(checkpoint=checkpoint, **settings) as server:
             ready = time.perf_counter() - started
             yield Row("ready after start, kernel cached", Figure.of([ready]), "s", 15, at_least=False)
-            yield overhead_row(target)
-            yield json_row(target)
-        yield batching_row(checkpoint, environment, seconds)
+            yield overhead_row(server.target)
+            yield json_row(server.target)
+        yield batching_row(checkpoint, settings, seconds)
 
 
 def overhead_row(target: Target) -> Row:
     """Latency at one client minus the server's own forward time, mini, C = 64, median of 400 requests."""
-    samples = closed_samples(target, ranking_bodies(target, 64, 400), clients=1)
+    samples = all_answered(target, ranking_bodies(target, 64, 400), clients=1)
     extra_ms = 1e3 * samples.service_seconds - samples.stages_ms[:, STAGES.index("forward")]
     return Row(
         "HTTP p50 minus forward, mini C=64, one client",
@@ -69,44 +67,37 @@ def overhead_row(target: Target) -> Row:
 
 def json_row(target: Target) -> Row:
     """The server's own parse and serialize time for C = 512 in the column form, checks and features included."""
-    samples = closed_samples(target, ranking_bodies(target, 512, 200), clients=1)
+    samples = all_answered(target, ranking_bodies(target, 512, 200), clients=1)
     both = samples.stages_ms[:, STAGES.index("parse")] + samples.stages_ms[:, STAGES.index("serialize")]
     return Row("JSON in and out, C=512", Figure.of(both.tolist()), "ms", 1.5, at_least=False)
 
 
-def batching_row(checkpoint: Path, environment: Environment, seconds: float, rounds: int = 4) -> Row:
+def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rounds: int = 4) -> Row:
     """Replies a second at 32 clients with batching on, against off: two servers, asked in turns, never at once."""
-    off = {**environment, "RANKER_BATCHING__ENABLED": "false"}
     with (
-        ranking_server(checkpoint=checkpoint, environment=environment) as batched,
-        ranking_server(checkpoint=checkpoint, environment=off) as single,
+        ranking_server(checkpoint=checkpoint, **settings) as batched,
+        ranking_server(checkpoint=checkpoint, batching__enabled=False, **settings) as single,
     ):
         rates: dict[str, list[float]] = {"on": [], "off": []}
-        bodies = ranking_bodies(batched, 64, 4000)
+        bodies = ranking_bodies(batched.target, 64, 4000)
         for _ in range(rounds):
-            for name, target in (("on", batched), ("off", single)):
-                samples = closed_samples(target, bodies, clients=32, seconds=seconds)
+            for name, server in (("on", batched), ("off", single)):
+                samples = all_answered(server.target, bodies, clients=32, seconds=seconds)
                 rates[name].append(float((samples.status == 200).sum() / samples.done.max()))
     gain = ratio(rates["on"], rates["off"])
     return Row("throughput at 32 clients, mini C=64, vs batching off", gain, "×", 2.0, at_least=True)
 
 
 def ranking_bodies(target: Target, candidates: int, count: int) -> list[bytes]:
+    """Requests of the traffic model with that many candidates each, in the column form."""
     settings = fit_traffic(TrafficSettings(objects_share=0.0), target.info()).with_fixed_candidates(candidates)
-    return [post(target.host, target.path, request.body) for request in Traffic(settings).take(count)]
+    return [target.request(request.body) for request in Traffic(settings).take(count)]
 
 
-def closed_samples(target: Target, payloads: list[bytes], *, clients: int, seconds: float = 60.0) -> Samples:
+def all_answered(target: Target, payloads: list[bytes], *, clients: int, seconds: float = 60.0) -> Samples:
     """Samples of a closed loop, its first requests left out. Raises RuntimeError when a reply is not 200."""
-
-    async def go(wanted: list[bytes], limit: float) -> Samples:
-        client = Client(target.host, target.port, max_connections=clients)
-        samples, _ = await measured(ClosedLoop(client, wanted, clients, limit), client)
-        return samples
-
-    run: Callable[[list[bytes], float], Samples] = lambda wanted, limit: asyncio.run(go(wanted, limit))  # noqa: E731
-    run(payloads[:WARM_UP_REQUESTS], 10.0)
-    samples = run(payloads[WARM_UP_REQUESTS:], seconds)
+    address = target.host, target.port
+    samples = closed_samples(address, payloads, clients=clients, seconds=seconds, warm_up=WARM_UP_REQUESTS)
     if (samples.status != 200).any():
         raise RuntimeError(f"{int((samples.status != 200).sum())} of {len(samples)} requests failed")
     return samples

@@ -1,4 +1,4 @@
-"""One row a target: what was measured, beside what was asked. Prints, and keeps a history; measures nothing."""
+"""The targets table: a row per target, printed and appended to a history. Measures nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.timing import Figure
+from loadtest.timing import Figure
 
 HISTORY_COLUMNS = (
     "at",

@@ -1,4 +1,4 @@
-"""Spoils good bodies, fast and by seed: on the level of values and on the level of bytes. Not for finding small failures."""
+"""Corrupts valid bodies, fast and by seed: their values or their bytes. Does not shrink what fails."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Mutator:
         if choice < 0.08:
             return Call(body)
         if choice < 0.60:
-            return Call(orjson.dumps(self._spoiled(orjson.loads(body))))
+            return Call(orjson.dumps(self._corrupted(orjson.loads(body))))
         if choice < 0.85:
             return Call(self._cut(body))
         if choice < 0.92:
@@ -61,7 +61,7 @@ class Mutator:
         if choice < 0.94:
             return Call(body, headers=((b"content-type", random.choice(TYPES)),))
         if choice < 0.98:
-            items = b",".join([body, orjson.dumps(self._spoiled(orjson.loads(body)))])
+            items = b",".join([body, orjson.dumps(self._corrupted(orjson.loads(body)))])
             return Call(b'{"requests":[%b]}' % items if random.random() < 0.5 else b"[%b]" % items, path="/rank/batch")
         path = f"/{random.choice(('', 'rank/', 'admin/', '..%2f', MARK))}{random.getrandbits(40):x}"
         return Call(
@@ -71,7 +71,7 @@ class Mutator:
     def _value(self) -> Any:
         return copy.deepcopy(self.random.choice(VALUES))
 
-    def _spoiled(self, value: Any) -> Any:
+    def _corrupted(self, value: Any) -> Any:
         for _ in range(self.random.randint(1, MAX_CHANGES)):
             value = self._changed(value)
         return value
@@ -100,19 +100,19 @@ class Mutator:
 
     def _cut(self, body: bytes) -> bytes:
         """Bytes overwritten, inserted, cut out, doubled."""
-        random, spoiled = self.random, bytearray(body)
+        random, corrupted = self.random, bytearray(body)
         for _ in range(random.randint(1, MAX_CHANGES)):
-            place = random.randrange(len(spoiled) + 1)
+            place = random.randrange(len(corrupted) + 1)
             match random.randrange(4):
                 case 0:
-                    spoiled[place:place] = random.choice(PIECES)
+                    corrupted[place:place] = random.choice(PIECES)
                 case 1:
-                    spoiled[place : place + 1] = bytes([random.randrange(256)])
+                    corrupted[place : place + 1] = bytes([random.randrange(256)])
                 case 2:
-                    del spoiled[place : place + random.randint(1, 40)]
+                    del corrupted[place : place + random.randint(1, 40)]
                 case _:
-                    spoiled[place:place] = spoiled[place : place + random.randint(1, 40)]
-        return bytes(spoiled)
+                    corrupted[place:place] = corrupted[place : place + random.randint(1, 40)]
+        return bytes(corrupted)
 
 
 def _items(value: Any) -> Any:

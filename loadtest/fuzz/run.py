@@ -1,4 +1,4 @@
-"""Drives the application with calls from all sources, in turns by time, and keeps the score. Not for making up calls."""
+"""Sends calls from all sources to the application in process, and counts what they break. Makes up no calls itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from loadtest.fuzz.calls import MAX_PROBLEM_BYTES, Answer, Call, complaint, send
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.sources import corpus, from_hypothesis, from_schemathesis
-from loadtest.soak.row import Row
+from loadtest.matrix import Row
 
 SHARES = {"mutations": 0.65, "hypothesis": 0.15, "schemathesis": 0.15, "paths": 0.05}  # of the time
 BLOCK = 32  # calls in flight together
@@ -48,18 +48,11 @@ class Tally:
     def rows(self) -> list[Row]:
         """The rows of the matrix."""
         tried, failed, paths = self.sent.total(), self.failed.total(), self.sent["paths"]
+        longest = self.longest_problem_bytes
         names = ", ".join(f"{count} {source}" for source, count in self.sent.items())
         return [
             Row("B1", f"odd bodies and headers in process ({names})", tried, failed, failed, 0, "failures"),
-            Row(
-                "B2",
-                "longest problem reply among them",
-                tried,
-                0,
-                self.longest_problem_bytes,
-                MAX_PROBLEM_BYTES,
-                "bytes",
-            ),
+            Row("B2", "longest problem reply among them", tried, 0, longest, MAX_PROBLEM_BYTES, "bytes"),
             Row("B9", "random paths and methods: new metric series", paths, 0, self.new_series, 0, "series"),
         ]
 

@@ -1,4 +1,4 @@
-"""Where calls come from: hypothesis strategies for bodies, and schemathesis from `/openapi.json`. Slow but thorough; see `mutate`."""
+"""Where calls come from: hypothesis strategies for bodies, and schemathesis from `/openapi.json`. Slower than `mutate`."""
 
 from __future__ import annotations
 

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Milliseconds: the median of several readings, the 10th and the 90th percentile."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, readings: list[float]) -> Spread:
-        """Needs one reading at least."""
-        ordered = sorted(readings)
-        last = len(ordered) - 1
-        return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+from loadtest.timing import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +37,7 @@ class Card:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def device_time(self, work: Callable[[], object], readings: int = 30, *, repeats: int = 1) -> Spread:
+    def device_time(self, work: Callable[[], object], readings: int = 30, *, repeats: int = 1) -> Figure:
         """Milliseconds of one `work` on the device; each reading is the mean of `repeats` runs queued back to back."""
         readings, warm_up = (3, 1) if self.tiny else (readings, 5)
         seen = []
@@ -60,13 +45,13 @@ class Card:
             elapsed = self._events(work, repeats) if self.is_cuda else _wall_ms(work, repeats)
             if number >= warm_up:
                 seen.append(elapsed / repeats)
-        return Spread.of(seen)
+        return Figure.of(seen)
 
-    def wall_time(self, work: Callable[[], object], readings: int = 30) -> Spread:
+    def wall_time(self, work: Callable[[], object], readings: int = 30) -> Figure:
         """Milliseconds of one `work` as its caller sees it; `work` must wait for its own result."""
         readings, warm_up = (3, 1) if self.tiny else (readings, 5)
         seen = [_wall_ms(work, 1) for _ in range(readings + warm_up)]
-        return Spread.of(seen[warm_up:])
+        return Figure.of(seen[warm_up:])
 
     def ceilings(self) -> Ceilings:
         """A large square bf16 product on random data, and a copy much larger than any cache."""

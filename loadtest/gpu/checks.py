@@ -1,4 +1,4 @@
-"""Before anything is timed: the device's scores against the dense definition, and bits that do not depend on the batch."""
+"""Checks before anything is timed: the device's scores against the dense definition, and bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from loadtest import bits
 from loadtest.gpu.card import Card
-from model.config import HashSpec, ModelConfig
+from model.config import ModelConfig
 from model.dense import DenseEngine
 from model.engine import Engine, Item
-from model.inputs import Context, Scores
 from model.ranker import Ranker
-from model.selftest import same_bits
 from model.split.engine import SplitEngine
 from model.split.graphs import PlainRecorder
 from model.synthetic import random_candidates, random_context, random_ranker
@@ -33,13 +32,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def small_config(**overrides: Any) -> ModelConfig:
     """A ranker with every feature, small enough for the dense definition."""
-    hashes = HashSpec((6364136223846793005, 40503), (1442695040888963407, 17), 2**61 - 1, 509)
-    values: dict[str, Any] = {
-        "width": 256, "layers": 3, "query_heads": 4, "kv_heads": 2, "head_width": 32, "history_length": 96,
-        "candidate_length": 64, "actions": 19, "continuous_actions": 8, "has_dwell": True, "has_post_age": True,
-        "user_hashes": hashes, "post_hashes": hashes, "author_hashes": hashes,
-    }  # fmt: skip
-    return ModelConfig(**{**values, **overrides})
+    values = {
+        "width": 256,
+        "head_width": 32,
+        "history_length": 96,
+        "candidate_length": 64,
+        "actions": 19,
+        "continuous_actions": 8,
+    }
+    return bits.small_config(**(values | overrides))
 
 
 def make_engine(
@@ -84,43 +85,16 @@ def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, in
 
     `engine` must have a cache. Raises AssertionError at the first difference.
     """
-    config, generator = engine.config, np.random.default_rng(seed)
-    full = min(config.history_length, 90)
-    contexts = [random_context(config, full, user) for user in range(3)]
-    contexts += [_first(context, length) for context in contexts for length in (0, 1, full // 2, full - 1)]
-    candidates = random_candidates(config, 100, seed)
-    oracle: list[list[Scores]] = [
-        [engine.forward([Item(context, candidates.chunk(i, i + 1))])[0].scores for i in range(0, 100, 9)]
-        for context in contexts
-    ]
+    full = min(engine.config.history_length, 90)
+    draws = bits.Compositions(engine, seed, users=3, growth=(0, 1, full // 2, full - 1, full), pool=12)
     compared = 0
     for _ in range(compositions):
-        chosen = generator.choice(len(contexts), size=int(generator.integers(1, 8)))
-        starts = generator.integers(0, 60, len(chosen))
-        items = [Item(contexts[n], candidates.chunk(int(s), 100)) for n, s in zip(chosen, starts, strict=True)]
-        for n, start, outcome in zip(chosen, starts, engine.forward(items), strict=True):
-            for place in range(0, 100, 9):
-                if place >= start:
-                    row = slice(place - int(start), place - int(start) + 1)
-                    scores = outcome.scores
-                    mine = Scores(scores.logits[row], scores.probabilities[row], scores.continuous[row])
-                    if not same_bits(mine, oracle[n][place // 9]):
-                        raise AssertionError(f"candidate {place} of context {n}: bits depend on the batch")
-                    compared += 1
+        count, different = draws.check(engine)
+        if different:
+            raise AssertionError(f"{different} of {count} candidates have other bits than alone")
+        compared += count
     return {"compositions": compositions, "candidates_compared": compared, "different": 0}
 
 
 def _item(config: ModelConfig, history: int, candidates: int, seed: int) -> Item:
     return Item(random_context(config, history, seed), random_candidates(config, candidates, seed))
-
-
-def _first(context: Context, length: int) -> Context:
-    """The same user with only the beginning of the history."""
-    return Context(
-        context.user_id,
-        context.post_ids[:length],
-        context.author_ids[:length],
-        context.actions[:length],
-        context.surfaces[:length],
-        context.dwell_seconds[:length],
-    )

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from loadtest.geometries import GEOMETRIES, in_dtype
-from loadtest.gpu.card import Card, Ceilings, Spread
+from loadtest.gpu.card import Card, Ceilings
 from loadtest.gpu.checks import equal_bits, make_engine
 from loadtest.gpu.peers import FlexRanker, dense_eager
 from loadtest.gpu.work import Work, forward_work
+from loadtest.timing import Figure
 from model.config import ModelConfig
 from model.engine import Item
 from model.ranker import Ranker
@@ -114,7 +115,7 @@ class Geometry:
         yield Row(f"{label}: candidates", per_second, "1/s", target=wanted, met=met)
 
     def _timed(
-        self, name: str, time: Spread, work: Work, *, target: float | None, floor: float | None, wall_ms: float | None
+        self, name: str, time: Figure, work: Work, *, target: float | None, floor: float | None, wall_ms: float | None
     ) -> Row:
         return Row(
             name, time.median, "ms", time.low, time.high, target, None if target is None else time.median <= target, floor,

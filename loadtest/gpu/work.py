@@ -1,4 +1,4 @@
-"""How much a forward has to do: operations and bytes that no implementation of the split can avoid."""
+"""Floating-point operations and bytes of a forward that no implementation of the split can avoid."""
 
 from __future__ import annotations
 

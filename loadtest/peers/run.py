@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -17,13 +16,12 @@ import httpx
 import numpy as np
 import torch
 
-from loadtest.figures import percentiles_ms
-from loadtest.generator import ClosedLoop, measured
-from loadtest.http_client import Client, post, precise_loop
-from loadtest.launch import Running, free_port, process, ranking_process
-from loadtest.samples import Samples
-from loadtest.target import ROOT, Target, TargetError, machine
-from loadtest.traffic import Traffic, TrafficSettings
+from loadtest.generate.generator import closed_samples
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.machine import ROOT, machine
+from loadtest.measure.figures import percentiles_ms
+from loadtest.servers.launch import Server, free_port, process, ranking_server
+from loadtest.servers.target import Target, TargetError
 from model.tolerances import PARITY
 from weights.checkpoint import load_manifest
 
@@ -54,13 +52,9 @@ PEERS = (
     Peer("LitServe, batches of 8", "dense reference", "lit", "litserve", batch=8),
     Peer("BentoML", "dense reference", "bento", "bentoml"),
     Peer("plain FastAPI + our engine", "ours, no cache", "plain", peer_engine="auto"),
-    Peer(
-        "ours, dense engine",
-        "dense reference",
-        settings=(("RANKER_BACKEND", "dense"), ("RANKER_BATCHING__ENABLED", "false")),
-    ),
-    Peer("ours, batching off", "ours", settings=(("RANKER_BATCHING__ENABLED", "false"),)),
-    Peer("ours, context cache off", "ours, no cache", settings=(("RANKER_CACHE__BYTES", "0"),)),
+    Peer("ours, dense engine", "dense reference", settings=(("backend", "dense"), ("batching__enabled", "false"))),
+    Peer("ours, batching off", "ours", settings=(("batching__enabled", "false"),)),
+    Peer("ours, context cache off", "ours, no cache", settings=(("cache__bytes", "0"),)),
     Peer("ours", "ours"),
 )
 
@@ -83,7 +77,7 @@ def measure_peers(
     window = load_manifest(checkpoint).config.history_length
     loads: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
     with ExitStack() as stack:
-        servers: dict[str, Running] = {}
+        servers: dict[str, Server] = {}
         for peer in peers:
             say(f"starting {peer.name}")
             servers[peer.name] = stack.enter_context(_server(peer, checkpoint, dtype, threads))
@@ -131,19 +125,13 @@ def _chosen(only: Sequence[str], say: Callable[[str], None]) -> list[Peer]:
 
 
 @contextmanager
-def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Iterator[Running]:
+def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Iterator[Server]:
     """The peer as a process."""
     if not peer.module:
-        settings = {
-            "RANKER_DTYPE": dtype,
-            "RANKER_THREADS": str(threads),
-            "RANKER_DEVICE": "cpu",
-            "RANKER_QUEUE__MAX_WAIT_SECONDS": "0",  # the others queue without end, so ours may
-            **ALIKE,
-            **dict(peer.settings),
-        }
-        with ranking_process(checkpoint, settings) as running:
-            yield running
+        settings: dict[str, Any] = {"dtype": dtype, "threads": threads, "device": "cpu", **dict(peer.settings)}
+        settings["queue__max_wait_seconds"] = 0  # the others queue without end
+        with ranking_server(checkpoint=checkpoint, environment=ALIKE, **settings) as server:
+            yield server
         return
     port = free_port()
     environment = {
@@ -156,8 +144,8 @@ def _server(peer: Peer, checkpoint: Path, dtype: str, threads: int) -> Iterator[
     if peer.module == "bento":
         command = [sys.executable, "-m", "bentoml", "serve", "loadtest.peers.bento:Ranker", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--working-dir", str(ROOT)]
-    with process(command, environment, root=ROOT, port=port, ready_path=ready) as server:
-        yield Running(Target("127.0.0.1", port), server.pid)
+    with process(command, environment, port=port, ready_path=ready) as server:
+        yield server
 
 
 def _bodies(seed: int, candidates: int, window: int, count: int) -> list[bytes]:
@@ -188,9 +176,9 @@ def _check_alike(targets: dict[str, Target], candidates: int, window: int, toler
 
 def _block(target: Target, bodies: list[bytes], seconds: float) -> dict[str, float]:
     """First 32 clients, then one, on bodies that this server has not seen."""
-    payloads = [post(f"{target.host}:{target.port}", target.path, body) for body in bodies]
-    many = _closed(target, payloads, CLIENTS, seconds)
-    one = _closed(target, payloads[4 * CLIENTS + len(many) :], 1, SINGLE_SECONDS)
+    address, payloads, warm_up = (target.host, target.port), [target.request(body) for body in bodies], 4 * CLIENTS
+    many = closed_samples(address, payloads, clients=CLIENTS, seconds=seconds, warm_up=warm_up)
+    one = closed_samples(address, payloads[warm_up + len(many) :], clients=1, seconds=SINGLE_SECONDS, warm_up=4)
     ok, ok_alone = many.where(many.status == 200), one.where(one.status == 200)
     if not len(ok) or not len(ok_alone):
         raise TargetError(f"{target.origin} answered nothing in a block")
@@ -202,19 +190,6 @@ def _block(target: Target, bodies: list[bytes], seconds: float) -> dict[str, flo
         "single_p50_ms": percentiles_ms(ok_alone.service_seconds)["p50"],
         "failed": float((many.status != 200).sum() + (one.status != 200).sum()),
     }
-
-
-def _closed(target: Target, payloads: list[bytes], clients: int, seconds: float) -> Samples:
-    async def run() -> Samples:
-        client = Client(target.host, target.port, timeout_seconds=30)
-        try:
-            await measured(ClosedLoop(client, payloads[: 4 * clients], clients, 1.0), client)  # warm-up
-            return (await measured(ClosedLoop(client, payloads[4 * clients :], clients, seconds), client))[0]
-        finally:
-            await client.close()
-
-    with asyncio.Runner(loop_factory=precise_loop) as runner:
-        return runner.run(run())
 
 
 def _rows(peers: list[Peer], loads: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from loadtest.matrix import Row, table
 from loadtest.soak import endings, leak, lines, overload, protocol, slow, swaps
-from loadtest.soak.row import Row, table
 
 Part = Callable[[float], list[Row]]
 

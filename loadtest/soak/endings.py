@@ -1,4 +1,4 @@
-"""F3, F4, F5, F6: a process that is asked to stop, is killed, hangs, or loses its device, each under load."""
+"""F3 to F7: a server that is stopped, is killed, hangs, or loses its device or its clients, each under load."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 import time
 from collections import Counter
 
-from loadtest.http_client import Client, Reply
+from loadtest.generate.http_client import Client, Reply
+from loadtest.generate.payload import rank_request
+from loadtest.matrix import Row
+from loadtest.servers.launch import HOST, Server
 from loadtest.soak.oracle import vanish
-from loadtest.soak.overload import ask
-from loadtest.soak.row import Row
-from loadtest.soak.servers import HOST, Server, fake, payload
+from loadtest.soak.servers import HANG, RAISE, STICKY, fake
 
-RAISE, STICKY, HANG = 2**40, 2**40 + 1, 2**40 + 2  # as planted in tests/reliability/fake_server.py
 CLIENTS = 16
 STUCK_SECONDS = 5.0
 RESTART_SECONDS = 2.0
@@ -24,10 +24,10 @@ LOST_SECONDS = 3.0  # a request that got no reply for so long got none at all
 
 
 async def _until_refused(client: Client, found: Counter[str], seed: int) -> None:
-    """One client that asks until nobody listens any more. A request that was sent and got no reply is lost."""
+    """One client that asks until the server no longer listens. A request that was sent and got no reply is lost."""
     draw = random.Random(seed)
     while True:
-        reply = await ask(client, payload(draw.randrange(1, 10**6), draw.choice((1, 16, 64))))
+        reply = await client.ask(rank_request(draw.randrange(1, 10**6), draw.choice((1, 16, 64))))
         if reply.failure and not reply.sent_at:
             return
         found[str(reply.status) if reply.status else f"lost: {reply.failure}"] += 1
@@ -50,15 +50,14 @@ def terminations(runs: int, signals: int = 1, **settings: object) -> Row:
 
 
 async def _terminated(server: Server, found: Counter[str], after_seconds: float, signals: int) -> int:
-    client = Client(HOST, server.port, max_connections=8 * CLIENTS, timeout_seconds=LOST_SECONDS)
-    clients = [asyncio.create_task(_until_refused(client, found, seed)) for seed in range(CLIENTS)]
-    await asyncio.sleep(after_seconds)
-    for _ in range(signals):
-        server.popen.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.02)
-    code = await asyncio.to_thread(server.popen.wait, EXIT_SECONDS)
-    await asyncio.wait(clients, timeout=EXIT_SECONDS)
-    await client.close()
+    async with Client(HOST, server.port, max_connections=8 * CLIENTS, timeout_seconds=LOST_SECONDS) as client:
+        clients = [asyncio.create_task(_until_refused(client, found, seed)) for seed in range(CLIENTS)]
+        await asyncio.sleep(after_seconds)
+        for _ in range(signals):
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.02)
+        code = await asyncio.to_thread(server.process.wait, EXIT_SECONDS)
+        await asyncio.wait(clients, timeout=EXIT_SECONDS)
     return code
 
 
@@ -80,14 +79,13 @@ def kills(runs: int, sent: signal.Signals = signal.SIGKILL) -> Row:
 
 
 async def _killed(server: Server, sent: signal.Signals) -> int:
-    client = Client(HOST, server.port, max_connections=8 * CLIENTS, timeout_seconds=5)
-    found: Counter[str] = Counter()
-    clients = [asyncio.create_task(_until_refused(client, found, seed)) for seed in range(CLIENTS)]
-    await asyncio.sleep(0.3)
-    server.popen.send_signal(sent)
-    _, hanging = await asyncio.wait(clients, timeout=3)
-    await client.close()
-    server.popen.kill()
+    async with Client(HOST, server.port, max_connections=8 * CLIENTS, timeout_seconds=5) as client:
+        found: Counter[str] = Counter()
+        clients = [asyncio.create_task(_until_refused(client, found, seed)) for seed in range(CLIENTS)]
+        await asyncio.sleep(0.3)
+        server.process.send_signal(sent)
+        _, hanging = await asyncio.wait(clients, timeout=3)
+    server.process.kill()
     return len(hanging) + found["lost: timeout"]
 
 
@@ -100,28 +98,20 @@ def stuck(runs: int, **settings: object) -> Row:
             seconds, statuses, code = runner.run(_stuck(server))
             slowest = max(slowest, seconds)
             failed += statuses != {504} or code != 70
-    return Row(
-        "F5",
-        "engine stuck: 504 at the deadline, then exit 70",
-        runs,
-        failed,
-        slowest,
-        STUCK_SECONDS,
-        "s until readyz 503",
-    )
+    what = "engine stuck: 504 at the deadline, then exit 70"
+    return Row("F5", what, runs, failed, slowest, STUCK_SECONDS, "s until readyz 503")
 
 
 async def _stuck(server: Server) -> tuple[float, set[int], int]:
-    client = Client(HOST, server.port, timeout_seconds=10)
-    began = time.monotonic()
-    waiting = [asyncio.create_task(ask(client, payload(user))) for user in (HANG, 1, 2, 3)]
-    async with asyncio.timeout(4 * STUCK_SECONDS):
-        while await asyncio.to_thread(server.readiness) == 200:  # noqa: ASYNC110  # another process has no event
-            await asyncio.sleep(0.05)
-    seconds = time.monotonic() - began
-    replies = await asyncio.gather(*waiting)
-    await client.close()
-    code = await asyncio.to_thread(server.popen.wait, EXIT_SECONDS)
+    async with Client(HOST, server.port, timeout_seconds=10) as client:
+        began = time.monotonic()
+        waiting = [asyncio.create_task(client.ask(rank_request(user))) for user in (HANG, 1, 2, 3)]
+        async with asyncio.timeout(4 * STUCK_SECONDS):
+            while await asyncio.to_thread(server.answers):  # noqa: ASYNC110  # another process has no event
+                await asyncio.sleep(0.05)
+        seconds = time.monotonic() - began
+        replies = await asyncio.gather(*waiting)
+    code = await asyncio.to_thread(server.process.wait, EXIT_SECONDS)
     return seconds, {reply.status for reply in replies}, code
 
 
@@ -130,34 +120,27 @@ def raising(requests: int) -> list[Row]:
     with fake("--forward-ms=2", queue__max_wait_seconds=10) as server, asyncio.Runner() as runner:
         wrong = runner.run(_raising(server, requests))
         statuses, code = runner.run(_lost(server))
+    unanswered, sticky = statuses.count(200) + statuses.count(0), "sticky error: 503 for all, then exit 70"
     return [
         Row("F6", "a forward raises for one request in ten: 503 for it, 200 for the others", requests, wrong, 0, 0, ""),
-        Row(
-            "F6",
-            "sticky error: everyone is answered 503, then exit 70",
-            len(statuses),
-            statuses.count(200) + statuses.count(0),
-            code,
-            70,
-            "exit code",
-        ),
+        Row("F6", sticky, len(statuses), unanswered, code, 70, "exit code"),
     ]
 
 
 async def _raising(server: Server, requests: int) -> int:
-    client = Client(HOST, server.port, max_connections=64)
-    users = [RAISE if row % 10 == 0 else row + 1 for row in range(requests)]
-    replies = await asyncio.gather(*(ask(client, payload(user)) for user in users))
-    await client.close()
+    async with Client(HOST, server.port, max_connections=64) as client:
+        users = [RAISE if row % 10 == 0 else row + 1 for row in range(requests)]
+        replies = await asyncio.gather(*(client.ask(rank_request(user)) for user in users))
     return sum(reply.status != (503 if user == RAISE else 200) for user, reply in zip(users, replies, strict=True))
 
 
 async def _lost(server: Server) -> tuple[list[int], int]:
-    client = Client(HOST, server.port, max_connections=16)
-    replies: list[Reply] = await asyncio.gather(*(ask(client, payload(user)) for user in (STICKY, *range(1, 9))))
-    await client.close()
+    async with Client(HOST, server.port, max_connections=16) as client:
+        replies: list[Reply] = await asyncio.gather(
+            *(client.ask(rank_request(user)) for user in (STICKY, *range(1, 9)))
+        )
     return [reply.status for reply in replies if reply.status != 200], await asyncio.to_thread(
-        server.popen.wait, EXIT_SECONDS
+        server.process.wait, EXIT_SECONDS
     )
 
 
@@ -168,17 +151,10 @@ def vanishing(clients: int) -> Row:
         until = time.monotonic() + SETTLE_SECONDS
         while (left := _queued(server)) and time.monotonic() < until:
             time.sleep(0.1)
-        alive = server.readiness() == 200
+        alive = server.answers()
         seen = server.metric("ranker_cancelled_total")
-    return Row(
-        "F7",
-        f"clients vanish ({seen:.0f} noticed at work)",
-        clients,
-        int(not alive or not seen),
-        left,
-        0,
-        "left in the queue",
-    )
+    what, failed = f"clients vanish ({seen:.0f} noticed at work)", int(not alive or not seen)
+    return Row("F7", what, clients, failed, left, 0, "left in the queue")
 
 
 def _queued(server: Server) -> float:
@@ -191,7 +167,7 @@ async def _vanishing(server: Server, clients: int) -> None:
     async def one(number: int) -> None:
         draw = random.Random(number)
         async with room:
-            sent = payload(number + 1, draw.choice((1, 16, 600)))
+            sent = rank_request(number + 1, draw.choice((1, 16, 600)))
             await vanish(
                 server.port, sent[: draw.randrange(len(sent))] if draw.random() < 0.3 else sent, draw.random() * 0.02
             )

@@ -1,4 +1,4 @@
-"""L4: memory, descriptors, threads and cache of a server that works and reloads for a long time. Around real or planted leaks."""
+"""L4: memory, descriptors, threads and cache of a server under long load with reloads, with or without a planted leak."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from loadtest.matrix import Row
+from loadtest.servers.launch import Server
 from loadtest.soak.oracle import NAMES, Checked, admin_settings, oracles, requests, swap, two_checkpoints
-from loadtest.soak.row import Row
-from loadtest.soak.servers import Server, fake, real
+from loadtest.soak.servers import fake, real
 from loadtest.soak.swaps import learn_from
 
 CLIENTS = 8
@@ -34,12 +35,12 @@ class Usage:
 
 def usage(server: Server, answered: int) -> Usage:
     """Read from /proc."""
-    status = Path(f"/proc/{server.popen.pid}/status").read_text()
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
     values = dict(line.split(":", 1) for line in status.splitlines())
     return Usage(
         answered,
         int(values["VmRSS"].split()[0]) * 1024,
-        len(os.listdir(f"/proc/{server.popen.pid}/fd")),
+        len(os.listdir(f"/proc/{server.process.pid}/fd")),
         int(values["Threads"]),
     )
 

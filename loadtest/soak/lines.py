@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from string import ascii_letters, digits
 
-from loadtest.http_client import Client, Reply
-from loadtest.soak.overload import ask
-from loadtest.soak.row import Row
-from loadtest.soak.servers import HOST, fake_logging
+from loadtest.generate.http_client import Client, Reply
+from loadtest.matrix import Row
+from loadtest.servers.launch import HOST
+from loadtest.soak.servers import fake
 
 SECRET = 700_000_000_000_000_007  # an id of every history
 MARK = "zq9marker"  # part of every hostile value; what we make ourselves never holds it
@@ -35,9 +35,9 @@ BODY = (*HEADER, *REFUSED, "\r\n", "\n", "\x00", "x" * 65_536, "\ud800")
 
 def lines(seconds: float, style: str = "json") -> Row:
     """Asks until the time is over, then reads the log. The figure is the longest line. `style` "console" must turn it red."""
-    settings: dict[str, object] = {"logs__level": "info", "logs__format": style, "queue__max_wait_seconds": 10}
+    settings = {"logs__level": "info", "logs__format": style, "logs__success_sample": 1, "queue__max_wait_seconds": 10}
     with tempfile.TemporaryFile() as log:
-        with fake_logging(log, settings) as server:
+        with fake(log=log, **settings) as server:
             named, strangers = asyncio.run(_ask(server.port, seconds))
         log.seek(0)
         written = log.read().decode("utf-8", "replace").split("\n")[:-1]
@@ -93,16 +93,15 @@ def call(draw: random.Random) -> bytes:
 
 async def _ask(port: int, seconds: float) -> tuple[int, int]:
     """How many replies the application gave, and how many requests were refused before it."""
-    client = Client(HOST, port, max_connections=IN_FLIGHT)
-    replies: list[Reply] = []
-    until = time.monotonic() + seconds
+    async with Client(HOST, port, max_connections=IN_FLIGHT) as client:
+        replies: list[Reply] = []
+        until = time.monotonic() + seconds
 
-    async def one(seed: int) -> None:
-        draw = random.Random(seed)
-        while time.monotonic() < until:
-            replies.append(await ask(client, call(draw)))
+        async def one(seed: int) -> None:
+            draw = random.Random(seed)
+            while time.monotonic() < until:
+                replies.append(await client.ask(call(draw)))
 
-    await asyncio.gather(*(one(seed) for seed in range(IN_FLIGHT)))
-    await client.close()
+        await asyncio.gather(*(one(seed) for seed in range(IN_FLIGHT)))
     named = sum(b"x-request-id" in reply.headers for reply in replies)
     return named, len(replies) - named

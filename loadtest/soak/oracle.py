@@ -1,4 +1,4 @@
-"""Replies known beforehand: each payload asked alone of a server without a cache. Not for the traffic that is checked."""
+"""Expected replies, from a server without cache or batching, and closed-loop traffic that is checked against them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import httpx
 
-from loadtest.http_client import Client, Reply
-from loadtest.launch import free_port
-from loadtest.soak.overload import ask
-from loadtest.soak.servers import HOST, Server, payload, real
-from loadtest.target import ROOT
+from loadtest.generate.http_client import Client, Reply
+from loadtest.generate.payload import rank_request
+from loadtest.machine import ROOT
+from loadtest.servers.launch import HOST, Server, free_port
+from loadtest.soak.servers import real
 
 NAMES = ("v0", "v1")
 TOKEN = "soak"
@@ -37,7 +37,9 @@ def fingerprint(reply: Reply) -> Fingerprint:
 def requests(count: int) -> list[bytes]:
     """Payloads of odd sizes; a few users come back with other candidates, so that their contexts can be cached."""
     sizes = (1, 7, 33, 64, 65, 100, 513)
-    return [payload(1 + row % (count // 2 + 1) + 10**6 * (row % 3), sizes[row % len(sizes)]) for row in range(count)]
+    return [
+        rank_request(1 + row % (count // 2 + 1) + 10**6 * (row % 3), sizes[row % len(sizes)]) for row in range(count)
+    ]
 
 
 @contextmanager
@@ -66,9 +68,8 @@ async def swap(port: object, name: str) -> int:
 
 async def learn(server: Server, payloads: list[bytes]) -> tuple[str, list[Fingerprint]]:
     """The version that a server names, and the fingerprint of each payload's reply when it is asked alone."""
-    client = Client(HOST, server.port, max_connections=1, keep_bodies=True)
-    replies = [await ask(client, each) for each in payloads]
-    await client.close()
+    async with Client(HOST, server.port, max_connections=1, keep_bodies=True) as client:
+        replies = [await client.ask(each) for each in payloads]
     bad = [reply.status for reply in replies if reply.status != 200]
     if bad:
         raise RuntimeError(f"the oracle answered {bad[0]}")
@@ -90,7 +91,7 @@ def oracles(root: Path, payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
 
 @dataclass
 class Checked:
-    """Closed-loop traffic, each reply held against the oracle. `crossed` counts replies that are right for nobody who asked."""
+    """Closed-loop traffic, each reply held against the oracle. `crossed` counts replies that belong to another request."""
 
     known: Mapping[str, list[Fingerprint]]
     payloads: list[bytes]
@@ -105,9 +106,8 @@ class Checked:
 
     async def run(self, server: Server, clients: int) -> None:
         """Ask at random until `stop` is set."""
-        client = Client(HOST, server.port, max_connections=clients, keep_bodies=True, timeout_seconds=20)
-        await asyncio.gather(*(self._ask_on(client, server.port, random.Random(seed)) for seed in range(clients)))
-        await client.close()
+        async with Client(HOST, server.port, max_connections=clients, keep_bodies=True, timeout_seconds=20) as client:
+            await asyncio.gather(*(self._ask_on(client, server.port, random.Random(seed)) for seed in range(clients)))
 
     async def _ask_on(self, client: Client, port: int, draw: random.Random) -> None:
         while not self.stop:
@@ -116,7 +116,7 @@ class Checked:
                 await vanish(port, self.payloads[row], draw.random() * 0.01)
                 self.cancelled += 1
             else:
-                self._check(row, await ask(client, self.payloads[row]))
+                self._check(row, await client.ask(self.payloads[row]))
 
     def _check(self, row: int, reply: Reply) -> None:
         if reply.status in (429, 503):

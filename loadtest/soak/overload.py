@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.arrivals import schedule
-from loadtest.generator import OpenLoop
-from loadtest.http_client import Client, Reply, precise_loop
-from loadtest.samples import Samples
-from loadtest.soak.row import Row
-from loadtest.soak.servers import HOST, Server, fake, payload
+from loadtest.generate.arrivals import schedule
+from loadtest.generate.generator import OpenLoop
+from loadtest.generate.http_client import Client, precise_loop
+from loadtest.generate.payload import rank_request
+from loadtest.generate.samples import Samples
+from loadtest.matrix import Row
+from loadtest.servers.launch import HOST, Server
+from loadtest.soak.servers import fake
 
 FORWARD_SECONDS = 0.1  # long enough that the generator and the event loop are not what is measured
 BATCH = 4  # requests a forward
@@ -51,10 +53,9 @@ class Load:
 
 async def offer(server: Server, multiple: float, seconds: float, seed: int = 1) -> Load:
     """Poisson arrivals at a multiple of the capacity."""
-    client = Client(HOST, server.port, max_connections=256, timeout_seconds=10)
-    due = schedule("poisson", multiple * CAPACITY_RPS, seconds, seed)
-    samples = await OpenLoop(client, [payload(row + 1, CANDIDATES) for row in range(len(due))], due).run()
-    await client.close()
+    async with Client(HOST, server.port, max_connections=256, timeout_seconds=10) as client:
+        due = schedule("poisson", multiple * CAPACITY_RPS, seconds, seed)
+        samples = await OpenLoop(client, [rank_request(row + 1, CANDIDATES) for row in range(len(due))], due).run()
     return _load(multiple, samples, seconds)
 
 
@@ -80,25 +81,12 @@ def _p99(seconds: NDArray[np.float64]) -> float:
 
 async def unloaded(server: Server, requests: int) -> float:
     """The 99th percentile of requests that come one by one, in seconds."""
-    client = Client(HOST, server.port, max_connections=1)
-    took = []
-    for user in range(1, requests + 1):
-        reply = await ask(client, payload(user, CANDIDATES))
-        took.append(reply.done_at - reply.sent_at)
-    await client.close()
+    async with Client(HOST, server.port, max_connections=1) as client:
+        took = []
+        for user in range(1, requests + 1):
+            reply = await client.ask(rank_request(user, CANDIDATES))
+            took.append(reply.done_at - reply.sent_at)
     return _p99(np.array(took))
-
-
-async def ask(client: Client, request: bytes) -> Reply:
-    """One request and its reply."""
-    found: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-
-    def done(reply: Reply) -> None:
-        if not found.done():
-            found.set_result(reply)
-
-    client.send(request, done)
-    return await found
 
 
 def overload(seconds: float, settings: dict[str, object] | None = None) -> list[Row]:
@@ -112,16 +100,9 @@ def overload(seconds: float, settings: dict[str, object] | None = None) -> list[
     stretch = max(load.admitted_p99 for load in loads) / alone
     least = min(load.goodput_rps for load in loads[1:]) / peak
     slowest = max(load.rejected_p99 for load in loads) * 1e3
+    answers = "1×, 5×, 10×: 200, or 429 with Retry-After"
     return [
-        Row(
-            "L1",
-            "1×, 5×, 10×: 200, or 429 with Retry-After",
-            tried,
-            broken,
-            slowest,
-            1e3 * REJECTION_LIMIT_SECONDS,
-            "ms p99 of refusals",
-        ),
+        Row("L1", answers, tried, broken, slowest, 1e3 * REJECTION_LIMIT_SECONDS, "ms p99 of refusals"),
         Row("L1", "latency of the admitted", tried, 0, stretch, STRETCH_LIMIT, "× unloaded p99"),
         Row("L1", "goodput at 5× and 10×", tried, 0, least, GOODPUT_LIMIT, "of peak", at_least=True),
     ]
@@ -134,24 +115,16 @@ def recovery(seconds: float) -> Row:
     """
     with fake(*ENGINE, **SETTINGS) as server, asyncio.Runner(loop_factory=precise_loop) as runner:
         tried, last_failure, failed = runner.run(_storm_then_calm(server, seconds))
-    return Row(
-        "L2",
-        "10× with retries, then 0.5×: last failure after the fall",
-        tried,
-        failed,
-        last_failure,
-        RECOVERY_SECONDS,
-        "s",
-    )
+    what = "10× with retries, then 0.5×: last failure after the fall"
+    return Row("L2", what, tried, failed, last_failure, RECOVERY_SECONDS, "s")
 
 
 async def _storm_then_calm(server: Server, seconds: float) -> tuple[int, float, int]:
-    client = Client(HOST, server.port, max_connections=400, timeout_seconds=5)
-    due = schedule("poisson", 10 * CAPACITY_RPS, seconds / 2)
-    storm = await asyncio.gather(*(_persistent(client, at, row, patient=False) for row, at in enumerate(due)))
-    due = schedule("poisson", 0.5 * CAPACITY_RPS, max(seconds / 2, 2.0), seed=2)
-    calm = await asyncio.gather(*(_persistent(client, at, row, patient=True) for row, at in enumerate(due)))
-    await client.close()
+    async with Client(HOST, server.port, max_connections=400, timeout_seconds=5) as client:
+        due = schedule("poisson", 10 * CAPACITY_RPS, seconds / 2)
+        storm = await asyncio.gather(*(_persistent(client, at, row, patient=False) for row, at in enumerate(due)))
+        due = schedule("poisson", 0.5 * CAPACITY_RPS, max(seconds / 2, 2.0), seed=2)
+        calm = await asyncio.gather(*(_persistent(client, at, row, patient=True) for row, at in enumerate(due)))
     failures = [float(at) for at, status in zip(due, calm, strict=True) if status != 200]
     late = sum(at > RECOVERY_SECONDS for at in failures)
     return len(storm) + len(calm), max(failures, default=0.0), late
@@ -161,7 +134,7 @@ async def _persistent(client: Client, due: float, row: int, *, patient: bool) ->
     """One client, which tries again when refused; the status of its last attempt."""
     await asyncio.sleep(float(due))
     for _ in range(1 + RETRIES):
-        reply = await ask(client, payload(row + 1, CANDIDATES))
+        reply = await client.ask(rank_request(row + 1, CANDIDATES))
         if reply.status == 200:
             break
         told = float(reply.headers.get(b"retry-after", b"0"))
@@ -171,36 +144,27 @@ async def _persistent(client: Client, due: float, row: int, *, patient: bool) ->
 
 def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
     """L3: deadlines shorter than the queue. What was answered 504 must not have been computed."""
-    loose = {
-        "batching__max_candidates": CANDIDATES,
-        "batching__chunk_candidates": CANDIDATES,
-        "queue__max_wait_seconds": 0,
-    }
-    with fake("--forward-ms=2", **{**loose, **(settings or {})}) as server, asyncio.Runner() as runner:
+    loose = {"batching__max_candidates": CANDIDATES, "batching__chunk_candidates": CANDIDATES}
+    with (
+        fake("--forward-ms=2", **{**loose, "queue__max_wait_seconds": 0, **(settings or {})}) as server,
+        asyncio.Runner() as runner,
+    ):
         statuses = runner.run(_hurried(server, requests))
         computed = int(server.metric("ranker_candidates_scored_total")) // CANDIDATES
     answered = statuses.count(200)
     late = statuses.count(504)
     odd = len(statuses) - answered - late
     wasted = computed - answered  # the reply to one that was in its forward at its deadline is late, and only that one
-    return Row(
-        "L3",
-        f"deadline shorter than the queue: 504 ({late}), never computed",
-        requests,
-        odd,
-        max(0, wasted) / max(1, late),
-        0.1,
-        "computed in vain per 504",
-    )
+    what = f"deadline shorter than the queue: 504 ({late}), never computed"
+    return Row("L3", what, requests, odd, max(0, wasted) / max(1, late), 0.1, "computed in vain per 504")
 
 
 async def _hurried(server: Server, requests: int) -> list[int]:
     """In waves: more at once would overrun the event loop, which then answers 429 to what it has not read."""
-    client = Client(HOST, server.port, max_connections=WAVE)
-    statuses: list[int] = []
-    while len(statuses) < requests:
-        users = range(len(statuses) + 1, min(len(statuses) + WAVE, requests) + 1)
-        sent = (ask(client, payload(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"})) for user in users)
-        statuses += [reply.status for reply in await asyncio.gather(*sent)]
-    await client.close()
+    async with Client(HOST, server.port, max_connections=WAVE) as client:
+        statuses: list[int] = []
+        while len(statuses) < requests:
+            users = range(len(statuses) + 1, min(len(statuses) + WAVE, requests) + 1)
+            sent = (client.ask(rank_request(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"})) for user in users)
+            statuses += [reply.status for reply in await asyncio.gather(*sent)]
     return statuses

@@ -1,4 +1,4 @@
-"""B5: many connections on which good requests are followed by broken bytes, in pieces of any size; never two replies to one request."""
+"""B5: connections on which broken bytes follow good requests, in pieces of any size: never two replies to one request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from loadtest.broken_requests import BROKEN
-from loadtest.soak.row import Row
-from loadtest.soak.servers import HOST, fake, payload
+from loadtest.generate.broken_requests import BROKEN
+from loadtest.generate.payload import rank_request
+from loadtest.matrix import Row
+from loadtest.servers.launch import HOST
+from loadtest.soak.servers import fake
 
 CONNECTIONS = 200
-PATIENCE_SECONDS = 0.3  # the server's, for headers and bodies: spoiled bytes may announce more than comes
+PATIENCE_SECONDS = 0.3  # the server's, for headers and bodies: corrupted bytes may announce more than comes
 CLOSE_SECONDS = 15.0
 NAME = b"X-Request-ID: "
 PIECES = (
@@ -24,17 +26,17 @@ PIECES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class Exchange:
     """All bytes of one connection. `good` names the requests before the break, `hidden` those that a mistaken parser would find."""
 
     sent: bytes
     good: tuple[bytes, ...]
     hidden: tuple[bytes, ...]
-    spoiled: bool = False  # at random, so that any number of the good ones may be broken
+    corrupted: bool = False  # at random, so that any number of the good ones may be broken
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Answer:
     """One reply: its status, and whose it says it is."""
 
     status: int
@@ -42,55 +44,55 @@ class Heard:
 
 
 def protocol(seconds: float, *faults: str) -> Row:
-    """Talks until the time is over. The figure counts requests that got two replies, or one that was not theirs."""
+    """Opens connections until the time is over. The figure counts requests that got two replies, or one that was not theirs."""
     tried, broken, two = 0, 0, 0
     patience = {"connections__header_seconds": PATIENCE_SECONDS, "connections__body_seconds": PATIENCE_SECONDS}
     with fake(*faults, queue__max_wait_seconds=10, **patience) as server, asyncio.Runner() as runner:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            talks = [talk(random.Random(tried + number)) for number in range(CONNECTIONS)]
-            for said, found in zip(talks, runner.run(_all(server.port, talks, tried)), strict=True):
+            exchanges = [exchange(random.Random(tried + number)) for number in range(CONNECTIONS)]
+            for asked, found in zip(exchanges, runner.run(_all(server.port, exchanges, tried)), strict=True):
                 tried += 1
-                broken += bool(complaint(said, found))
-                two += answered_too_often(said, found or ())
-        alive = server.readiness() == 200
+                broken += bool(complaint(asked, found))
+                two += answered_too_often(asked, found or ())
+        alive = server.answers()
     what = "connections that break the protocol: replies in order, then 400 and the end"
     return Row("B5", what, tried, broken + (not alive), two, 0, "requests with two replies")
 
 
-def talk(draw: random.Random) -> Talk:
-    """Good requests, then one of the corpus with more behind it; or good requests with spoiled bytes anywhere."""
+def exchange(draw: random.Random) -> Exchange:
+    """Good requests, then one of the corpus with more behind it; or good requests with corrupted bytes anywhere."""
     good = tuple(b"good-%016x" % draw.getrandbits(64) for _ in range(draw.randrange(4)))
     whole = b"".join(_named(name, draw) for name in good)
     if good and draw.random() < 0.5:
-        return Talk(_spoiled(whole, draw), good, (), spoiled=True)
+        return Exchange(_corrupted(whole, draw), good, (), corrupted=True)
     hidden = tuple(b"hidden-%016x" % draw.getrandbits(64) for _ in range(2))
     rest = b"".join(_named(name, draw) for name in hidden)
-    return Talk(whole + draw.choice(list(BROKEN.values())) + rest, good, hidden)
+    return Exchange(whole + draw.choice(list(BROKEN.values())) + rest, good, hidden)
 
 
-def complaint(said: Talk, found: Sequence[Heard] | None) -> str:
-    """What is wrong with the replies on a connection that the server ended; None where it did not end it or they cannot be read."""
+def complaint(asked: Exchange, found: Sequence[Answer] | None) -> str:
+    """What is wrong with the replies on a closed connection; `found` is None where it stayed open or they cannot be read."""
     if found is None:
         return "left open, or bytes that are no replies"
-    names = [heard.name for heard in found if heard.name]
-    own = [name for name in said.good if name in names]
-    if not said.spoiled and names != list(said.good):
+    names = [answer.name for answer in found if answer.name]
+    own = [name for name in asked.good if name in names]
+    if not asked.corrupted and names != list(asked.good):
         return "not one reply each to the good requests, in their order"
-    if said.spoiled and [name for name in names if name in said.good] != own:
+    if asked.corrupted and [name for name in names if name in asked.good] != own:
         return "a request has two replies, or replies are out of order"
-    refusals = [heard for heard in found if not heard.name]
+    refusals = [answer for answer in found if not answer.name]
     if len(refusals) > 1 or (refusals and found[-1] is not refusals[0]):
-        return "more than the end was refused"
-    if not said.spoiled and not said.good and [heard.status for heard in found] != [400]:
+        return "a refusal that is not the last reply"
+    if not asked.corrupted and not asked.good and [answer.status for answer in found] != [400]:
         return "a broken request without its 400"
     return ""
 
 
-def answered_too_often(said: Talk, found: Sequence[Heard]) -> bool:
+def answered_too_often(asked: Exchange, found: Sequence[Answer]) -> bool:
     """Whether a request has two replies, or one that was hidden behind the break has any."""
-    names = [heard.name for heard in found if heard.name]
-    return len(set(names)) < len(names) or not set(names).isdisjoint(said.hidden)
+    names = [answer.name for answer in found if answer.name]
+    return len(set(names)) < len(names) or not set(names).isdisjoint(asked.hidden)
 
 
 def _named(name: bytes, draw: random.Random) -> bytes:
@@ -98,15 +100,15 @@ def _named(name: bytes, draw: random.Random) -> bytes:
     kind = draw.randrange(3)
     if kind == 0:
         return b"GET /livez HTTP/1.1\r\nHost: x\r\n" + NAME + name + b"\r\n\r\n"
-    head, _, body = payload(draw.randrange(1, 10**6), 4).partition(b"\r\n\r\n")
+    head, _, body = rank_request(draw.randrange(1, 10**6), 4).partition(b"\r\n\r\n")
     if kind == 2:
         lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"content-length")]
         head, cut = b"\r\n".join([*lines, b"Transfer-Encoding: chunked"]), draw.randrange(1, len(body))
-        body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:cut], body[cut:], b""))
+        body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (body[:cut], body[cut:], b""))
     return head + b"\r\n" + NAME + name + b"\r\n\r\n" + body
 
 
-def _spoiled(sent: bytes, draw: random.Random) -> bytes:
+def _corrupted(sent: bytes, draw: random.Random) -> bytes:
     """One to three places are overwritten, cut out, doubled, or get something put in."""
     bytes_ = bytearray(sent)
     for _ in range(draw.randint(1, 3)):
@@ -118,32 +120,34 @@ def _spoiled(sent: bytes, draw: random.Random) -> bytes:
     return bytes(bytes_)
 
 
-async def _all(port: int, talks: Sequence[Talk], seed: int) -> list[list[Heard] | None]:
-    return await asyncio.gather(*(_speak(port, said.sent, random.Random(seed + row)) for row, said in enumerate(talks)))
+async def _all(port: int, exchanges: Sequence[Exchange], seed: int) -> list[list[Answer] | None]:
+    return await asyncio.gather(
+        *(_converse(port, asked.sent, random.Random(seed + row)) for row, asked in enumerate(exchanges))
+    )
 
 
-async def _speak(port: int, sent: bytes, draw: random.Random) -> list[Heard] | None:
+async def _converse(port: int, sent: bytes, draw: random.Random) -> list[Answer] | None:
     """Send in pieces, and everything that comes back until the server ends the connection."""
     reader, writer = await asyncio.open_connection(HOST, port)
-    hearing = asyncio.ensure_future(_until_the_end(reader))
+    reading = asyncio.ensure_future(_until_the_end(reader))
     pace = draw.choice((len(sent), 1 + len(sent) // 2, 200, 61))
     with suppress(ConnectionError):
         for start in range(0, len(sent), pace):
             writer.write(sent[start : start + pace])
             await asyncio.sleep(0)
             await writer.drain()
-    if not await _ended(hearing, 4 * PATIENCE_SECONDS):
+    if not await _ended(reading, 4 * PATIENCE_SECONDS):
         # what is left is a whole good request, or none: one that asks for the end brings it, and its reply is not looked at
         with suppress(ConnectionError):
             writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + NAME + b"last\r\n\r\n")
-        if not await _ended(hearing, CLOSE_SECONDS):
-            hearing.cancel()
+        if not await _ended(reading, CLOSE_SECONDS):
+            reading.cancel()
     writer.transport.abort()
-    return None if hearing.cancelled() or not hearing.done() else replies(hearing.result())
+    return None if reading.cancelled() or not reading.done() else replies(reading.result())
 
 
-async def _ended(hearing: asyncio.Future[bytes], seconds: float) -> bool:
-    return bool((await asyncio.wait([hearing], timeout=seconds))[0])
+async def _ended(reading: asyncio.Future[bytes], seconds: float) -> bool:
+    return bool((await asyncio.wait([reading], timeout=seconds))[0])
 
 
 async def _until_the_end(reader: asyncio.StreamReader) -> bytes:
@@ -154,7 +158,7 @@ async def _until_the_end(reader: asyncio.StreamReader) -> bytes:
     return bytes(found)
 
 
-def replies(stream: bytes) -> list[Heard] | None:
+def replies(stream: bytes) -> list[Answer] | None:
     """The replies in a stream, cut by their lengths; None where bytes are left over or missing."""
     found = []
     while stream:
@@ -166,6 +170,6 @@ def replies(stream: bytes) -> list[Heard] | None:
         length = int(fields[b"content-length"])
         if len(rest) < length:
             return None
-        found.append(Heard(int(status.split()[1]), fields.get(b"x-request-id", b"")))
+        found.append(Answer(int(status.split()[1]), fields.get(b"x-request-id", b"")))
         stream = rest[length:]
     return found

@@ -1,23 +1,15 @@
-"""F1 and C2: checkpoints change under load while clients come, go and share batches; every reply is held against an oracle."""
+"""F1 and C2: checkpoints are swapped under load while clients disconnect and share batches; every reply is checked."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from loadtest.soak.oracle import (
-    NAMES,
-    Checked,
-    Fingerprint,
-    admin_settings,
-    learn,
-    oracles,
-    requests,
-    swap,
-    two_checkpoints,
-)
-from loadtest.soak.row import Row
-from loadtest.soak.servers import Server, fake, real
+from loadtest.matrix import Row
+from loadtest.servers.launch import Server
+from loadtest.soak import oracle
+from loadtest.soak.oracle import NAMES, Checked, Fingerprint, admin_settings, oracles, requests, swap, two_checkpoints
+from loadtest.soak.servers import fake, real
 
 TINY_CACHE_BYTES = 2**20  # evicts all the time
 CANCEL_SHARE = 0.1
@@ -35,25 +27,11 @@ def swaps(seconds: float, *, payload_count: int = 60) -> list[Row]:
             done, refused = runner.run(_swap_under(traffic, server, settings["admin__port"], seconds))
             left = server.metric("ranker_queue_requests")
     tried = traffic.answered + traffic.lost
+    swapped, checked = len(traffic.versions), f"replies against the oracle, {traffic.cancelled} cancelled"
+    dropped = traffic.lost + traffic.refused
     return [
-        Row(
-            "F1",
-            f"swaps under load ({len(traffic.versions)} versions answered)",
-            done,
-            refused,
-            traffic.lost + traffic.refused,
-            0,
-            "dropped requests",
-        ),
-        Row(
-            "C2",
-            f"replies against the oracle, {traffic.cancelled} cancelled",
-            tried,
-            traffic.crossed,
-            left,
-            0,
-            "requests left over",
-        ),
+        Row("F1", f"swaps under load ({swapped} versions answered)", done, refused, dropped, 0, "dropped requests"),
+        Row("C2", checked, tried, traffic.crossed, left, 0, "requests left over"),
     ]
 
 
@@ -82,7 +60,7 @@ def crossing(seconds: float, *faults: str) -> Row:
 
 async def learn_from(server: Server, payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
     """The server is its own oracle: each payload asked alone, while nothing else goes on."""
-    version, expected = await learn(server, payloads)
+    version, expected = await oracle.learn(server, payloads)
     return {version: expected}
 
 

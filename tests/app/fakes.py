@@ -1,65 +1,19 @@
-"""A fake engine whose scores tell who asked, a clock that only moves when told, and the model around them. Not for tests of tensors."""
+"""A clock that only moves when told, and requests to a service around the fake engine."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from app.engine.versions import LoadedModel, Loader, Say
 from app.service.service import Policies, RankingService
 from app.telemetry.metrics import Metrics
-from model.config import HashSpec, ModelConfig
-from model.engine import CacheStats, EngineInfo, Item, Outcome
+from loadtest.soak.fake_engine import CONFIG, FakeEngine, expected, loaded, loader  # noqa: F401  for all tests here
 from model.inputs import Candidates, Context, Scores
-from model.ranker import Ranker
-from weights.checkpoint import Checkpoint
-from weights.format.manifest import ContinuousOutput, Manifest
-
-HASHES = HashSpec(scales=(3, 5), biases=(1, 2), modulus=97, vocab_size=11)
-CONFIG = ModelConfig(
-    width=8, layers=1, query_heads=1, kv_heads=1, head_width=8, history_length=16, candidate_length=16, actions=3,
-    user_hashes=HASHES, post_hashes=HASHES, author_hashes=HASHES, continuous_actions=1, has_dwell=True,
-)  # fmt: skip
-ACTIONS = ("favorite", "reply", "report")
-
-
-class FakeEngine:
-    """Logits that only this version gives to this user and post; `before` runs in each forward and may wait or raise."""
-
-    def __init__(self, version: int = 1, before: Callable[[Sequence[Item]], None] | None = None) -> None:
-        self.config, self.version, self.before = CONFIG, version, before or (lambda items: None)
-        self.info = EngineInfo("cpu", "float32", "fake", "shared", {})
-        self.forwards: list[list[int]] = []  # users of each forward that finished
-        self.chunks: list[list[int]] = []  # candidates of each item
-        self.closed = threading.Event()
-
-    def warm_up(self) -> None: ...
-
-    def forward(self, items: Sequence[Item]) -> list[Outcome]:
-        self.before(items)
-        self.forwards.append([item.context.user_id for item in items])
-        self.chunks.append([len(item.candidates) for item in items])
-        return [Outcome(expected(item.context, item.candidates, self.version), "state", "miss") for item in items]
-
-    def cache_stats(self) -> CacheStats:
-        return CacheStats(misses=sum(map(len, self.forwards)))
-
-    def close(self) -> None:
-        self.closed.set()
-
-
-def expected(context: Context, candidates: Candidates, version: int = 1) -> Scores:
-    """What the fake engine of a version says to this request."""
-    seeds = candidates.post_ids.astype(np.float64) * 31 + context.user_id * 7 + len(context) + version * 1000
-    logits = np.sin(seeds[:, None] + np.arange(3)).astype(np.float32)
-    return Scores(logits, 1 / (1 + np.exp(-logits)), np.abs(logits[:, :1]))
 
 
 @dataclass
@@ -84,23 +38,6 @@ def request(user: int, candidates: int = 4, history: int = 2) -> tuple[Context, 
     )  # fmt: skip
     posts = np.arange(1, candidates + 1, dtype=np.uint64) + np.uint64(user * 10_000)
     return context, Candidates(posts, posts, np.zeros(candidates, np.int64), np.zeros(candidates, np.int64))
-
-
-def loaded(engine: Any, version: str = "v1") -> LoadedModel:
-    """The engine with a manifest, as the service wants it."""
-    outputs = (ContinuousOutput("dwell_time", 30.0, "s"),)
-    manifest = Manifest("fake", version, CONFIG, ACTIONS, outputs, {"favorite": 1.0, "report": -2.0}, {}, {})
-    return LoadedModel(Checkpoint(Path("fake"), manifest, Ranker(CONFIG)), engine)
-
-
-def loader(engine: Any, version: str = "v1") -> Loader:
-    """Loads that engine at once."""
-
-    def load(say: Say) -> LoadedModel:
-        say("warming")
-        return loaded(engine, version)
-
-    return load
 
 
 @asynccontextmanager

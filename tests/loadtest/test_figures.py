@@ -3,12 +3,21 @@
 import numpy as np
 import pytest
 
-from loadtest.compare import Comparison, compare_blocks, cut, figures_of
-from loadtest.figures import Slo, bootstrap_interval, holm, over_time, permutation_p, sign_flip_p, summarise
-from loadtest.samples import CACHE_RESULTS, Samples
-from loadtest.search import SearchSettings, search
-from loadtest.target import MetricsSnapshot, Target, TargetError, fit_traffic
-from loadtest.traffic import TrafficSettings
+from loadtest.generate.samples import CACHE_RESULTS, Samples
+from loadtest.generate.traffic import TrafficSettings
+from loadtest.measure.compare import (
+    Comparison,
+    bootstrap_interval,
+    compare_blocks,
+    cut,
+    figures_of,
+    holm,
+    paired_p,
+    unpaired_p,
+)
+from loadtest.measure.figures import Slo, over_time, summarise
+from loadtest.measure.search import SearchSettings, search
+from loadtest.servers.target import MetricsSnapshot, Target, TargetError, fit_traffic
 
 
 def samples_of(latencies, status=200, gap=0.01):
@@ -135,12 +144,12 @@ def test_too_few_blocks_are_refused_and_blocks_cover_the_run():
 
 
 def test_p_values():
-    assert sign_flip_p(np.ones(6)) == pytest.approx(2 / 64)
-    assert sign_flip_p(np.array([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])) == 1
-    assert sign_flip_p(np.full(20, 0.5)) < 0.001
+    assert paired_p(np.ones(6)) == pytest.approx(2 / 64)
+    assert paired_p(np.array([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])) == 1
+    assert paired_p(np.full(20, 0.5)) < 0.001
     random = np.random.default_rng(1)
-    assert permutation_p(random.normal(0, 1, 10), random.normal(3, 1, 10)) < 0.001
-    assert permutation_p(np.zeros(10), np.zeros(10)) == 1
+    assert unpaired_p(random.normal(0, 1, 10), random.normal(3, 1, 10)) < 0.001
+    assert unpaired_p(np.zeros(10), np.zeros(10)) == 1
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     low, high = bootstrap_interval(np.array([1.0, 2.0, 3.0]))
     assert 1 <= low < 2 < high <= 3

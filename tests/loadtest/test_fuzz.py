@@ -14,7 +14,8 @@ from app.settings import Logs, Settings
 from loadtest.fuzz.calls import MARK, Call
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.run import SHARES, Tally, fuzz, series_by_route, sources
-from tests.app.fakes import FakeEngine, running
+from loadtest.soak.fake_engine import FakeEngine
+from tests.app.fakes import running
 
 SETTINGS = Settings(logs=Logs(success_sample=0))
 Plant = Callable[[ASGIApp], ASGIApp]
@@ -39,10 +40,10 @@ def changing(change: Callable[[Message], Message]) -> Plant:
 
     def plant(app: ASGIApp) -> ASGIApp:
         async def planted(scope: Scope, receive: Receive, send: Send) -> None:
-            async def spoiled(message: Message) -> None:
+            async def corrupted(message: Message) -> None:
                 await send(change(message))
 
-            await app(scope, receive, spoiled)
+            await app(scope, receive, corrupted)
 
         return planted
 

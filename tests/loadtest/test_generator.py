@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from loadtest.arrivals import schedule
-from loadtest.generator import ClosedLoop, OpenLoop, measured
-from loadtest.http_client import FAILURES, Client, post, precise_loop
-from loadtest.samples import server_timing
+from loadtest.generate.arrivals import schedule
+from loadtest.generate.generator import ClosedLoop, OpenLoop, measured
+from loadtest.generate.http_client import FAILURES, Client, precise_loop
+from loadtest.generate.payload import post
+from loadtest.generate.samples import server_timing
 from tests.loadtest.toy_server import ToyServer
 
 

@@ -1,14 +1,16 @@
 """Servers are started, waited for, quoted where they fail, and leave nothing behind."""
 
 import os
+import signal
 import sys
 import time
 
 import pytest
 
-from loadtest.launch import Running, free_port, process
-from loadtest.sides import _worktree
-from loadtest.target import ROOT, Target, TargetError, commit
+from loadtest.machine import commit
+from loadtest.measure.sides import _worktree
+from loadtest.servers.launch import free_port, process
+from loadtest.servers.target import TargetError
 
 SERVER = """
 import subprocess, sys, http.server
@@ -18,6 +20,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers(); self.wfile.write(str(child.pid).encode())
     def log_message(self, *_): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+LOGGING = """
+import json, time
+print(json.dumps({"event": "settings"}), "for people", sep="\\n", flush=True)
+time.sleep(600)
 """
 
 
@@ -35,31 +44,38 @@ def test_a_server_and_its_children_end_with_the_block():
     import httpx
 
     port = free_port()
-    with process([sys.executable, "-c", SERVER, str(port)], {}, root=ROOT, port=port, ready_path="/") as server:
+    with process([sys.executable, "-c", SERVER, str(port)], {}, port=port, ready_path="/") as server:
         child = int(httpx.get(f"http://127.0.0.1:{port}/").text)
-        assert is_alive(server.pid)
+        assert is_alive(server.process.pid)
         assert is_alive(child)
-        running = Running(Target("127.0.0.1", port), server.pid)
-        running.pause()
+        server.pause()
         with pytest.raises(httpx.TimeoutException):
             httpx.get(f"http://127.0.0.1:{port}/", timeout=0.2)
-        running.resume()
+        server.resume()
         assert httpx.get(f"http://127.0.0.1:{port}/", timeout=5).status_code == 200
-        running.pause()  # and a paused one ends as well
+        server.pause()  # and a paused one ends as well
     deadline = time.monotonic() + 5
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(child)
-    assert not is_alive(server.pid)
+    assert not is_alive(server.process.pid)
 
 
 def test_a_server_that_does_not_start_is_quoted():
     command = [sys.executable, "-c", "import sys; sys.exit('no weights today')"]
-    with (
-        pytest.raises(TargetError, match="no weights today"),
-        process(command, {}, root=ROOT, port=free_port(), ready_path="/"),
-    ):
+    with pytest.raises(TargetError, match="no weights today"), process(command, {}, port=free_port(), ready_path="/"):
         pass
+
+
+def test_a_log_is_read_while_the_server_runs():
+    with process([sys.executable, "-c", LOGGING], {}, port=free_port(), ready_path=None) as server:
+        deadline = time.monotonic() + 20
+        while not server.lines and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.lines == [{"event": "settings"}]
+        assert "for people" in server.raw
+        assert not server.answers()
+        assert server.stop() == -signal.SIGTERM
 
 
 def test_a_commit_is_checked_out_beside_this_tree(tmp_path):

@@ -1,76 +1,39 @@
-"""Locust's additions: shapes, figures, bad requests; and the whole of it against the real server, as is the open loop."""
+"""Locust's scenarios, shapes and bad requests, against the real server, as is the open loop."""
 
 import csv
 import subprocess
 import sys
-import time
 
 import httpx
 import numpy as np
 import pytest
 
-from loadtest.bad_requests import bad_requests
-from loadtest.figures import Slo
-from loadtest.launch import free_port, ranking_server
-from loadtest.locust_figures import KEY, Figures, columns, to_csv, to_text
-from loadtest.locust_shapes import Plan
-from loadtest.runs import LoadRun, RunSettings
-from loadtest.target import ROOT
-from loadtest.traffic import KINDS, Traffic, TrafficSettings
+from loadtest.generate.bad_requests import bad_requests
+from loadtest.generate.traffic import KINDS, Traffic, TrafficSettings
+from loadtest.machine import ROOT
+from loadtest.measure.figures import Slo
+from loadtest.measure.runs import LoadRun, RunSettings
+from loadtest.servers.launch import ranking_server
+from loadtest.servers.target import Target
+from tests.loadtest.toy_server import ToyServer
 
 
-def test_shapes():
-    ramp = [Plan("ramp", 50, 5, 100).at(second)[0] for second in range(100)]
-    assert ramp[0] == 5
-    assert ramp[-1] == 50
+def test_shapes(monkeypatch):
+    monkeypatch.setenv("LOCUST_SKIP_MONKEY_PATCH", "1")
+    from loadtest.locustfile import users_at
+
+    ramp = [users_at("ramp", share / 100, 50) for share in range(100)]
+    assert (ramp[0], ramp[-1]) == (5, 50)
     assert ramp == sorted(ramp)
-    spike = [Plan("spike", 10, 5, 100).at(second) for second in range(100)]
-    assert (spike[39], spike[40], spike[59], spike[60]) == ((10, 5), (50, 25), (50, 25), (10, 5))
-    assert (
-        Plan("soak", 40, 5, 100).at(1)[0]
-        < Plan("soak", 40, 5, 100).at(5)[0]
-        == Plan("soak", 40, 5, 100).at(99)[0]
-        == 40
-    )
-    assert Plan("ramp", 50, 5, 100).at(100) is None
-    assert Plan("steady", 7, 2, 0).at(1e9) == (7, 2)
-
-
-def replies(figures, count, headers=None):
-    for _ in range(count):
-        figures.record("feed page", 200, 10.0, {"X-Context-Cache": "hit", "Server-Timing": "forward;dur=2"}, 50)
-    figures.record("feed page", 200, 60.0, {"X-Context-Cache": "miss"}, 50)
-    figures.record("feed page", 429, 1.0, {}, 50)
-
-
-def test_figures_count_goodput_rejections_and_hits():
-    figures = Figures()
-    replies(figures, 8)
-    (row,) = figures.rows(seconds=2.0)
-    assert (row["requests"], row["goodput_rps"], row["good_percent"]) == (10, 4.0, 80.0)
-    assert row["rejected_percent"] == 10.0
-    assert row["cache_hit_percent"] == pytest.approx(88.89)
-    assert row["forward_p50_ms"] == 2.0
-    assert {column["key"] for column in columns()} <= row.keys()
-    assert "feed page,10,4.0" in to_csv([row])
-    assert "feed page" in to_text([row])
-
-
-def test_figures_of_workers_add_up():
-    master = Figures()
-    for _ in range(2):
-        worker = Figures()
-        replies(worker, 8)
-        master.merge(worker.drain())
-        assert worker.rows(1.0) == []
-    assert master.rows(1.0)[0]["requests"] == 20
-    assert master.rows(1.0)[0]["forward_p99_ms"] == 2.0
+    assert [users_at("spike", share, 10) for share in (0.39, 0.4, 0.59, 0.6)] == [10, 50, 50, 10]
+    assert [users_at("soak", share, 40) for share in (0.0, 0.025, 0.05, 0.99)] == [1, 20, 40, 40]
+    assert users_at("steady", 1.0, 7) == 7
 
 
 @pytest.fixture(scope="module")
 def target():
-    with ranking_server(environment={"RANKER_THREADS": "1"}) as running:
-        yield running
+    with ranking_server(threads=1) as running:
+        yield running.target
 
 
 def test_bad_requests_are_refused_as_promised_and_the_good_one_is_not(target):
@@ -96,49 +59,36 @@ def test_an_open_loop_run_sees_what_the_server_sees(target):
     assert hit[run.samples.kind == KINDS.index("first_visit")].mean() < 0.2
 
 
-def test_locust_runs_every_scenario_and_shows_the_figures(target, tmp_path):
-    port = free_port()
+def run_locust(target, prefix, *options):
+    """Exit code, the statistics by name, and the failures that locust wrote."""
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest/locustfile.py"), "--host", target.origin]
-    command += ["--web-host", "127.0.0.1", "--web-port", str(port), "--autostart", "--autoquit", "1", "--users", "11"]
-    command += [
-        "--spawn-rate",
-        "11",
-        "--run-time",
-        "5s",
-        "--traffic-seed",
-        "7",
-        "--shape",
-        "soak",
-        "--csv",
-        str(tmp_path / "run"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as locust:
-        try:
-            shown = page_figures(port)
-            output, _ = locust.communicate(timeout=60)
-        finally:
-            locust.kill()
-    assert locust.returncode == 0, output
-    assert shown
-    with open(tmp_path / "run_ranking.csv") as file:
-        rows = {row["name"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"feed page", "first visit", "burst", "mixed sizes"}
-    assert float(rows["feed page"]["cache_hit_percent"]) > 20
-    assert float(rows["first visit"]["cache_hit_percent"]) == 0
-    assert float(rows["feed page"]["forward_p50_ms"]) > 0
+    command += ["--headless", "--users", "11", "--spawn-rate", "11", "--run-time", "5s", "--shape", "soak"]
+    ended = subprocess.run([*command, "--csv", prefix, *options], capture_output=True, text=True, timeout=60)
+    with open(f"{prefix}_stats.csv") as stats, open(f"{prefix}_failures.csv") as failures:
+        rows = {row["Name"]: row for row in csv.DictReader(stats)}
+        return ended, rows, [row["Error"] for row in csv.DictReader(failures)]
 
 
-def page_figures(port):
-    """What locust's web page is given for its extra tab, once there is something."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            extended = httpx.get(f"http://127.0.0.1:{port}/stats/requests", timeout=2).json().get("extended_stats", [])
-            rows = [row for table in extended if table["key"] == KEY for row in table["data"]]
-            if rows:
-                assert httpx.get(f"http://127.0.0.1:{port}/{KEY}/csv", timeout=2).text.startswith("name,requests")
-                return rows
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    return []
+def test_locust_runs_every_scenario_and_tells_hits_from_misses(target, tmp_path):
+    ended, rows, failures = run_locust(target, tmp_path / "run", "--traffic-seed", "7", "--slo-ms", "60000")
+    assert ended.returncode == 0, ended.stderr
+    assert not failures
+    assert set(rows) >= {f"{name}, context hit" for name in ("feed page", "burst")}
+    assert {"first visit, context miss", "bad client"} <= set(rows)
+    assert any(name.startswith("mixed sizes") for name in rows)
+    assert "first visit, context hit" not in rows
+
+
+def test_goodput_is_what_locust_does_not_count_as_a_failure(target, tmp_path):
+    ended, rows, failures = run_locust(target, tmp_path / "run", "--slo-ms", "0.001", "FeedPage")
+    assert set(failures) == {"CatchResponseError('objective missed: slower than 0.001 ms')"}
+    assert rows["Aggregated"]["Failure Count"] == rows["Aggregated"]["Request Count"] != "0"
+    assert ended.returncode == 0, ended.stderr  # a slow server is no broken contract
+
+
+def test_a_broken_contract_fails_the_run(tmp_path):
+    """Negative control: a server that answers 200 with no candidates."""
+    with ToyServer(body=b'{"candidates": []}').in_thread() as url:
+        ended, _, failures = run_locust(Target.parse(url), tmp_path / "run", "FeedPage")
+    assert ended.returncode == 1
+    assert set(failures) == {"CatchResponseError('not every candidate was ranked')"}

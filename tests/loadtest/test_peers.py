@@ -1,7 +1,6 @@
 """The peers hold the same model: otherwise their table would compare nothing."""
 
 import asyncio
-import threading
 from contextlib import contextmanager
 
 import httpx
@@ -10,11 +9,12 @@ import orjson
 import pytest
 import torch
 
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.machine import ROOT
 from loadtest.peers import run
 from loadtest.peers.common import PeerModel, RankBody
 from loadtest.peers.plain import create_app
-from loadtest.target import ROOT, Target, TargetError
-from loadtest.traffic import Traffic, TrafficSettings
+from loadtest.servers.target import Target, TargetError
 from model.tolerances import PARITY
 from tests.loadtest.toy_server import ToyServer
 
@@ -47,7 +47,7 @@ def test_the_dense_reference_in_batches_and_our_engine_score_alike(dense, bodies
     ours = PeerModel()
     features = [dense.features(body) for body in bodies]
     alone = [dense.score([one])[0].probabilities for one in features]
-    assert max(float(scores.std()) for scores in alone) > 0.001  # scores that are all the same would prove nothing
+    assert max(float(scores.std()) for scores in alone) > 0.001  # scores that are all the same would show nothing
     for found in (dense.score(features), ours.score(features)):
         for scores, expected in zip(found, alone, strict=True):
             assert np.abs(scores.probabilities - expected).max() < PARITY[torch.float32].probabilities
@@ -72,21 +72,8 @@ def test_a_plain_reply_ranks_by_score(dense, monkeypatch):
 def toy(probability):
     """A server that gives this probability to everything."""
     body = orjson.dumps({"candidates": [{"probabilities": [probability]}]})
-    started, stop = threading.Event(), []
-
-    async def serve():
-        server = ToyServer(body=body)
-        async with server.serving():
-            stop.extend((asyncio.get_running_loop(), ended := asyncio.Event(), server.port))
-            started.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert started.wait(10)
-    yield Target("127.0.0.1", stop[2])
-    stop[0].call_soon_threadsafe(stop[1].set)
-    thread.join(10)
+    with ToyServer(body=body).in_thread() as url:
+        yield Target.parse(url)
 
 
 def test_a_peer_with_another_model_ends_the_run():

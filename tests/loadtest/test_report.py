@@ -1,17 +1,15 @@
 """From a run against a server that stalls to files, a self-contained page, and a comparison of stored runs."""
 
-import asyncio
 import json
 import re
-import threading
 
 import pytest
 from typer.testing import CliRunner
 
 from loadtest.__main__ import cli
-from loadtest.report import write_report
-from loadtest.runs import Run
-from loadtest.search import judge
+from loadtest.measure.runs import Run
+from loadtest.measure.search import judge
+from loadtest.report.pages import write_report
 from tests.loadtest.toy_server import ToyServer
 
 HEADERS = ["X-Context-Cache: miss", "Server-Timing: parse;dur=0.1, queue;dur=0.2, forward;dur=1, serialize;dur=0.1"]
@@ -19,23 +17,9 @@ HEADERS = ["X-Context-Cache: miss", "Server-Timing: parse;dur=0.1, queue;dur=0.2
 
 @pytest.fixture(scope="module")
 def url():
-    """A toy server in a thread of its own. It has neither /info nor /metrics."""
-    started, ended = threading.Event(), []
-
-    async def serve():
-        server = ToyServer(delay_seconds=0.003, headers=HEADERS)
-        async with server.serving():
-            ended.append((asyncio.get_running_loop(), stop := asyncio.Event(), server.port))
-            started.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert started.wait(10)
-    loop, stop, port = ended[0]
-    yield f"http://127.0.0.1:{port}"
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
+    """A server that has neither /info nor /metrics."""
+    with ToyServer(delay_seconds=0.003, headers=HEADERS).in_thread() as url:
+        yield url
 
 
 def command(*arguments):

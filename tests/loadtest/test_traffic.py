@@ -6,8 +6,8 @@ from itertools import pairwise
 import orjson
 import pytest
 
-from loadtest.distributions import SizeBand, Sizes, Zipf
-from loadtest.traffic import Traffic, TrafficSettings, history_sizes
+from loadtest.generate.distributions import SizeBand, Sizes, Zipf
+from loadtest.generate.traffic import Traffic, TrafficSettings, history_sizes
 
 SMALL = TrafficSettings(users=2_000, posts=50_000)
 

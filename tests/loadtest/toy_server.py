@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 
 import httptools
 
@@ -27,6 +28,25 @@ class ToyServer:
             yield self
         finally:
             server.close()
+
+    @contextlib.contextmanager
+    def in_thread(self):
+        """Serve in a thread of its own; yields the address."""
+        started, stop = threading.Event(), asyncio.Event()
+
+        async def serve():
+            async with self.serving():
+                started.set()
+                await stop.wait()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        assert started.wait(10)
+        try:
+            yield f"http://127.0.0.1:{self.port}"
+        finally:
+            self.loop.call_soon_threadsafe(stop.set)
+            thread.join(10)
 
     def stall(self, seconds):
         self.stall_until = self.loop.time() + seconds

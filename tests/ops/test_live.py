@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from loadtest.traffic import Traffic, TrafficSettings
+from loadtest.generate.traffic import Traffic, TrafficSettings
 from tests.e2e.process import Server as Service
 from tests.e2e.process import serving
 from tests.ops.boards import boards, concrete, expressions

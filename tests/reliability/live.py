@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import socket
 import threading
@@ -11,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -22,10 +20,7 @@ from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
-from tests.app.fakes import loader
-
-ROOT = Path(__file__).parents[2]
-JSON = "content-type: application/json\r\n"
+from loadtest.soak.fake_engine import loader
 
 
 @dataclass
@@ -76,24 +71,6 @@ def wait_until(condition: Any, seconds: float = 10.0) -> None:
         if time.monotonic() > until:
             raise TimeoutError("the condition never held")
         time.sleep(0.005)
-
-
-def body_of(user: int, candidates: int = 4, history: int = 2) -> bytes:
-    """The JSON of `fakes.request` for this user."""
-    posts = [user * 10_000 + number for number in range(1, candidates + 1)]
-    past = list(range(1, history + 1))
-    content = {
-        "user_id": user,
-        "history": {"post_id": past, "author_id": [1] * history},
-        "candidates": {"post_id": posts, "author_id": posts},
-    }
-    return json.dumps(content).encode()
-
-
-def raw_request(user: int, candidates: int = 4, extra: str = "") -> bytes:
-    """A whole request to /rank as bytes."""
-    body = body_of(user, candidates)
-    return f"POST /rank HTTP/1.1\r\nHost: x\r\n{JSON}{extra}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def connect(port: int, seconds: float = 15.0) -> socket.socket:

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.app.fakes import FakeEngine
-from tests.reliability.live import Live, connect, live, one_reply, raw_request, read_all, statuses, wait_until
+from loadtest.generate.payload import rank_request
+from loadtest.soak.fake_engine import FakeEngine
+from tests.reliability.live import Live, connect, live, one_reply, read_all, statuses, wait_until
 
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
 HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -45,7 +46,7 @@ SLOW: dict[str, tuple[Callable[[socket.socket], None], float, list[int]]] = {
     ),
     "silent body": (lambda sock: sock.sendall(HEAD + b"Content-Length: 100\r\n\r\n{"), 1.0, [408]),
     "trickling body": (lambda sock: trickle(sock, HEAD + b"Content-Length: 999\r\n\r\n" + b" " * 999), 1.4, [408]),
-    "idle after a reply": (lambda sock: sock.sendall(raw_request(1)), 1.0, [200]),
+    "idle after a reply": (lambda sock: sock.sendall(rank_request(1)), 1.0, [200]),
 }
 
 
@@ -82,7 +83,7 @@ def test_a_client_that_does_not_read_its_reply_is_cut_off() -> None:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", server.port))
-            sock.sendall(raw_request(1, candidates=4000) * 12)
+            sock.sendall(rank_request(1, candidates=4000) * 12)
             wait_until(lambda: closed(server, "slow_reader") == 1, 10)
         wait_until(lambda: not server.server.server_state.connections)
 
@@ -111,7 +112,7 @@ def latencies(server: Live) -> float:
     with connect(server.port) as sock:
         for number in range(60):
             began = time.monotonic()
-            sock.sendall(raw_request(number + 1))
+            sock.sendall(rank_request(number + 1))
             assert statuses(one_reply(sock)) == [200]
             took.append(time.monotonic() - began)
     return statistics.quantiles(took, n=10)[-1]

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadtest.broken_requests import BROKEN, CHUNKED, GET
-from tests.app.fakes import FakeEngine
-from tests.reliability.live import Live, connect, exchange, live, raw_request, read_all, statuses
+from loadtest.generate.broken_requests import BROKEN, CHUNKED, GET
+from loadtest.generate.payload import rank_request
+from loadtest.soak.fake_engine import FakeEngine
+from tests.reliability.live import Live, connect, exchange, live, read_all, statuses
 
 OTHER = {
     "HTTP/2.0": (b"GET /livez HTTP/2.0\r\nHost: x\r\n\r\n", 505),
@@ -28,7 +29,7 @@ def server() -> Iterator[Live]:
 
 @pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN)
 def test_a_broken_request_gets_400_and_the_connection_closes(server: Live, sent: bytes) -> None:
-    replies = exchange(server.port, sent + raw_request(1))  # what follows must not be taken for a request
+    replies = exchange(server.port, sent + rank_request(1))  # what follows must not be taken for a request
     assert statuses(replies) == [400]
     assert b"connection: close" in replies
     assert b'"code":"bad_request"' in replies
@@ -49,19 +50,19 @@ def test_the_verdict_does_not_depend_on_how_the_bytes_arrive(server: Live, pace:
 
 
 def test_whole_requests_pass_and_the_connection_stays(server: Live) -> None:
-    good = raw_request(3)
+    good = rank_request(3)
     head, _, body = good.partition(b"\r\n\r\n")
     chunked = CHUNKED + b"%x\r\n%b\r\n0\r\nContent-Type: forged\r\n\r\n" % (len(body), body)
-    large = raw_request(5, candidates=4000)  # longer than any header may be
-    last = raw_request(4, extra="Connection: close\r\n")
+    large = rank_request(5, candidates=4000)  # longer than any header may be
+    last = rank_request(4, headers={"Connection": "close"})
     assert statuses(exchange(server.port, good + chunked + large + last)) == [200, 200, 200, 200]
     assert statuses(exchange(server.port, head + b"\r\nConnection: close\r\n\r\n" + body)) == [200]
     assert statuses(exchange(server.port, GET.replace(b"1.1", b"1.0") + b"\r\n")) == [200]
 
 
-def test_replies_owed_come_before_the_end_that_a_broken_request_brings(server: Live) -> None:
+def test_pending_replies_come_before_the_end_that_a_broken_request_brings(server: Live) -> None:
     """The third is answered by closing: a 400 there could be taken for the reply to the second."""
-    found = statuses(exchange(server.port, raw_request(1) + raw_request(2) + BROKEN["length and chunks"]))
+    found = statuses(exchange(server.port, rank_request(1) + rank_request(2) + BROKEN["length and chunks"]))
     assert found in ([200, 200], [200, 200, 400])
 
 
@@ -77,7 +78,7 @@ def test_an_early_reply_is_the_only_one_though_the_rest_of_the_body_breaks(serve
 
 def test_an_upgrade_is_declined_by_answering_in_http_1_1(server: Live) -> None:
     reply = exchange(
-        server.port, raw_request(1, extra="Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n")
+        server.port, rank_request(1, headers={"Connection": "Upgrade, HTTP2-Settings, close", "Upgrade": "h2c"})
     )
     assert statuses(reply) == [200]
 

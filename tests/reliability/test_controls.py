@@ -15,7 +15,8 @@ from app.engine.worker import EngineWorker, RankJob
 from app.errors import DeadlineExceeded, EngineDown, ServiceError
 from app.scheduling.batching import Batcher
 from app.service.service import Policies, RankingService
-from tests.app.fakes import FakeEngine, rank, right, run, running, until
+from loadtest.soak.fake_engine import FakeEngine
+from tests.app.fakes import rank, right, run, running, until
 
 
 class Gate:

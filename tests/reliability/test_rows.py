@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
+from loadtest.matrix import Row
 from loadtest.soak import endings, leak, lines, overload, protocol, swaps
-from loadtest.soak.row import Row
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loadtest.fuzz.checkpoints import accepted, make_signed_nan, mutants, sign_again, write_small
 from model.batch import collate
 from tests import goldens
-from tests.weights.mutants import accepted, make_signed_nan, mutants, sign_again, write_small
 from weights.checkpoint import CheckpointError, load_checkpoint, load_manifest, save_checkpoint
 from weights.format import layout, reader
 from weights.format.manifest import ContinuousOutput

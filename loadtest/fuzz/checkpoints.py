@@ -1,4 +1,4 @@
-"""Corrupted checkpoints, one fault each, and whether the loader refuses them. Not a test itself.
+"""Corrupted checkpoints: each is a valid one with one change, and the loader has to refuse it.
 
 `accepted(count, …)` runs few in the tests and many in the soak.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.soak.row import Row
+from loadtest.matrix import Row
 from weights.checkpoint import CheckpointError, load_checkpoint
 from weights.format.manifest import signed
 from weights.format.writer import write_checkpoint
@@ -285,7 +285,7 @@ def make_truncated_while_reading(path: Path, rng: random.Random, _other: Path) -
 
 
 def main() -> int:
-    """`python -m tests.weights.mutants 60`: mutants for that many seconds, one JSON line; exit status 1 when one got in."""
+    """`python -m loadtest.fuzz.checkpoints 60`: mutants for that many seconds, one JSON line; exit status 1 when one got in."""
     until = time.monotonic() + float(sys.argv[1])
     tried, wrong = 0, []
     while time.monotonic() < until:

@@ -1,15 +1,9 @@
-"""What is measured: the server's own description and metrics, this machine, this commit. Sends no load."""
+"""A server that is measured: its address, its `/info`, its `/metrics`. Sends no load."""
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,10 +11,10 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.traffic import ACTION_SHARES, TrafficSettings
+from loadtest.generate.payload import post
+from loadtest.generate.traffic import ACTION_SHARES, TrafficSettings
 
 Labels = tuple[tuple[str, str], ...]
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class TargetError(RuntimeError):
@@ -54,7 +48,7 @@ class Target:
         return f"http://{self.host}:{self.port}"
 
     def info(self) -> dict[str, Any]:
-        """`GET /info`, empty where the server has none. Raises TargetError where nobody answers."""
+        """`GET /info`, empty where the server has none. Raises TargetError where the server does not answer."""
         try:
             reply = get(f"{self.origin}/info", 5)
         except httpx.HTTPError as error:
@@ -66,13 +60,20 @@ class Target:
         values: dict[str, Any] = reply.json()
         return values
 
+    def scrape(self) -> MetricsSnapshot:
+        """`GET /metrics`. Raises httpx.HTTPError, or ValueError where it is no exposition."""
+        return MetricsSnapshot.parse(get(f"{self.origin}/metrics", 5).raise_for_status().text)
+
     def metrics(self) -> MetricsSnapshot | None:
-        """`GET /metrics`, None where the server has none that can be read."""
+        """The same, None where the server has none that can be read."""
         try:
-            reply = get(f"{self.origin}/metrics", 5)
-            return MetricsSnapshot.parse(reply.text) if reply.status_code == 200 else None
+            return self.scrape()
         except (httpx.HTTPError, ValueError):
             return None
+
+    def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+        """A POST of a JSON body to it, ready for the wire."""
+        return post(f"{self.host}:{self.port}", self.path, body, headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,40 +157,3 @@ def _find(values: Any, key: str) -> Any:
             if found is not None:
                 return found
     return None
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on besides the server: commit, processor, cores, how busy it was."""
-    return {
-        "commit": commit(),
-        "host": platform.node(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "load_average_1m": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "system": platform.platform(terse=True),
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-@cache
-def commit(root: Path = ROOT) -> str:
-    """Asked once a process: short hash of the checkout, with `+` where tracked files differ from it; `unknown` outside of git."""
-    try:
-        hash_, dirty = (
-            subprocess.run(
-                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for arguments in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return hash_ + ("+" if dirty else "")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""One measured run against a server: prepare, warm up, measure, keep. Draws no plots and searches for no rate."""
+"""One measured run against a server: prepare, warm up, measure, store. Draws no plots and searches for no rate."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.arrivals import Arrivals, schedule
-from loadtest.figures import Slo, Summary, summarise
-from loadtest.generator import ClosedLoop, GeneratorLoad, OpenLoop, measured
-from loadtest.http_client import Client, post, precise_loop
-from loadtest.samples import STAGES, Samples
-from loadtest.target import MetricsSnapshot, Target, fit_traffic, machine
-from loadtest.traffic import RankRequest, Traffic, TrafficSettings
+from loadtest.generate.arrivals import Arrivals, schedule
+from loadtest.generate.generator import ClosedLoop, GeneratorLoad, OpenLoop, measured
+from loadtest.generate.http_client import Client, precise_loop
+from loadtest.generate.samples import STAGES, Samples
+from loadtest.generate.traffic import RankRequest, Traffic, TrafficSettings
+from loadtest.machine import machine
+from loadtest.measure.figures import Slo, Summary, summarise
+from loadtest.servers.target import MetricsSnapshot, Target, fit_traffic
 
 FORMAT = 1
 MAX_PAYLOAD_BYTES = 2 * 2**30
@@ -95,25 +96,19 @@ class LoadRun:
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
 
     def run(self, rate_rps: float | None = None, seed: int = 1) -> Run:
-        """Warm up and measure once, at `rate_rps` if given. Raises TargetError where nobody answers."""
+        """Warm up and measure once, at `rate_rps` if given. Raises TargetError where the server does not answer."""
         settings = replace(self.settings, rate_rps=rate_rps or self.settings.rate_rps)
         with asyncio.Runner(loop_factory=precise_loop) as runner:
             return runner.run(self._run(settings, seed))
 
     async def _run(self, settings: RunSettings, seed: int) -> Run:
-        client = Client(
-            self.target.host,
-            self.target.port,
-            max_connections=settings.max_connections,
-            timeout_seconds=settings.timeout_seconds,
-        )
-        try:
+        host, port = self.target.host, self.target.port
+        most, timeout = settings.max_connections, settings.timeout_seconds
+        async with Client(host, port, max_connections=most, timeout_seconds=timeout) as client:
             if settings.warmup_seconds > 0:
                 await self._phase(client, settings, settings.warmup_seconds, seed + 1_000_003, "warm-up")
             before = self.target.metrics()
             samples, load = await self._phase(client, settings, settings.seconds, seed, "measure")
-        finally:
-            await client.close()
         after = self.target.metrics()
         seconds = settings.seconds if not settings.clients else float(samples.done.max())
         summary = summarise(samples, seconds, settings.slo)
@@ -153,8 +148,7 @@ class LoadRun:
 
     def _payloads(self, settings: RunSettings, requests: list[RankRequest]) -> list[bytes]:
         headers = {"X-Request-Timeout-Ms": str(settings.deadline_ms)} if settings.deadline_ms else {}
-        host = f"{self.target.host}:{self.target.port}"
-        return [post(host, self.target.path, request.body, headers) for request in requests]
+        return [self.target.request(request.body, headers) for request in requests]
 
     async def _tick(self, samples: Samples, client: Client, name: str, seconds: float, slo: Slo) -> None:
         """One line a second on what was due in the last one, while it runs."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import httptools
 
-from loadtest.arrivals import schedule
-from loadtest.generator import OpenLoop, measured
-from loadtest.http_client import Client, post, precise_loop
-from loadtest.target import machine
-from loadtest.traffic import Traffic, TrafficSettings
+from loadtest.generate.arrivals import schedule
+from loadtest.generate.generator import OpenLoop, measured
+from loadtest.generate.http_client import Client, precise_loop
+from loadtest.generate.payload import post
+from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.machine import machine
 
 RATES = (250, 500, 1000, 1500, 2000, 3000, 4000, 6000)
 BODIES = 2000

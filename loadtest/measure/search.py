@@ -9,8 +9,9 @@ from typing import Any, Literal, Protocol
 
 import httpx
 
-from loadtest.runs import LoadRun, Run, RunSettings
-from loadtest.target import Target, get, machine
+from loadtest.machine import machine
+from loadtest.measure.runs import LoadRun, Run, RunSettings
+from loadtest.servers.target import Target, get
 
 TrialVerdict = Literal["holds", "breaks", "generator"]
 

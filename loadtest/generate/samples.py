@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.http_client import FAILURES, Reply
-from loadtest.traffic import KINDS, RankRequest
+from loadtest.generate.http_client import FAILURES, Reply
+from loadtest.generate.traffic import KINDS, RankRequest
 
 STAGES = ("parse", "queue", "forward", "serialize")
 CACHE_RESULTS = ("", "hit", "miss")
@@ -43,19 +43,28 @@ class Samples:
     @classmethod
     def empty(cls, count: int) -> Samples:
         """Rows to be filled in; a row that never is has status 0 and failure `timeout`."""
-        columns = {column.name: np.zeros(count, dtype=_dtype(str(column.type))) for column in fields(cls)}
-        for name in ("due", "fired", "sent", "done"):
-            columns[name][:] = UNSENT
-        columns["failure"][:] = FAILURES.index("timeout")
-        columns["stages_ms"] = np.full((count, len(STAGES)), np.nan, dtype=np.float32)
-        return cls(**columns)
+        return cls(
+            due=np.full(count, UNSENT),
+            fired=np.full(count, UNSENT),
+            sent=np.full(count, UNSENT),
+            done=np.full(count, UNSENT),
+            status=np.zeros(count, np.int16),
+            failure=np.full(count, FAILURES.index("timeout"), np.int8),
+            kind=np.zeros(count, np.int8),
+            cache=np.zeros(count, np.int8),
+            candidates=np.zeros(count, np.int32),
+            history=np.zeros(count, np.int32),
+            reply_bytes=np.zeros(count, np.int32),
+            retry_after=np.zeros(count, np.bool_),
+            stages_ms=np.full((count, len(STAGES)), np.nan, np.float32),
+        )
 
     def __len__(self) -> int:
         return len(self.due)
 
     @property
     def latency_seconds(self) -> NDArray[np.float64]:
-        """float64 `[n]` from the due time to the last byte: waiting that the client caused is the server's debt too."""
+        """float64 `[n]` from the due time to the last byte: waiting for a connection counts."""
         return self.done - self.due
 
     @property
@@ -99,16 +108,6 @@ class Samples:
         """Read what `save` wrote; nothing is unpickled."""
         with np.load(path, allow_pickle=False) as stored:
             return cls(*(stored[column.name] for column in fields(cls)))
-
-    @classmethod
-    def concatenate(cls, parts: list[Samples]) -> Samples:
-        """All rows of all parts."""
-        return cls(*(np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(cls)))
-
-
-def _dtype(annotation: str) -> np.dtype[Any]:
-    """`NDArray[np.int16]` → int16: the annotations are the only list of the columns' types."""
-    return np.dtype(annotation.removeprefix("NDArray[np.").rstrip("_]"))
 
 
 def server_timing(header: str) -> dict[str, float]:

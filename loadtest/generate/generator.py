@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.http_client import Client, Reply
-from loadtest.samples import Samples
+from loadtest.generate.http_client import Client, Reply, precise_loop
+from loadtest.generate.samples import Samples
 
 LAG_LIMIT_SECONDS = 0.005
 CPU_LIMIT = 0.85
@@ -40,7 +40,7 @@ class GeneratorLoad:
 
 
 class OpenLoop:
-    """Fires payload i at `due[i]` seconds, whatever became of the earlier ones. `on_done(row)` hears of every reply."""
+    """Fires payload i at `due[i]` seconds, whatever became of the earlier ones. `on_done(row)` is called for every reply."""
 
     def __init__(
         self,
@@ -159,6 +159,20 @@ async def measured(loop: OpenLoop | ClosedLoop, client: Client) -> tuple[Samples
     return samples, GeneratorLoad(
         cpu / wall, float(np.percentile(lag_ms, 99)), float(lag_ms.max()), client.opened, realtime
     )
+
+
+def closed_samples(
+    address: tuple[str, int], payloads: Sequence[bytes], *, clients: int, seconds: float, warm_up: int
+) -> Samples:
+    """A closed loop against a server, after `warm_up` of the payloads that are not measured."""
+
+    async def run() -> Samples:
+        async with Client(*address, max_connections=clients, timeout_seconds=30) as client:
+            await measured(ClosedLoop(client, payloads[:warm_up], clients, 10.0), client)
+            return (await measured(ClosedLoop(client, payloads[warm_up:], clients, seconds), client))[0]
+
+    with asyncio.Runner(loop_factory=precise_loop) as runner:
+        return runner.run(run())
 
 
 @contextmanager

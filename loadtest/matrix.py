@@ -1,4 +1,4 @@
-"""One row of the reliability matrix as it came out. Not for what was done to get it."""
+"""One measured row of the reliability matrix: attempts, failures, a figure and its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that break HTTP/1.1, each of which must get 400 and the end of its connection. Written out; sends nothing."""
+"""Requests that break HTTP/1.1; each must get 400, and its connection must be closed. Sends nothing."""
 
 from __future__ import annotations
 

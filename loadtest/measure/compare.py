@@ -1,4 +1,4 @@
-"""Two runs, or two servers measured in turns: which is faster, and could that be noise? Measures nothing itself."""
+"""Whether one of two runs or servers is faster beyond noise. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
-from loadtest.figures import Slo, bootstrap_interval, holm, permutation_p, sign_flip_p
-from loadtest.runs import Run
-from loadtest.samples import Samples
+from loadtest.generate.samples import Samples
+from loadtest.measure.figures import Slo
+from loadtest.measure.runs import Run
 
 Verdict = Literal["better", "worse", "no difference shown"]
 Design = Literal["alternated", "separate"]
 
+Floats = NDArray[np.float64]
+
 SIGNIFICANCE = 0.05
+DRAWS = 20_000  # of signs or labels; up to 14 pairs, all patterns of signs are tried instead
 FIGURES = ("p50_ms", "p95_ms", "p99_ms", "good_share")
 LOWER_IS_BETTER = {"p50_ms": True, "p95_ms": True, "p99_ms": True, "good_share": False}
 MIN_BLOCKS = 8  # with fewer, four figures judged at once cannot reach the significance asked for
@@ -96,8 +100,7 @@ def compare_blocks(
             f"at least {MIN_BLOCKS} blocks of each side are needed, as many of A as of B where they alternate"
         )
     logs = [(_logs(a, figure), _logs(b, figure)) for figure in FIGURES]
-    test = _paired if design == "alternated" else _unpaired
-    p_values = holm([test(*pair) for pair in logs])
+    p_values = holm([paired_p(b - a) if design == "alternated" else unpaired_p(a, b) for a, b in logs])
     differences = [
         _difference(figure, pair, p, design, smallest_effect, a, b)
         for figure, pair, p in zip(FIGURES, logs, p_values, strict=True)
@@ -121,21 +124,44 @@ def cut(samples: Samples, blocks: int) -> list[Samples]:
     return [part for part in parts if len(part)]
 
 
-def _logs(blocks: list[dict[str, float]], figure: str) -> NDArray[np.float64]:
+def paired_p(differences: Floats) -> float:
+    """Two-sided p-value that paired differences `[n]` centre on 0, by flipping their signs. At least 2 / 2^n."""
+    found = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=DRAWS, rng=1)
+    return float(found.pvalue)
+
+
+def unpaired_p(first: Floats, second: Floats) -> float:
+    """Two-sided p-value that two sets of blocks have one mean, by random relabelling."""
+
+    def gap(a: Floats, b: Floats, axis: int) -> Floats:
+        difference: Floats = a.mean(axis=axis) - b.mean(axis=axis)
+        return difference
+
+    return float(stats.permutation_test((first, second), gap, n_resamples=DRAWS, rng=1).pvalue)
+
+
+def bootstrap_interval(values: Floats) -> tuple[float, float]:
+    """95 % percentile bootstrap of the mean."""
+    found = stats.bootstrap((values,), np.mean, method="percentile", rng=1).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Holm's correction (1979) for several figures judged at once, in the order given."""
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def _logs(blocks: list[dict[str, float]], figure: str) -> Floats:
     return np.log(np.maximum([block[figure] for block in blocks], 1e-9))
-
-
-def _paired(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    return sign_flip_p(b - a)
-
-
-def _unpaired(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    return permutation_p(a, b)
 
 
 def _difference(
     figure: str,
-    logs: tuple[NDArray[np.float64], NDArray[np.float64]],
+    logs: tuple[Floats, Floats],
     p: float,
     design: Design,
     smallest_effect: float,

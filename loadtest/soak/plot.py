@@ -1,4 +1,4 @@
-"""`python -m loadtest.overload`: offered load against goodput and latency, 0.5× to 10× of the capacity, as a PNG and a table."""
+"""`python -m loadtest.soak.plot`: offered load against goodput and latency, 0.5× to 10× of the capacity, as a PNG and a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from loadtest.http_client import precise_loop
+from loadtest.generate.http_client import precise_loop
 from loadtest.soak.overload import CAPACITY_RPS, ENGINE, SETTINGS, Load, offer, unloaded
 from loadtest.soak.servers import fake
 

@@ -11,9 +11,9 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from loadtest.figures import over_time
-from loadtest.runs import Run
-from loadtest.samples import STAGES
+from loadtest.generate.samples import STAGES
+from loadtest.measure.figures import over_time
+from loadtest.measure.runs import Run
 
 INK, GRID = "#1f2933", "#d9dee4"
 COLOURS = {

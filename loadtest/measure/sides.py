@@ -9,10 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from loadtest.compare import Comparison, compare_blocks, figures_of
-from loadtest.launch import ranking_server
-from loadtest.runs import LoadRun, Run, RunSettings
-from loadtest.target import ROOT, Target, TargetError, commit, machine
+from loadtest.machine import ROOT, commit, machine
+from loadtest.measure.compare import Comparison, compare_blocks, figures_of
+from loadtest.measure.runs import LoadRun, Run, RunSettings
+from loadtest.servers.launch import ranking_server
+from loadtest.servers.target import Target, TargetError
 
 Say = Callable[[str], None]
 
@@ -81,15 +82,15 @@ def _side(name: str, checkpoint: Path) -> Iterator[Target]:
     if name.startswith("http://"):
         yield Target.parse(name)
     elif name == ".":
-        with ranking_server(checkpoint=checkpoint) as target:
-            yield target
+        with ranking_server(checkpoint=checkpoint) as server:
+            yield server.target
     else:
         with (
             tempfile.TemporaryDirectory(prefix="compare-") as parent,
             _worktree(name, Path(parent) / "checkout") as root,
-            ranking_server(checkpoint=checkpoint, root=root) as target,
+            ranking_server(checkpoint=checkpoint, root=root) as server,
         ):
-            yield target
+            yield server.target
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from loadtest import plots
-from loadtest.figures import percentiles_ms
-from loadtest.runs import Run
-from loadtest.samples import CACHE_RESULTS
-from loadtest.traffic import KINDS
+from loadtest.generate.samples import CACHE_RESULTS
+from loadtest.generate.traffic import KINDS
+from loadtest.measure.figures import percentiles_ms
+from loadtest.measure.runs import Run
+from loadtest.report import plots
 
 TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = ("p50", "p90", "p95", "p99", "p99.9", "max")

@@ -50,13 +50,6 @@ def precise_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-def post(host: str, path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
-    """The bytes of a POST with a JSON body, ready for the wire."""
-    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
 class Client:
     """Sends ready payloads over at most `max_connections`; where none is free, they wait here in order.
 
@@ -108,6 +101,18 @@ class Client:
             task.add_done_callback(self._connecting.discard)
         else:
             self._waiting.append(pending)
+
+    async def ask(self, payload: bytes) -> Reply:
+        """One request and its reply."""
+        found: asyncio.Future[Reply] = self._loop.create_future()
+        self.send(payload, lambda reply: None if found.done() else found.set_result(reply))
+        return await found
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Drop every connection; what is unanswered fails with `reset`."""

@@ -23,10 +23,10 @@ class BadRequest:
 
 
 def bad_requests(good: bytes) -> list[BadRequest]:
-    """One of each sort, spoiled from a good body."""
+    """One of each sort, corrupted from a good body."""
     invalid = [
-        BadRequest(name, orjson.dumps(spoil(orjson.loads(good))), JSON, 422, "invalid_request")
-        for name, spoil in SPOILERS
+        BadRequest(name, orjson.dumps(corrupt(orjson.loads(good))), JSON, 422, "invalid_request")
+        for name, corrupt in CORRUPTIONS
     ]
     return [
         *invalid,
@@ -47,7 +47,7 @@ def _with(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda body: body | {key: value}
 
 
-SPOILERS: tuple[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]], ...] = (
+CORRUPTIONS: tuple[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]], ...] = (
     ("no candidates", _with("candidates", [])),
     ("unknown field", _with("colour", "green")),
     ("unknown action", _with("weights", {"applaud": 1.0})),

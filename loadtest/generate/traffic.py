@@ -1,4 +1,4 @@
-"""The traffic model: whose page is asked for next, with which history and candidates. Feeds every tool; sends nothing itself."""
+"""The traffic model: which user asks for a page next, with which history and candidates. Feeds every tool; sends nothing itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from loadtest.distributions import SizeBand, Sizes, Zipf, ids_of, mix
+from loadtest.generate.distributions import SizeBand, Sizes, Zipf, ids_of, mix
 
 Kind = Literal["first_visit", "return_visit", "page", "refresh"]
 KINDS: tuple[Kind, ...] = ("first_visit", "return_visit", "page", "refresh")
@@ -153,7 +153,7 @@ class Traffic(Iterator[RankRequest]):
         return request
 
     def first_visit(self) -> RankRequest:
-        """The first page of a user whom nobody has seen; the session ends with it."""
+        """The first page of a user who has not been seen before; the session ends with it."""
         session = self._open(fresh=True)
         request = self._page(session)
         self._close(session)

@@ -1,19 +1,17 @@
-"""Figures from samples: percentiles, goodput under an SLO, and whether two sets of blocks differ. Neither files nor plots."""
+"""Figures from samples: percentiles, rates over time, and goodput under an SLO. Neither files nor plots."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.http_client import FAILURES
-from loadtest.samples import STAGES, UNSENT, Samples
+from loadtest.generate.http_client import FAILURES
+from loadtest.generate.samples import STAGES, UNSENT, Samples
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
-EXACT_PAIRS = 14  # up to here every sign pattern is tried
 
 Floats = NDArray[np.float64]
 
@@ -115,46 +113,6 @@ def over_time(samples: Samples, bin_seconds: float, slo: Slo) -> dict[str, Float
     for name, mask in (("offered", np.ones(len(samples), dtype=bool)), ("answered", ok), ("good", good)):
         columns[name] = np.bincount(bins[mask], minlength=count).astype(np.float64) / bin_seconds
     return columns
-
-
-def sign_flip_p(differences: Floats, seed: int = 1, draws: int = 20_000) -> float:
-    """Two-sided p-value that paired differences `[n]` centre on 0: the share of sign patterns whose mean is as far from 0.
-
-    Exact up to 14 pairs, drawn at random beyond. The smallest p-value of n pairs is 2 / 2^n: six pairs at least for 0.05.
-    """
-    if len(differences) <= EXACT_PAIRS:
-        signs = np.array(list(product((-1.0, 1.0), repeat=len(differences))))
-    else:
-        signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(draws, len(differences)))
-        signs[0] = 1.0
-    observed = abs(differences.mean())
-    return float((np.abs((signs * differences).mean(axis=1)) >= observed - 1e-12).mean())
-
-
-def permutation_p(first: Floats, second: Floats, seed: int = 1, draws: int = 20_000) -> float:
-    """Two-sided p-value that two unpaired sets of blocks have one mean, by random relabelling."""
-    together = np.concatenate([first, second])
-    observed = abs(first.mean() - second.mean())
-    orders = np.random.default_rng(seed).permuted(np.tile(together, (draws, 1)), axis=1)
-    gaps = np.abs(orders[:, : len(first)].mean(axis=1) - orders[:, len(first) :].mean(axis=1))
-    return float((1 + (gaps >= observed - 1e-12).sum()) / (1 + draws))
-
-
-def bootstrap_interval(values: Floats, seed: int = 1, draws: int = 5_000, level: float = 0.95) -> tuple[float, float]:
-    """Percentile bootstrap of the mean."""
-    picks = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)))
-    tail = 100 * (1 - level) / 2
-    low, high = np.percentile(values[picks].mean(axis=1), [tail, 100 - tail])
-    return float(low), float(high)
-
-
-def holm(p_values: list[float]) -> list[float]:
-    """Holm's correction (1979) for several figures judged at once, in the order given."""
-    adjusted, highest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = highest
-    return adjusted
 
 
 def _known(values: NDArray[np.float32]) -> Floats:

@@ -1,0 +1,31 @@
+"""Requests as bytes, ready for the wire. Not for traffic that resembles a feed's: see `traffic`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+
+
+def post(host: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+    """A POST with a JSON body, over HTTP/1.1."""
+    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def rank_body(user: int, candidates: int = 16, history: int = 3) -> bytes:
+    """A small body for `POST /rank`, the same each time; its candidates belong to no other user."""
+    posts = [user * 10_000 + number for number in range(1, candidates + 1)]
+    past = list(range(1, history + 1))
+    content = {
+        "user_id": user,
+        "history": {"post_id": past, "author_id": past},
+        "candidates": {"post_id": posts, "author_id": posts},
+    }
+    return orjson.dumps(content)
+
+
+def rank_request(user: int, candidates: int = 16, headers: Mapping[str, str] | None = None) -> bytes:
+    """The whole request with that body."""
+    return post("x", "/rank", rank_body(user, candidates), headers)

@@ -1,0 +1,50 @@
+"""What figures depend on besides the server: this machine, this checkout and its commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on besides the server: commit, processor, cores, how busy it was."""
+    return {
+        "commit": commit(),
+        "host": platform.node(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "load_average_1m": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+@cache
+def commit(root: Path = ROOT) -> str:
+    """Asked once a process: short hash of the checkout, with `+` where tracked files differ from it; `unknown` outside of git."""
+    try:
+        hash_, dirty = (
+            subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for arguments in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return hash_ + ("+" if dirty else "")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

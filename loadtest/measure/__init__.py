@@ -1,0 +1,1 @@
+"""From samples to conclusions: runs, percentiles, the search for a capacity, comparisons of two sides."""

@@ -1,0 +1,1 @@
+"""Stored runs as HTML pages and plots."""

@@ -1,0 +1,1 @@
+"""The server under test: its process, its address, its own figures."""

@@ -1,0 +1,164 @@
+"""Starts a server as a process, waits until it is ready, reads its log, and stops it. Sends no load."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from loadtest.machine import ROOT
+from loadtest.servers.target import Target, TargetError, get
+
+APP = (sys.executable, "-m", "app")
+HOST = "127.0.0.1"
+START_SECONDS = 180.0
+STOP_SECONDS = 60.0
+LOG_TAIL_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process in a group of its own, where it listens, and the file that it logs to."""
+
+    process: subprocess.Popen[bytes]
+    target: Target
+    log: IO[bytes]
+
+    @property
+    def port(self) -> int:
+        """On the loopback interface."""
+        return self.target.port
+
+    @property
+    def url(self) -> str:
+        """`http://127.0.0.1:port`."""
+        return self.target.origin
+
+    @property
+    def raw(self) -> str:
+        """All that was logged so far."""
+        log = self.log.fileno()
+        return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of it that are JSON objects."""
+        return [json.loads(line) for line in self.raw.split("\n")[:-1] if line.startswith("{")]
+
+    def answers(self, path: str = "/readyz") -> bool:
+        """Whether a GET gets 200 now."""
+        try:
+            return get(f"{self.url}{path}", 2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels, 0 where it is not there."""
+        return self.target.scrape().total(name)
+
+    def pause(self) -> None:
+        """Stop all its processes, so that an idle server takes nothing from the one that is measured."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def wait_ready(self, path: str = "/readyz") -> None:
+        """Return when it answers. Raises TargetError with the end of its log where it does not, or exits."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                reason = f"the server ended with code {self.process.returncode} before it was ready"
+                raise TargetError(f"{reason}:\n{self.raw[-LOG_TAIL_CHARACTERS:]}")
+            if self.answers(path):
+                return
+            time.sleep(0.05)
+        raise TargetError(f"the server was not ready after {START_SECONDS:.0f} s:\n{self.raw[-LOG_TAIL_CHARACTERS:]}")
+
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL for what is left of its group afterwards; returns the exit code."""
+        with suppress(ProcessLookupError):
+            self.resume()  # a paused process would not see the signal
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def process(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    port: int,
+    root: Path = ROOT,
+    ready_path: str | None = "/readyz",
+    log: IO[bytes] | None = None,
+) -> Iterator[Server]:
+    """Any server, stopped at the end. It is ready where `ready_path` gets 200; None: do not wait.
+
+    `root` is its directory and comes first on its import path. `log` is the file for its output, a temporary one without.
+    Raises TargetError where it does not get ready.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RANKER_")}
+    with nullcontext(log) if log else tempfile.TemporaryFile() as file:
+        popen = subprocess.Popen(
+            list(command),
+            cwd=root,
+            env={**inherited, "PYTHONPATH": str(root), **environment},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # a group of its own: some stacks leave their workers behind
+        )
+        server = Server(popen, Target(HOST, port), file)
+        try:
+            if ready_path is not None:
+                server.wait_ready(ready_path)
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def ranking_server(
+    *command: str,
+    root: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    ready_path: str | None = "/readyz",
+    log: IO[bytes] | None = None,
+    **settings: object,
+) -> Iterator[Server]:
+    """This project's service: `command`, or `python -m app`. `settings` by their names, such as `queue__max_candidates=5`."""
+    port = free_port()
+    chosen = {"host": HOST, "port": port, "drain__delay_seconds": 0, "logs__success_sample": 0, **settings}
+    variables = {f"RANKER_{name.upper()}": _text(value) for name, value in chosen.items()}
+    variables |= environment or {}
+    with process(command or APP, variables, port=port, root=root, ready_path=ready_path, log=log) as server:
+        yield server
+
+
+def _text(value: object) -> str:
+    return str(value.resolve() if isinstance(value, Path) else value)

@@ -1,0 +1,81 @@
+"""The service around a fake engine with planted delays and faults: `python -m loadtest.soak.faulty_server --forward-ms=5`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from app.assembly import build_server, policies
+from app.server import process
+from app.service.service import RankingService
+from app.settings import load_settings
+from app.telemetry.metrics import Metrics
+from loadtest.soak.fake_engine import FakeEngine, loader
+from loadtest.soak.servers import HANG, RAISE, STICKY
+from model.engine import EngineError, Item, Outcome
+
+leaked: list[bytearray] = []
+
+
+class FaultyEngine(FakeEngine):
+    """Takes its time, breaks for the chosen users, and has whatever planted faults the command line names."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, items: Sequence[Item]) -> list[Outcome]:
+        options, users = self.options, {item.context.user_id for item in items}
+        work = sum(len(item.candidates) for item in items)
+        time.sleep((options.forward_ms + options.candidate_us * work / 1000) / 1000)
+        if HANG in users:
+            time.sleep(options.hang_seconds)
+        if STICKY in users:
+            raise EngineError("the device is gone", sticky=True)
+        if RAISE in users:
+            raise MemoryError("planted")
+        outcomes = super().forward(items)
+        del self.forwards[:], self.chunks[:]
+        if options.leak_bytes:
+            leaked.extend(bytearray(options.leak_bytes) for _ in items)
+        return crossed(outcomes) if options.cross else outcomes
+
+
+def crossed(outcomes: list[Outcome]) -> list[Outcome]:
+    """Each outcome where the next of as many candidates belongs, so that no length gives the mistake away."""
+    found = list(outcomes)
+    for size in {len(outcome.scores) for outcome in outcomes}:
+        places = [place for place, outcome in enumerate(outcomes) if len(outcome.scores) == size]
+        for place, other in zip(places, places[1:] + places[:1], strict=True):
+            found[place] = outcomes[other]
+    return found
+
+
+def stock_protocol(*arguments: Any, limits: object, observer: object, **named: Any) -> HttpToolsProtocol:
+    """In place of ours: no deadlines, no limits, no care for what follows a broken request."""
+    return HttpToolsProtocol(*arguments, **named)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--forward-ms", type=float, default=0.0)
+    parser.add_argument("--candidate-us", type=float, default=0.0)
+    parser.add_argument("--hang-seconds", type=float, default=3600.0)
+    parser.add_argument("--leak-bytes", type=int, default=0)
+    parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
+    parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
+    options = parser.parse_args()
+    if options.stock_protocol:
+        vars(process)["StrictProtocol"] = stock_protocol  # the name that build_server looks up
+    settings = load_settings([])
+    service = RankingService(loader(FaultyEngine(options)), policies(settings), Metrics())
+    return process.serve(build_server(settings, service))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

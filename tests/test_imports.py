@@ -1,0 +1,85 @@
+"""Every import contract of pyproject.toml holds, and breaks where an import that it forbids is planted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+
+PLANTS = {  # contract → file, an import that the contract forbids there
+    "floors: loadtest → app → weights → model": ("weights/checkpoint.py", "import app.errors"),
+    "model can be carried to a bare machine": ("model/engine.py", "import pydantic"),
+    "rooms of app, one way": ("app/telemetry/metrics.py", "import app.http.problems"),
+    "the seam: what speaks HTTP needs no torch": ("app/http/problems.py", "import torch"),
+    "the seam: what ranks needs no HTTP": ("app/service/service.py", "import fastapi"),
+    "scheduling is pure policy": ("app/scheduling/forecast.py", "import numpy"),
+    "the client stands alone": ("app/client/messages.py", "import app.errors"),
+    "rooms of weights, one way": ("weights/format/manifest.py", "import weights.checkpoint"),
+    "rooms of loadtest, one way": ("loadtest/generate/arrivals.py", "import loadtest.measure.figures"),
+    "what measures an engine needs the model alone": ("loadtest/bench/curves.py", "import weights.checkpoint"),
+    "bench-gpu can be carried to a bare machine": ("loadtest/gpu/card.py", "import rich"),
+    "what loads a server speaks HTTP, and knows it by nothing else": (
+        "loadtest/measure/runs.py",
+        "import model.engine",
+    ),
+    "of loadtest, only the fuzzer and the faulty server know app": ("loadtest/peers/common.py", "import app.errors"),
+}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python files of the linted packages, and the contracts."""
+    copied = tmp_path_factory.mktemp("tree")
+    for package in LINTER["root_packages"]:
+        for source in (ROOT / package).rglob("*.py"):
+            target = copied / source.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    shutil.copy(ROOT / "pyproject.toml", copied)
+    return copied
+
+
+def broken(tree: Path) -> set[str]:
+    """The contracts that the linter says are broken."""
+    linter = Path(sys.executable).with_name("lint-imports")
+    environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "200"}
+    ended = subprocess.run([linter], cwd=tree, env=environment, capture_output=True, text=True, timeout=60)
+    found = {name for name in PLANTS if f"{name} BROKEN" in ended.stdout}
+    assert bool(found) == bool(ended.returncode), ended.stdout + ended.stderr
+    return found
+
+
+def test_every_contract_has_its_plant() -> None:
+    assert set(PLANTS) == {contract["name"] for contract in LINTER["contracts"]}
+
+
+def test_the_tree_keeps_every_contract(tree: Path) -> None:
+    assert broken(tree) == set()
+
+
+@pytest.mark.parametrize("contract", PLANTS)
+def test_a_planted_import_breaks_its_contract(tree: Path, contract: str) -> None:
+    name, planted = PLANTS[contract]
+    file = tree / name
+    sound = file.read_text()
+    file.write_text(f"{sound}\n{planted}\n")
+    try:
+        assert contract in broken(tree)
+    finally:
+        file.write_text(sound)
+
+
+def test_the_product_does_not_lean_on_its_tests() -> None:
+    """Neither by an import nor by starting one of their modules as a process."""
+    files = [file for package in LINTER["root_packages"] for file in (ROOT / package).rglob("*.py")]
+    leaning = re.compile(r"^\s*(from|import) tests\b|[\"\s]tests\.\w+\.\w+", re.MULTILINE)
+    assert [str(file) for file in [*files, ROOT / "Makefile"] if leaning.search(file.read_text())] == []
