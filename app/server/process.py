@@ -196,6 +196,7 @@ def connection_limits(settings: Connections) -> ConnectionLimits:
     return ConnectionLimits(
         header_seconds=settings.header_seconds,
         body_seconds=settings.body_seconds,
+        keep_alive_seconds=settings.keep_alive_seconds,
         max_header_bytes=settings.max_header_bytes,
     )
 

@@ -7,12 +7,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from tests.app.fakes import FakeEngine
-from tests.reliability.live import Live, connect, live, one_reply, raw_request, read_all, statuses, wait_until
+from tests.reliability.live import Live, closed, connect, live, one_reply, raw_request, read_all, statuses, wait_until
 
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
 HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -75,21 +76,40 @@ def test_the_defaults_close_within_ten_seconds() -> None:
     assert limits.write_seconds <= 10
 
 
-def test_a_client_that_does_not_read_its_reply_is_cut_off() -> None:
+@contextmanager
+def impatient(write_seconds: float) -> Iterator[Live]:
+    """A server that waits that long for a client to take more of what was written to it."""
     with live(FakeEngine()) as server:
         keywords = server.server.config.http_protocol_class.keywords  # type: ignore[attr-defined]  # a partial
-        keywords["limits"] = replace(keywords["limits"], write_seconds=0.3)
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", server.port))
-            sock.sendall(raw_request(1, candidates=4000) * 12)
-            wait_until(lambda: closed(server, "slow_reader") == 1, 10)
+        keywords["limits"] = replace(keywords["limits"], write_seconds=write_seconds)
+        yield server
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel has no such deadline")
+@pytest.mark.parametrize("extra", ["", "Connection: close\r\n"], ids=["keep-alive", "closing"])
+@pytest.mark.parametrize("count", [1, 12], ids=["in the kernel", "in the process"])
+def test_a_client_that_does_not_read_its_replies_is_cut_off(count: int, extra: str) -> None:
+    """However little it was sent: what the process has handed to the kernel has the same deadline."""
+    sent = raw_request(1, candidates=4000) * (count - 1) + raw_request(1, candidates=4000, extra=extra)
+    with impatient(0.3) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(sent)
+        wait_until(lambda: closed(server, "slow_reader") == 1, 5)
         wait_until(lambda: not server.server.server_state.connections)
 
 
-def closed(server: Live, reason: str) -> float:
-    value = server.service.metrics.registry.get_sample_value("ranker_connections_closed_total", {"reason": reason})
-    return value or 0.0
+def test_a_slow_reader_that_makes_progress_is_not_cut_off() -> None:
+    with impatient(0.5) as server, connect(server.port) as sock:
+        sock.sendall(
+            raw_request(1, candidates=4000) * 11 + raw_request(1, candidates=4000, extra="Connection: close\r\n")
+        )
+        found, began = b"", time.monotonic()
+        while piece := sock.recv(200_000):
+            found += piece
+            time.sleep(0.1)
+        assert time.monotonic() - began > 2.0
+        assert statuses(found) == [200] * 12
 
 
 def test_others_do_not_feel_fifty_slow_connections(server: Live) -> None:
