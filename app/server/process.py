@@ -32,10 +32,9 @@ from uvicorn.server import ServerState
 
 from app.interface import Reloads, Service
 from app.server.listener import Listener
-from app.server.protocol import ConnectionLimits, StrictProtocol
-from app.settings import Connections, Settings
+from app.server.protocol import Observer, StrictProtocol
+from app.settings import Settings
 from app.telemetry import logs
-from app.telemetry.metrics import Metrics
 
 EXIT_FAILED = 1  # the first load, or the drain
 EXIT_START = 3  # as uvicorn: cannot listen
@@ -72,7 +71,7 @@ class RankingServer(uvicorn.Server):
         self.service = service
         self.reloads = reloads
         self.side_apps = side_apps
-        self.observer = ConnectionObserver(service.metrics)
+        self.observer = Observer(service.metrics)
         self.exit_code = 0
         self.listeners: list[Listener] = []
         self._signals = 0
@@ -185,33 +184,8 @@ class RankingServer(uvicorn.Server):
             self.listeners.append(listener)
 
 
-class ConnectionObserver:
-    """Counts connections that the server closed, and tells them when to end."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.draining = False
-        self._closed = metrics.connections_closed
-
-    def closed(self, reason: str) -> None:
-        """The server closed a connection."""
-        self._closed.labels(reason).inc()
-
-
-def connection_limits(settings: Connections) -> ConnectionLimits:
-    """The part of the settings that one connection understands."""
-    return ConnectionLimits(
-        header_seconds=settings.header_seconds,
-        body_seconds=settings.body_seconds,
-        keep_alive_seconds=settings.keep_alive_seconds,
-        max_header_bytes=settings.max_header_bytes,
-    )
-
-
-def _config(
-    app: Any, settings: Settings, observer: ConnectionObserver, host: str, port: int, *, lifespan: Any
-) -> uvicorn.Config:
-    limits = connection_limits(settings.connections)
-    protocol: Any = functools.partial(StrictProtocol, limits=limits, observer=observer)
+def _config(app: Any, settings: Settings, observer: Observer, host: str, port: int, *, lifespan: Any) -> uvicorn.Config:
+    protocol: Any = functools.partial(StrictProtocol, limits=settings.connections, observer=observer)
     return uvicorn.Config(
         app,
         host=host,

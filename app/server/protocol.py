@@ -1,21 +1,23 @@
 """One HTTP/1.1 connection that keeps to the protocol and to its deadlines. Not for what a request means.
 
-state      waits for                    at its deadline             bytes that come
-IDLE       a request's first byte       closed (none while replies  begin a request: HEADERS
-                                        are pending)
-HEADERS    the end of its headers       refused                     parsed; headers complete: BODY
-BODY       the end of its body          refused                     parsed; body complete: IDLE
-ENDING     the last pending reply       (each reply has its own)    thrown away
-LINGERING  the client's end             closed                      thrown away, up to a bound
-CLOSED     nothing
+state      waits for               at its deadline                      bytes that come
+IDLE       a request's first byte  closed; none with a reply pending    begin a request: HEADERS
+HEADERS    the end of its headers  refused                              parsed until BODY
+BODY       the end of its body     refused                              parsed until IDLE
+ENDING     the pending replies     (their own)                          thrown away
+LINGERING  the client's end        closed                               thrown away, up to a bound
+CLOSED
 
-In any state:
-a request is refused (it breaks the rules, or is too slow)
-    its reply is out: LINGERING. Its reply has begun: CLOSED. Older replies are pending: ENDING.
-    Else the refusal is its reply: LINGERING.
-a reply that ends the connection is out: LINGERING
-the process drains: a request that has begun gets such a reply; an IDLE connection without one: CLOSED after a silence
-the client closes, or for too long takes nothing of what was written: CLOSED
+event                                               next state
+a request is refused, being broken or too slow:
+  its reply is out                                  LINGERING
+  its reply has begun                               CLOSED: half a reply cannot be mended
+  older replies are pending                         ENDING: they come first, and then the end
+  else                                              LINGERING, after the refusal
+a reply that ends the connection is out             LINGERING
+the process drains                                  a reply ends each connection on which a request has begun;
+                                                    IDLE with none pending: CLOSED, after a silence
+the client closes, or takes no bytes for too long   CLOSED
 """
 
 from __future__ import annotations
@@ -27,9 +29,8 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
@@ -37,10 +38,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app.server.refusals import refusal_reply, without_upgrade
+from app.settings import Connections
+from app.telemetry.metrics import Metrics
 
 MAX_HEADERS = 100
 MAX_PIPELINED = 16
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
+WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
 
 LINGER_BYTES = 64 * 2**20  # thrown away of what comes after a reply: several times what honest clients send by mistake
@@ -50,24 +54,15 @@ LINGER_MOST_SECONDS = 30.0
 LINGER_DRAIN_SECONDS = 5.0  # the same while the process drains, which waits for lingering connections
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Seconds from a request's first byte (the first one's: from the connect) to the end of its headers and of its body, between
-    requests, and for which a client may take nothing of what was written."""
+class Observer:
+    """What the connections of a process share: a count of those that the server closed, and whether the process drains."""
 
-    header_seconds: float = 5.0
-    body_seconds: float = 8.0
-    keep_alive_seconds: float = 75.0
-    write_seconds: float = 8.0
-    max_header_bytes: int = 32_768
+    def __init__(self, metrics: Metrics) -> None:
+        self.draining = False
+        self._closed = metrics.connections_closed
 
-
-class Observer(Protocol):
-    """Is told why the server closed a connection, and asked whether it wants connections to end."""
-
-    draining: bool
-
-    def closed(self, reason: str) -> None: ...
+    def closed(self, reason: str) -> None:
+        self._closed.labels(reason).inc()
 
 
 class State(Enum):
@@ -98,7 +93,7 @@ class StrictProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        limits: ConnectionLimits,
+        limits: Connections,
         observer: Observer,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
@@ -119,8 +114,8 @@ class StrictProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: looks at progress, and at what only the kernel still holds
-            milliseconds = round(self.limits.write_seconds * 1000)
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            deadline = round(WRITE_SECONDS * 1000)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, deadline)
         self._arm(self.limits.header_seconds, self._cut, "silent")
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -7,11 +7,11 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
+from app.server import protocol
+from app.settings import Connections
 from tests.app.fakes import FakeEngine
 from tests.reliability.live import Live, closed, connect, live, one_reply, raw_request, read_all, statuses, wait_until
 
@@ -67,31 +67,21 @@ def test_a_slow_connection_is_closed_in_time(
 
 def test_the_defaults_close_within_ten_seconds() -> None:
     """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
-    from app.server.process import connection_limits
-    from app.server.protocol import LEAST_BODY_SECONDS
-    from app.settings import Connections
-
-    limits = connection_limits(Connections())
-    assert max(limits.body_seconds, limits.header_seconds + LEAST_BODY_SECONDS) <= 10
-    assert limits.write_seconds <= 10
-
-
-@contextmanager
-def impatient(write_seconds: float) -> Iterator[Live]:
-    """A server that waits that long for a client to take more of what was written to it."""
-    with live(FakeEngine()) as server:
-        keywords = server.server.config.http_protocol_class.keywords  # type: ignore[attr-defined]  # a partial
-        keywords["limits"] = replace(keywords["limits"], write_seconds=write_seconds)
-        yield server
+    limits = Connections()
+    assert max(limits.body_seconds, limits.header_seconds + protocol.LEAST_BODY_SECONDS) <= 10
+    assert protocol.WRITE_SECONDS <= 10
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel has no such deadline")
 @pytest.mark.parametrize("extra", ["", "Connection: close\r\n"], ids=["keep-alive", "closing"])
 @pytest.mark.parametrize("count", [1, 12], ids=["in the kernel", "in the process"])
-def test_a_client_that_does_not_read_its_replies_is_cut_off(count: int, extra: str) -> None:
+def test_a_client_that_does_not_read_its_replies_is_cut_off(
+    count: int, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However little it was sent: what the process has handed to the kernel has the same deadline."""
+    monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.3)
     sent = raw_request(1, candidates=4000) * (count - 1) + raw_request(1, candidates=4000, extra=extra)
-    with impatient(0.3) as server, socket.socket() as sock:
+    with live(FakeEngine()) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(sent)
@@ -99,10 +89,11 @@ def test_a_client_that_does_not_read_its_replies_is_cut_off(count: int, extra: s
         wait_until(lambda: not server.server.server_state.connections)
 
 
-def test_a_slow_reader_that_makes_progress_is_not_cut_off() -> None:
+def test_a_slow_reader_that_makes_progress_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """For three times the deadline it takes half a megabyte a second of ten."""
+    monkeypatch.setattr(protocol, "WRITE_SECONDS", 1.0)
     last = raw_request(1, candidates=4000, extra="Connection: close\r\n")
-    with impatient(1.0) as server, socket.socket() as sock:
+    with live(FakeEngine()) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(raw_request(1, candidates=4000) * 11 + last)
