@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import repeat
 
 import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from app.server import protocol
 from tests.app.fakes import FakeEngine
@@ -123,6 +124,15 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
     with monkeypatch.context() as patched:
         patched.setattr(opened.service, "_refusing", True)
         assert outcomes(ask, opened.port, 2) == {"503": 2}
+
+
+def test_where_reading_stays_paused_the_refusal_is_lost(opened: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.3)
+    monkeypatch.setattr(FlowControl, "resume_reading", lambda flow: None)
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012  # one in three may get through
+        for _ in range(20):
+            by_socket(opened.port, False)
 
 
 ENDLESS = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 99999999999\r\n"
