@@ -198,11 +198,13 @@ class StrictProtocol(HttpToolsProtocol):
         self._rest()
 
     def on_response_complete(self) -> None:
+        """Without uvicorn's own, whose keep-alive timer begins with the reply though the body may still arrive."""
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         if self.state in (State.LINGERING, State.CLOSED):
             return
-        super().on_response_complete()
-        self._unset_keepalive_if_required()  # the deadline of IDLE takes its place
+        self.flow.resume_reading()  # paused while requests waited in the pipeline
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
         if self.state is State.IDLE:
             self._rest()
 
@@ -293,8 +295,8 @@ class StrictProtocol(HttpToolsProtocol):
 
     def _end_if_silent(self) -> None:
         """The client may just have sent its next request, so silence has to last a little."""
-        if self.pending or not (self.state is State.IDLE or self._is_answered()):
-            return  # a reply ends it
+        if self.pending or self.transport.is_closing() or not (self.state is State.IDLE or self._is_answered()):
+            return  # a reply ends it, or has
         left = self.idle_since + GRACE_SECONDS - self.loop.time()
         if left > 0 or self.state is State.BODY or has_unread(self.transport):
             self.loop.call_later(max(left, GRACE_SECONDS / 100), self._end_if_silent)

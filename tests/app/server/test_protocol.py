@@ -14,7 +14,7 @@ PINNED = "0.54."  # as in pyproject.toml: look at what moved before it changes t
 METHODS: dict[type, str] = {
     HttpToolsProtocol: (
         "connection_made connection_lost data_received on_message_begin on_url on_header on_headers_complete on_message_complete"
-        " on_response_complete shutdown _unset_keepalive_if_required"
+        " on_response_complete shutdown _start_asgi_task"
     ),
     RequestResponseCycle: "run_asgi receive send",
     FlowControl: "resume_reading",
