@@ -36,31 +36,34 @@ class Listener:
         self._loop.add_reader(self.socket.fileno(), self._accept)
 
     async def close(self) -> None:
-        """Accept who waits already, then free the port. Returns when those connections have begun."""
+        """Accept all that wait already, then free the port. Returns when those connections have begun."""
+        self._loop.remove_reader(self.socket.fileno())
+        while self._accept():
+            pass
+        self.socket.close()
         if self._pause is not None:
             self._pause.cancel()
-        self._loop.remove_reader(self.socket.fileno())
-        self._accept()
-        self.socket.close()
         if self._beginning:
             await asyncio.wait(self._beginning)
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """It returns whether more may wait."""
         for _ in range(MOST_IN_A_TURN):
             try:
                 connection, _address = self.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                return False
             except OSError as error:
-                log.error("accept_failed", error=error.strerror)
                 self._loop.remove_reader(self.socket.fileno())
                 self._pause = self._loop.call_later(PAUSE_SECONDS, self.start)
-                return
+                log.error("accept_failed", error=error.strerror)
+                return False
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = self._loop.create_task(self._begin(connection))
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)
+        return True
 
     async def _begin(self, connection: socket.socket) -> None:
         try:

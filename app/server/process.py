@@ -1,4 +1,14 @@
-"""The process: listeners, signals, drain, exit code. Not for what a request means, nor for how it is computed."""
+"""The process: listeners, signals, drain, exit code. Not for what a request means, nor for how it is computed.
+
+what comes                    what the process does                                                      exits with
+SIGTERM, SIGINT               readiness 503; serves for the drain delay; closes its listeners; answers   0
+                              what was begun, for at most the drain timeout                              1 after it
+the same a second time        ends at once                                                               128 + signal
+SIGHUP                        reads the present checkpoint again                                         –
+the first load fails          answers who waits; then as after the drain delay                           1
+the engine is lost            the same                                                                   70
+no address to listen on       ends                                                                       3
+"""
 
 from __future__ import annotations
 
@@ -22,16 +32,14 @@ from uvicorn.server import ServerState
 
 from app.interface import Reloads, Service
 from app.server.listener import Listener
-from app.server.protocol import ConnectionLimits, StrictProtocol
-from app.server.wire import refuse_handshakes
-from app.settings import Connections, Settings
+from app.server.protocol import Observer, StrictProtocol
+from app.settings import Settings
 from app.telemetry import logs
-from app.telemetry.metrics import Metrics
 
+EXIT_FAILED = 1  # the first load, or the drain
 EXIT_START = 3  # as uvicorn: cannot listen
 EXIT_ENGINE_LOST = 70  # EX_SOFTWARE: a supervisor should start the process again
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-HANDSHAKE_SECONDS = 0.1  # longer than the way there and back of any client near
 
 log = structlog.get_logger("app.server.process")
 
@@ -63,7 +71,7 @@ class RankingServer(uvicorn.Server):
         self.service = service
         self.reloads = reloads
         self.side_apps = side_apps
-        self.observer = ConnectionObserver(service.metrics)
+        self.observer = Observer(service.metrics)
         self.exit_code = 0
         self.listeners: list[Listener] = []
         self._signals = 0
@@ -74,9 +82,9 @@ class RankingServer(uvicorn.Server):
 
     def fatal(self, reason: str) -> None:
         """Only a new process can help: answer who waits, then exit with a code that says so."""
-        log.error("fatal", reason=reason)
-        self.exit_code = EXIT_ENGINE_LOST if self.service.health().started else 1
+        self.exit_code = EXIT_ENGINE_LOST if self.service.health().started else EXIT_FAILED
         self.should_exit = True
+        log.error("fatal", reason=reason)  # what must happen comes before what tells of it
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; loading goes on in the background. Unlike uvicorn's, its listeners take all connections that wait: see `listener`."""
@@ -104,9 +112,6 @@ class RankingServer(uvicorn.Server):
         self.observer.draining = True
         self.reloads.stop()
         for listener in self.listeners:
-            refuse_handshakes(listener.socket.fileno())
-        await asyncio.sleep(HANDSHAKE_SECONDS)  # handshakes under way end, and their connections are accepted
-        for listener in self.listeners:
             await listener.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
@@ -114,7 +119,7 @@ class RankingServer(uvicorn.Server):
             async with asyncio.timeout(self.settings.drain.timeout_seconds):
                 await self._connections_end()
         except TimeoutError:
-            self.exit_code = self.exit_code or 1
+            self.exit_code = self.exit_code or EXIT_FAILED
             log.error("drain_timeout", connections=len(self.server_state.connections))
         await self.lifespan.shutdown()
         log.info("stopped", exit_code=self.exit_code)
@@ -154,8 +159,8 @@ class RankingServer(uvicorn.Server):
             return
         self.service.begin_drain()
         self.observer.draining = True  # from here on every reply ends its connection
-        log.info("draining", delay_seconds=self.settings.drain.delay_seconds)
         self._ending = asyncio.get_running_loop().create_task(self._stop_after_delay())
+        log.info("draining", delay_seconds=self.settings.drain.delay_seconds)
 
     async def _stop_after_delay(self) -> None:
         await asyncio.sleep(self.settings.drain.delay_seconds)
@@ -179,32 +184,8 @@ class RankingServer(uvicorn.Server):
             self.listeners.append(listener)
 
 
-class ConnectionObserver:
-    """Counts connections that the server closed, and tells them when to end."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.draining = False
-        self._closed = metrics.connections_closed
-
-    def closed(self, reason: str) -> None:
-        """The server closed a connection."""
-        self._closed.labels(reason).inc()
-
-
-def connection_limits(settings: Connections) -> ConnectionLimits:
-    """The part of the settings that one connection understands."""
-    return ConnectionLimits(
-        header_seconds=settings.header_seconds,
-        body_seconds=settings.body_seconds,
-        max_header_bytes=settings.max_header_bytes,
-    )
-
-
-def _config(
-    app: Any, settings: Settings, observer: ConnectionObserver, host: str, port: int, *, lifespan: Any
-) -> uvicorn.Config:
-    limits = connection_limits(settings.connections)
-    protocol: Any = functools.partial(StrictProtocol, limits=limits, observer=observer)
+def _config(app: Any, settings: Settings, observer: Observer, host: str, port: int, *, lifespan: Any) -> uvicorn.Config:
+    protocol: Any = functools.partial(StrictProtocol, limits=settings.connections, observer=observer)
     return uvicorn.Config(
         app,
         host=host,
@@ -217,7 +198,6 @@ def _config(
         proxy_headers=False,
         server_header=False,
         backlog=settings.connections.backlog,
-        timeout_keep_alive=max(1, round(settings.connections.keep_alive_seconds)),
     )
 
 

@@ -1,47 +1,83 @@
-"""One HTTP/1.1 connection that keeps to the protocol and to its deadlines. Not for what a request means."""
+"""One HTTP/1.1 connection that keeps to the protocol and to its deadlines. Not for what a request means.
+
+state      waits for               at its deadline                      bytes that come
+IDLE       a request's first byte  closed; none with a reply pending    begin a request: HEADERS
+HEADERS    the end of its headers  refused                              parsed until BODY
+BODY       the end of its body     refused                              parsed until IDLE
+ENDING     the pending replies     (their own)                          thrown away
+LINGERING  the client's end        closed                               thrown away, up to a bound
+CLOSED
+
+event                                               next state
+a request is refused, being broken or too slow:
+  its reply is out                                  LINGERING
+  its reply has begun                               CLOSED: half a reply cannot be mended
+  older replies are pending                         ENDING: they come first, and then the end
+  else                                              LINGERING, after the refusal
+a reply that ends the connection is out             LINGERING
+the process drains                                  a reply ends each connection on which a request has begun;
+                                                    IDLE with none pending: CLOSED, after a silence
+the client closes, or takes no bytes for too long   CLOSED
+"""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import socket
+import struct
+import termios
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.server.wire import has_unread, refusal_reply, without_upgrade
+from app.server.refusals import refusal_reply, without_upgrade
+from app.settings import Connections
+from app.telemetry.metrics import Metrics
 
 MAX_HEADERS = 100
 MAX_PIPELINED = 16
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
-LINGER_SECONDS = 2.0  # how long a refused client may go on sending before it is cut off
+WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
 
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Seconds from a request's first byte (a connection's start) to the end of its headers and of its body, and for writing."""
-
-    header_seconds: float = 5.0
-    body_seconds: float = 8.0
-    keep_alive_seconds: float = 75.0
-    write_seconds: float = 8.0
-    max_header_bytes: int = 32_768
+LINGER_BYTES = 64 * 2**20  # thrown away of what comes after a reply: several times what honest clients send by mistake
+LINGER_SECONDS = 2.0  # in each such span the client has to send LINGER_LEAST_BYTES, or it is done
+LINGER_LEAST_BYTES = 64 * 2**10
+LINGER_MOST_SECONDS = 30.0
+LINGER_DRAIN_SECONDS = 5.0  # the same while the process drains, which waits for lingering connections
 
 
-class Observer(Protocol):
-    """Is told why the server closed a connection, and asked whether it wants connections to end."""
+class Observer:
+    """What the connections of a process share: a count of those that the server closed, and whether the process drains."""
 
-    draining: bool
+    def __init__(self, metrics: Metrics) -> None:
+        self.draining = False
+        self._closed = metrics.connections_closed
 
-    def closed(self, reason: str) -> None: ...
+    def closed(self, reason: str) -> None:
+        self._closed.labels(reason).inc()
+
+
+class State(Enum):
+    """Of a connection: see the table above."""
+
+    IDLE = auto()
+    HEADERS = auto()
+    BODY = auto()
+    ENDING = auto()
+    LINGERING = auto()
+    CLOSED = auto()
 
 
 class Refused(Exception):
-    """Raised inside a parser callback, to stop parsing at once."""
+    """Raised inside a parser callback, to stop parsing at once; its argument is the key of a refusal."""
 
 
 class StrictProtocol(HttpToolsProtocol):
@@ -57,67 +93,80 @@ class StrictProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        limits: ConnectionLimits,
+        limits: Connections,
         observer: Observer,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.limits = limits
         self.observer = observer
-        self.refusal = "bad_request"  # what a parser error means, unless a callback said more
-        self.owed: list[RequestResponseCycle] = []  # requests without a complete reply, oldest first
-        self.reading = False  # between a request's first byte and its last
-        self.in_headers = True
-        self.ending = False  # no further request is taken; closes when nothing is owed
-        self.begun = 0.0
-        self.idle_since = self.loop.time()
+        self.state = State.IDLE
+        self.deadline: asyncio.TimerHandle | None = None  # of the present state
+        self.pending: list[RequestResponseCycle] = []  # requests without a complete reply, oldest first
+        self.begun = self.idle_since = self.loop.time()
         self.header_bytes = 0  # received while the headers were not complete
         self.field_bytes = 0  # of the request's own header fields; one read may hold its body as well
-        self.headers_seen = 0
-        self.deadline: asyncio.TimerHandle | None = None
-        self.write_deadline: asyncio.TimerHandle | None = None
+        self.header_count = 0
+        self.dropped_bytes = 0  # received after the reply
+        self.linger_until = 0.0
 
-    # bytes in
+    # bytes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._begin()
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: looks at progress, and at what only the kernel still holds
+            deadline = round(WRITE_SECONDS * 1000)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, deadline)
+        self._arm(self.limits.header_seconds, self._cut, "silent")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timers()
-        for cycle in self.owed:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        if isinstance(exc, TimeoutError):
+            self.observer.closed("slow_reader")
+        self._enter(State.CLOSED)
+        for cycle in self.pending:
+            _disconnect(cycle)
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing() or (self.ending and not self.reading):
+        if self.state in (State.ENDING, State.LINGERING) or self._is_answered():
+            self.dropped_bytes += len(data)
+            if self.dropped_bytes > LINGER_BYTES:
+                self._cut("endless_body")
+        if self.state in (State.ENDING, State.LINGERING, State.CLOSED):
             return
-        self._unset_keepalive_if_required()
-        if self.deadline is None and not self.reading:
-            self._begin()
-        if self.in_headers:
+        if self.state is State.IDLE:
+            self._begin_request()
+        if self.state is State.HEADERS:
             self.header_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._decline(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self._refuse()
+        except httptools.HttpParserError as error:
+            self._refuse(error.__context__.args[0] if isinstance(error.__context__, Refused) else "bad_request")
         else:
-            if self.in_headers and self.header_bytes > self.limits.max_header_bytes:
-                self.refusal = "headers"
-                self._refuse()
+            if self.state is State.HEADERS and self.header_bytes > self.limits.max_header_bytes:
+                self._refuse("headers")
+
+    def _begin_request(self) -> None:
+        if self.cycle is not None:  # the first one has begun with the connection
+            self.begun = self.loop.time()
+        self._enter(State.HEADERS)
+        self._arm(self.begun + self.limits.header_seconds - self.loop.time(), self._refuse, "slow")
+
+    def _decline(self, rest: bytes) -> None:
+        """An upgrade may be declined by answering in HTTP/1.1: parse the same request again, asking for none."""
+        parser = self.parser
+        head = without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        self._reset_counts()
+        self.data_received(head + rest)
 
     # parser callbacks
 
     def on_message_begin(self) -> None:
-        if self.ending:
-            self._stop("bad_request")
         super().on_message_begin()
-        self.reading = True
-        if self.deadline is None:
-            self._begin()
+        if self.state is State.IDLE:  # behind another request, in one read
+            self._begin_request()
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -125,7 +174,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_header(len(name) + len(value))
-        if self.in_headers:  # trailers are counted and dropped
+        if self.state is State.HEADERS:  # trailers are counted and dropped
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -133,185 +182,175 @@ class StrictProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # llhttp would take the body for another protocol: see `_decline`
         super().on_headers_complete()
-        self.in_headers = False
-        self.cycle.transport = cast(asyncio.Transport, _OneReply(self, self.transport))
-        self.owed.append(self.cycle)
+        self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
+        self.pending.append(self.cycle)
         if self.observer.draining:
             self._close_after_last()
-        self._arm(max(self.begun + self.limits.body_seconds, self.loop.time() + LEAST_BODY_SECONDS))
+        left = self.begun + self.limits.body_seconds - self.loop.time()
+        self._enter(State.BODY)
+        self._arm(max(left, LEAST_BODY_SECONDS), self._refuse, "slow")
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self.reading, self.in_headers = False, True
-        self.header_bytes = self.field_bytes = self.headers_seen = 0
-        if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
-        if self.ending and not self.owed:
-            self.transport.close()  # a reply was sent early, and only the rest of its request was awaited
+        self._reset_counts()
+        self._rest()
 
     def on_response_complete(self) -> None:
-        self.owed = [cycle for cycle in self.owed if not cycle.response_complete]
-        if self.ending and not self.owed:
-            self.server_state.total_requests += 1
-            return  # closed by the reply itself, or lingering
+        """Without uvicorn's own, whose keep-alive timer begins with the reply though the body may still arrive."""
+        self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
+        if self.state in (State.LINGERING, State.CLOSED):
+            return
+        self.flow.resume_reading()  # paused while requests waited in the pipeline
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        if self.state is State.IDLE:
+            self._rest()
+
+    def _rest(self) -> None:
+        self._enter(State.IDLE)
         self.idle_since = self.loop.time()
-        super().on_response_complete()
-        if self.reading:  # the reply came before the request's end: its body's deadline still holds
-            self._unset_keepalive_if_required()
+        if not self.pending:
+            self._arm(self.limits.keep_alive_seconds, self._cut, "keep_alive")
 
-    # bytes out
+    def _reset_counts(self) -> None:
+        self.header_bytes = self.field_bytes = self.header_count = self.dropped_bytes = 0
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.write_deadline = self.loop.call_later(self.limits.write_seconds, self._drop, "slow_reader")
+    def _count_header(self, length: int) -> None:
+        self.header_count += 1
+        self.field_bytes += length
+        if self.field_bytes > self.limits.max_header_bytes or self.header_count > MAX_HEADERS:
+            raise Refused("headers")
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.write_deadline is not None:
-            self.write_deadline.cancel()
-            self.write_deadline = None
+    def _check_headers(self) -> None:
+        version, method = self.parser.get_http_version(), self.parser.get_method()
+        if version not in ("1.1", "1.0"):
+            raise Refused("version")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if (
+            method == b"CONNECT"
+            or hosts > 1
+            or (version == "1.1" and not hosts)
+            or (codings and (version == "1.0" or codings != [b"chunked"]))
+            or len(self.pending) >= MAX_PIPELINED
+        ):
+            raise Refused("bad_request")
 
     # ends
 
-    def _decline(self, rest: bytes) -> None:
-        """An upgrade may be declined by answering in HTTP/1.1: parse the same request again, asking for none."""
-        parser = self.parser
-        head = without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
-        self.parser = httptools.HttpRequestParser(self)
-        self.headers_seen = self.header_bytes = self.field_bytes = 0
-        self.data_received(head + rest)
+    def end_with_reply(self) -> None:
+        """The last reply is written. Closing with unread input would be a reset that destroys it, so only our half closes yet."""
+        if self.state in (State.LINGERING, State.CLOSED) or self.transport.is_closing():
+            return
+        self._enter(State.LINGERING)
+        most = LINGER_DRAIN_SECONDS if self.observer.draining else LINGER_MOST_SECONDS
+        self.linger_until = self.loop.time() + most
+        self.flow.resume_reading()  # paused where the application took no more of the body
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._linger()
+
+    def _linger(self) -> None:
+        left = self.linger_until - self.loop.time()
+        self._arm(min(left, LINGER_SECONDS) if left > 0 else LINGER_SECONDS, self._check_lingering, self.dropped_bytes)
+
+    def _check_lingering(self, dropped_before: int) -> None:
+        is_sending = self.dropped_bytes - dropped_before >= LINGER_LEAST_BYTES
+        is_over = self.loop.time() >= self.linger_until
+        if self.transport.get_write_buffer_size() or (is_sending and not is_over):
+            self._linger()
+        elif is_sending:
+            self._cut("endless_body")
+        else:
+            self.transport.close()
+
+    def _refuse(self, refusal: str) -> None:
+        """Answer the request that is being read, unless it has a reply already or an older one is pending; then end."""
+        cycle = self.cycle if self.state is State.BODY else None
+        if cycle is not None:
+            if cycle.response_complete:
+                self.end_with_reply()
+                return
+            if cycle.response_started:
+                self._cut(refusal)
+                return
+            _disconnect(cycle)  # the application says nothing more
+            self.pending.remove(cycle)
+            self.pipeline = deque(entry for entry in self.pipeline if entry[0] is not cycle)
+        self.observer.closed(refusal)
+        if self.pending:
+            self._enter(State.ENDING)
+            self._close_after_last()
+        else:
+            self.transport.write(refusal_reply(refusal))
+            self.end_with_reply()
 
     def shutdown(self) -> None:
-        """End the connection as soon as nothing is owed on it."""
-        if self.reading and self.in_headers:
-            return  # a request has begun: it is answered, and its reply ends the connection
-        if self.owed:
-            self._end_when_paid()
-        else:  # the client may just have sent its next request, so silence has to last a little
-            self._end_if_silent()
+        """End the connection as soon as nothing is pending on it. uvicorn's name for it."""
+        self.linger_until = min(self.linger_until, self.loop.time() + LINGER_DRAIN_SECONDS)
+        self._close_after_last()
+        self._end_if_silent()
 
     def _end_if_silent(self) -> None:
-        if self.reading or self.owed or self.transport.is_closing():
-            return
+        """The client may just have sent its next request, so silence has to last a little."""
+        if self.pending or self.transport.is_closing() or not (self.state is State.IDLE or self._is_answered()):
+            return  # a reply ends it, or has
         left = self.idle_since + GRACE_SECONDS - self.loop.time()
-        if left > 0 or has_unread(self.transport):
+        if left > 0 or self.state is State.BODY or has_unread(self.transport):
             self.loop.call_later(max(left, GRACE_SECONDS / 100), self._end_if_silent)
         else:
             self.transport.close()
 
-    def timeout_keep_alive_handler(self) -> None:
-        if not self.transport.is_closing():
-            self._drop("keep_alive")
-
-    def finish(self) -> None:
-        """A reply that ends the connection is written. Unread input would turn the end into a reset that destroys it."""
-        self.ending = True
-        if self.reading:
-            self._linger()
-        else:
-            self.transport.close()
-
-    def _begin(self) -> None:
-        self.begun = self.loop.time()
-        self._arm(self.begun + self.limits.header_seconds)
-
-    def _arm(self, when: float) -> None:
-        if self.deadline is not None:
-            self.deadline.cancel()
-        self.deadline = self.loop.call_at(when, self._too_slow)
-
-    def _too_slow(self) -> None:
-        self.deadline = None
-        if self.header_bytes or self.reading:
-            self.refusal = "slow"
-            self._refuse()
-        else:
-            self._drop("silent")
-
-    def _count_header(self, length: int) -> None:
-        self.headers_seen += 1
-        self.field_bytes += length
-        if self.field_bytes > self.limits.max_header_bytes:
-            self._stop("headers")
-        if self.headers_seen > MAX_HEADERS:
-            self._stop("headers")
-
-    def _check_headers(self) -> None:
-        version, method = self.parser.get_http_version(), self.parser.get_method()
-        names = [name for name, _ in self.headers]
-        if version not in ("1.1", "1.0"):
-            self._stop("version")
-        if method == b"CONNECT" or names.count(b"host") > 1 or (version == "1.1" and b"host" not in names):
-            self._stop("bad_request")
-        if b"transfer-encoding" in names:
-            coding = dict(self.headers)[b"transfer-encoding"].strip().lower()
-            if version == "1.0" or coding != b"chunked":
-                self._stop("bad_request")
-        if len(self.owed) >= MAX_PIPELINED:
-            self._stop("bad_request")
-
-    def _stop(self, refusal: str) -> None:
-        self.refusal = refusal
-        raise Refused(refusal)
-
-    def _refuse(self) -> None:
-        """Answer the request that is being read, unless it has a reply already or an older one is owed first; then close."""
-        self.reading = False  # the parser is of no more use
-        if not self.in_headers and self.cycle.response_started:
-            if not self.cycle.response_complete:
-                self._drop(self.refusal)
-            elif not self.ending:
-                self._linger()
-            return
-        if self.in_headers and self.ending:
-            return
-        if not self.in_headers:
-            self.cycle.disconnected = True  # the application learns that its client is gone, and says nothing
-            self.cycle.message_event.set()
-            self.owed.remove(self.cycle)
-        if self.owed:
-            self.pipeline = deque(entry for entry in self.pipeline if entry[0] in self.owed)
-            self._end_when_paid()
-            return
-        self.observer.closed(self.refusal)
-        self.transport.write(refusal_reply(self.refusal))
-        self._linger()
-
-    def _end_when_paid(self) -> None:
-        if not self.owed:
-            self.transport.close()
-            return
-        self._close_after_last()
-        self.ending = True
-
     def _close_after_last(self) -> None:
-        for cycle in self.owed:
-            cycle.keep_alive = cycle is not self.owed[-1]
+        for cycle in self.pending:
+            cycle.keep_alive = cycle is not self.pending[-1]
 
-    def _linger(self) -> None:
-        self._cancel_timers()
-        self.ending, self.deadline = True, self.loop.call_later(LINGER_SECONDS, self.transport.abort)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-
-    def _drop(self, reason: str) -> None:
+    def _cut(self, reason: str) -> None:
         self.observer.closed(reason)
+        self._enter(State.CLOSED)
         self.transport.abort()
 
-    def _cancel_timers(self) -> None:
-        for timer in (self.deadline, self.write_deadline):
-            if timer is not None:
-                timer.cancel()
-        self.deadline = self.write_deadline = None
+    def _is_answered(self) -> bool:
+        """Whether a body still arrives whose reply is out, on a connection that stays."""
+        return self.state is State.BODY and self.cycle.response_complete
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def _arm(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
+        """Set the deadline of the present state."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+        self.deadline = self.loop.call_later(seconds, act, *arguments)
 
 
-class _OneReply:
-    """The transport as one request sees it: closing it lets the peer read the reply first."""
+class _ReplyTransport:
+    """The transport as one request sees it: closing it lets the client read the reply first."""
 
-    def __init__(self, protocol: StrictProtocol, transport: asyncio.Transport) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = protocol.finish
+    def __init__(self, protocol: StrictProtocol) -> None:
+        self.write = protocol.transport.write
+        self.close = protocol.end_with_reply
+        self._protocol = protocol
+
+    def is_closing(self) -> bool:
+        return self._protocol.state in (State.LINGERING, State.CLOSED) or self._protocol.transport.is_closing()
+
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """The application is told that the client disconnected."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
+def has_unread(transport: asyncio.Transport) -> bool:
+    """Whether bytes have arrived that the loop has not read yet."""
+    try:
+        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+    except OSError:
+        return False
+    return bool(struct.unpack("i", found)[0])

@@ -34,6 +34,8 @@ BROKEN = {
     "coding that is no coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     "chunked not last": POST + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
     "chunked after gzip": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked after gzip, in two lines": POST
+    + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "chunked twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "chunks in HTTP/1.0": b"POST /rank HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "lower-case method": b"get /livez HTTP/1.1\r\nHost: x\r\n\r\n",

@@ -11,6 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.assembly import build_server, policies
+from app.engine.versions import LoadedModel, Loader, Say
 from app.server import process
 from app.service.service import RankingService
 from app.settings import load_settings
@@ -18,6 +19,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 from loadtest.soak.servers import HANG, RAISE, STICKY
 from model.engine import EngineError, Item, Outcome
+from weights.errors import CheckpointError
 
 leaked: list[bytearray] = []
 
@@ -56,6 +58,16 @@ def crossed(outcomes: list[Outcome]) -> list[Outcome]:
     return found
 
 
+def load_late_and_fail(seconds: float) -> Loader:
+    """A checkpoint that turns out to be broken after that time."""
+
+    def load(say: Say) -> LoadedModel:
+        time.sleep(seconds)
+        raise CheckpointError("planted")
+
+    return load
+
+
 def stock_protocol(*arguments: Any, limits: object, observer: object, **named: Any) -> HttpToolsProtocol:
     """In place of ours: no deadlines, no limits, no care for what follows a broken request."""
     return HttpToolsProtocol(*arguments, **named)
@@ -67,13 +79,16 @@ def main() -> int:
     parser.add_argument("--candidate-us", type=float, default=0.0)
     parser.add_argument("--hang-seconds", type=float, default=3600.0)
     parser.add_argument("--leak-bytes", type=int, default=0)
+    parser.add_argument("--refused-after-seconds", type=float, help="the first load fails")
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
     parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
     options = parser.parse_args()
     if options.stock_protocol:
         vars(process)["StrictProtocol"] = stock_protocol  # the name that build_server looks up
     settings = load_settings([])
-    service = RankingService(loader(FaultyEngine(options)), policies(settings), Metrics())
+    refused = options.refused_after_seconds
+    load = loader(FaultyEngine(options)) if refused is None else load_late_and_fail(refused)
+    service = RankingService(load, policies(settings), Metrics())
     return process.serve(build_server(settings, service))
 
 

@@ -64,6 +64,12 @@ def live(engine: Any, **settings: Any) -> Iterator[Live]:
         assert not thread.is_alive(), "the server did not stop"
 
 
+def closed(server: Live, reason: str) -> float:
+    """How many connections the server has closed for that reason."""
+    value = server.service.metrics.registry.get_sample_value("ranker_connections_closed_total", {"reason": reason})
+    return value or 0.0
+
+
 def wait_until(condition: Any, seconds: float = 10.0) -> None:
     """Return as soon as the condition holds; raise when it does not within the time."""
     until = time.monotonic() + seconds

@@ -7,13 +7,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
+from app.server import protocol
+from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
-from tests.reliability.live import Live, connect, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
 HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -67,30 +68,42 @@ def test_a_slow_connection_is_closed_in_time(
 
 def test_the_defaults_close_within_ten_seconds() -> None:
     """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
-    from app.server.process import connection_limits
-    from app.server.protocol import LEAST_BODY_SECONDS
-    from app.settings import Connections
-
-    limits = connection_limits(Connections())
-    assert max(limits.body_seconds, limits.header_seconds + LEAST_BODY_SECONDS) <= 10
-    assert limits.write_seconds <= 10
+    limits = Connections()
+    assert max(limits.body_seconds, limits.header_seconds + protocol.LEAST_BODY_SECONDS) <= 10
+    assert protocol.WRITE_SECONDS <= 10
 
 
-def test_a_client_that_does_not_read_its_reply_is_cut_off() -> None:
-    with live(FakeEngine()) as server:
-        keywords = server.server.config.http_protocol_class.keywords  # type: ignore[attr-defined]  # a partial
-        keywords["limits"] = replace(keywords["limits"], write_seconds=0.3)
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", server.port))
-            sock.sendall(rank_request(1, candidates=4000) * 12)
-            wait_until(lambda: closed(server, "slow_reader") == 1, 10)
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel has no such deadline")
+@pytest.mark.parametrize("headers", [{}, {"Connection": "close"}], ids=["keep-alive", "closing"])
+@pytest.mark.parametrize("count", [1, 12], ids=["in the kernel", "in the process"])
+def test_a_client_that_does_not_read_its_replies_is_cut_off(
+    count: int, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little it was sent: what the process has handed to the kernel has the same deadline."""
+    monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.3)
+    sent = rank_request(1, candidates=4000) * (count - 1) + rank_request(1, candidates=4000, headers=headers)
+    with live(FakeEngine()) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(sent)
+        wait_until(lambda: closed(server, "slow_reader") == 1, 5)
         wait_until(lambda: not server.server.server_state.connections)
 
 
-def closed(server: Live, reason: str) -> float:
-    value = server.service.metrics.registry.get_sample_value("ranker_connections_closed_total", {"reason": reason})
-    return value or 0.0
+def test_a_slow_reader_that_makes_progress_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For three times the deadline it takes half a megabyte a second of ten."""
+    monkeypatch.setattr(protocol, "WRITE_SECONDS", 1.0)
+    last = rank_request(1, candidates=4000, headers={"Connection": "close"})
+    with live(FakeEngine()) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(rank_request(1, candidates=4000) * 11 + last)
+        found, slow_until = b"", time.monotonic() + 3.0
+        while piece := sock.recv(50_000):
+            found += piece
+            if time.monotonic() < slow_until:
+                time.sleep(0.1)
+        assert statuses(found) == [200] * 12
 
 
 def test_others_do_not_feel_fifty_slow_connections(server: Live) -> None:

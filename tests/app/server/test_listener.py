@@ -86,7 +86,10 @@ def test_the_loops_own_server_takes_one_a_turn() -> None:
     run(go())
 
 
-def test_who_waits_at_the_close_is_taken() -> None:
+@pytest.mark.parametrize("in_a_turn", [module.MOST_IN_A_TURN, WAITING // 4])
+def test_all_that_wait_at_the_close_are_taken(in_a_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_IN_A_TURN", in_a_turn)
+
     async def go() -> None:
         listener = Listener("127.0.0.1", 0, backlog=128, protocol=Counting)
         listener.start()

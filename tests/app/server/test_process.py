@@ -69,7 +69,7 @@ def process(module: str, *arguments: str, **environ: str) -> Iterator[Process]:
 
 
 def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
-    with process("tests.reliability.fake_server", drain__delay_seconds="0.5") as server:
+    with process("loadtest.soak.faulty_server", drain__delay_seconds="0.5") as server:
         assert server.get("/livez") == 200
         server.wait(lambda: server.get("/readyz") == 200)
         server.popen.send_signal(signal.SIGTERM)
@@ -107,3 +107,13 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_process_with_1_and_a_senten
     with process("app", checkpoint=str(tmp_path / place)) as server:
         assert server.popen.wait(30) == 1
         assert str(tmp_path / place) in str(server.event("fatal")["reason"])
+
+
+def test_a_first_load_that_fails_in_a_drain_ends_the_process_with_1() -> None:
+    """Not with 70, which asks the supervisor to try again."""
+    with process("loadtest.soak.faulty_server", "--refused-after-seconds=1", drain__delay_seconds="30") as server:
+        server.event("listening")
+        server.popen.send_signal(signal.SIGTERM)
+        server.event("draining")
+        assert server.popen.wait(20) == 1
+        assert server.event("stopped")["exit_code"] == 1

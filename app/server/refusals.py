@@ -1,0 +1,34 @@
+"""What the protocol writes without an application: refusals, and the same request's head where an upgrade is declined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+REFUSALS = {  # status, code, title, sentence
+    "bad_request": (400, "bad_request", "Bad Request", "The request breaks the rules of HTTP/1.1."),
+    "slow": (408, "request_timeout", "Request Timeout", "The request did not arrive in time."),
+    "headers": (
+        431, "headers_too_large", "Request Header Fields Too Large", "The headers are longer than the limit.",
+    ),
+    "version": (505, "http_version", "HTTP Version Not Supported", "This server speaks HTTP/1.1 and HTTP/1.0."),
+}  # fmt: skip
+
+
+def refusal_reply(refusal: str) -> bytes:
+    """A whole reply that ends its connection, in the form of the service's own problems."""
+    status, code, title, detail = REFUSALS[refusal]
+    body = f'{{"type":"about:blank","title":"{title}","status":{status},"code":"{code}","detail":"{detail}"}}'
+    head = f"HTTP/1.1 {status} {title}\r\ncontent-type: application/problem+json\r\ncontent-length: {len(body)}"
+    return f"{head}\r\nconnection: close\r\n\r\n{body}".encode()
+
+
+def without_upgrade(method: bytes, url: bytes, version: str, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The head of the same request, asking for no other protocol."""
+    head = [b"%b %b HTTP/%b" % (method, url, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            tokens = [token.strip().lower() for token in value.split(b",")]
+            value = b"close" if b"close" in tokens else b"keep-alive"
+        if name != b"upgrade":
+            head.append(b"%b: %b" % (name, value))
+    return b"\r\n".join([*head, b"", b""])
