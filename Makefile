@@ -29,8 +29,8 @@ $(VENV)/.runtime: pyproject.toml $(LOCK) | $(BIN)/python
 	$(PIP_INSTALL) -e .
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.runtime
-	$(PIP_INSTALL) -e '.[dev,train,load,tracing]'
+$(VENV)/.installed: $(VENV)/.runtime app/client/pyproject.toml
+	$(PIP_INSTALL) -e '.[dev,train,load,tracing]' -e app/client
 	@touch $@
 
 # Debian's prometheus and promtool, unpacked below .cache; the tests that need them say so where this fails.

@@ -20,6 +20,7 @@ TOP = {
     "README.md", "CHANGELOG.md", "LICENSE", ".ci",
 }  # fmt: skip
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CLIENT = tomllib.loads((ROOT / "app/client/pyproject.toml").read_text())["project"]
 LOCK = [line for line in (ROOT / "docker/requirements.lock").read_text().splitlines() if not line.startswith("#")]
 LOCKED = dict(line.split("==") for line in LOCK)
 
@@ -47,7 +48,7 @@ def test_the_top_level_is_what_a_newcomer_was_told() -> None:
 
 
 def test_every_requirement_is_locked() -> None:
-    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    groups = [PROJECT["dependencies"], CLIENT["dependencies"], *PROJECT["optional-dependencies"].values()]
     wanted = {normal(re.split(r"[\[<>=;~! ]", line)[0]) for group in groups for line in group}
     assert wanted - {normal(name) for name in LOCKED} == set()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+from phoenix_ranker_client import Candidate, RankerClient
 
-from app.client import Candidate, RankerClient
 from tests.e2e.process import DEMO, ROOT, Server, serving
 
 LIMIT = 65_536
