@@ -91,6 +91,19 @@ def test_the_next_page_finds_the_context_in_the_cache(client: httpx.Client, exam
     assert first.json()["candidates"] == second.json()["candidates"]
 
 
+def test_a_head_is_followed_by_the_next_reply(server: Server) -> None:
+    head, get = (
+        b"%b /readyz HTTP/1.1\r\nhost: a\r\n%b\r\n" % pair
+        for pair in ((b"HEAD", b""), (b"GET", b"connection: close\r\n"))
+    )
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(head + get)
+        replies = b"".join(iter(lambda: connection.recv(LIMIT), b""))
+    assert replies.count(b"HTTP/1.1 200 OK") == 2
+    assert replies.count(b'{"status":"ready"}') == 1  # a body after HEAD would be read as the next reply
+    assert replies.endswith(b'{"status":"ready"}')
+
+
 def test_the_client_speaks_to_it(server: Server) -> None:
     with RankerClient(server.url) as client:
         ranking = client.rank(7, [Candidate(90, 5), Candidate("91", 6)], timeout_seconds=10)
