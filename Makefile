@@ -29,8 +29,8 @@ $(VENV)/.runtime: pyproject.toml $(LOCK) | $(BIN)/python
 	@$(CHOOSE_TORCH) && set -x && $(BIN)/$(PIP_INSTALL) "$$@" -e .
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.runtime
-	$(BIN)/$(PIP_INSTALL) -e '.[dev,train,load,tracing]'
+$(VENV)/.installed: $(VENV)/.runtime app/client/pyproject.toml
+	$(BIN)/$(PIP_INSTALL) -e '.[dev,train,load,tracing]' -e app/client
 	@touch $@
 
 # Debian's prometheus and promtool, unpacked below .cache; the tests that need them say so where this fails.

@@ -38,7 +38,9 @@ def build_server(settings: Settings, service: RankingService | None = None) -> R
     if settings.probes.port is not None:
         side_apps[settings.probes.host, settings.probes.port] = create_probe_app(settings, service)
     if settings.admin.port is not None:
-        side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, reloader)
+        side_apps[settings.admin.host, settings.admin.port] = create_admin_app(
+            settings.admin, reloader, service.metrics
+        )
     return RankingServer(create_app(settings, service), side_apps, service, reloader, settings)
 
 

@@ -1,9 +1,9 @@
-"""What can go wrong with a request, as typed exceptions that carry their HTTP status and stable code. Not for rendering them."""
+"""What can go wrong with a request, as typed exceptions that carry their HTTP status and stable code. Not for replies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 MAX_PROBLEMS = 10
 
@@ -33,6 +33,21 @@ class ServiceError(Exception):
         self.retry_after_seconds = retry_after_seconds
         self.problems: tuple[FieldProblem, ...] = ()
         super().__init__(self.detail)
+
+    def problem(self, request_id: str | None = None) -> dict[str, Any]:
+        """The problem object (RFC 9457), at most 4 KiB as JSON; nothing in it comes from the request's body."""
+        content: dict[str, Any] = {
+            "type": f"urn:ranker:problem:{self.code}",
+            "title": self.title,
+            "status": self.status,
+            "code": self.code,
+            "detail": self.detail,
+        }
+        if self.problems:
+            content["errors"] = [problem._asdict() for problem in self.problems]
+        if request_id is not None:
+            content["request_id"] = request_id
+        return content
 
 
 class InternalError(ServiceError):
@@ -161,6 +176,23 @@ class DeadlineExceeded(ServiceError):
     code = "deadline_exceeded"
     title = "Deadline exceeded"
     default_detail = "The deadline passed before the scores were computed."
+
+
+class ReloadRefused(ServiceError):
+    """The checkpoint was refused; the one that served before serves on."""
+
+    status = 422
+    code = "checkpoint_refused"
+    title = "Checkpoint refused"
+
+
+class ReloadBusy(ServiceError):
+    """Another checkpoint is being loaded."""
+
+    status = 409
+    code = "reload_in_progress"
+    title = "Reload in progress"
+    default_detail = "Another checkpoint is being loaded."
 
 
 class NonFiniteScores(ServiceError):

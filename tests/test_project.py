@@ -21,6 +21,7 @@ TOP = {
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("app", "weights", "model", "loadtest")
+CLIENT = tomllib.loads((ROOT / "app/client/pyproject.toml").read_text())["project"]
 LOCK = [line for line in (ROOT / "docker/requirements.lock").read_text().splitlines() if not line.startswith("#")]
 LOCKED = dict(line.split("==") for line in LOCK)
 
@@ -89,7 +90,7 @@ def test_a_module_without_tests_would_be_noticed(tmp_path: Path) -> None:
 
 
 def test_every_requirement_is_locked() -> None:
-    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    groups = [PROJECT["dependencies"], CLIENT["dependencies"], *PROJECT["optional-dependencies"].values()]
     wanted = {normal(re.split(r"[\[<>=;~! ]", line)[0]) for group in groups for line in group}
     assert wanted - {normal(name) for name in LOCKED} == set()
 

@@ -4,46 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable
-from typing import Any
+from pathlib import Path
 
 import orjson
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.errors import InternalError, InvalidRequest, NotFound, ServiceError, Unauthorized
+from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized
 from app.http.asgi import check_media_type, read_body
-from app.http.problems import from_http_exception, problem_response
+from app.http.observe import Observe
+from app.http.problems import HANDLERS
 from app.interface import CheckpointNotFound, ReloadInProgress, Reloads
 from app.request import strict_json
 from app.settings import Admin
+from app.telemetry.logs import RequestLog
+from app.telemetry.metrics import Metrics
 from model.engine import EngineError
 from weights.errors import CheckpointError
 
+PATH = "/admin/reload"
 MAX_BODY_BYTES = 4096
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class ReloadRefused(ServiceError):
-    """The checkpoint was refused; the one that served before serves on."""
-
-    status = 422
-    code = "checkpoint_refused"
-    title = "Checkpoint refused"
-
-
-class ReloadBusy(ServiceError):
-    """Another checkpoint is being loaded."""
-
-    status = 409
-    code = "reload_in_progress"
-    title = "Reload in progress"
-    default_detail = "Another checkpoint is being loaded."
 
 
 class AdminAuth:
@@ -66,11 +50,12 @@ class AdminAuth:
             raise Unauthorized("A valid admin token is required: Authorization: Bearer TOKEN.")
 
 
-def create_admin_app(settings: Admin, reloads: Reloads) -> Starlette:
+def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Starlette:
     """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again."""
     auth = AdminAuth(settings)
 
     async def reload(request: Request) -> Response:
+        auth.check(request)
         path = await _requested(request, reloads)
         try:
             model = await reloads.reload(path)
@@ -83,12 +68,13 @@ def create_admin_app(settings: Admin, reloads: Reloads) -> Starlette:
         return Response(orjson.dumps({"model": content}), media_type="application/json")
 
     return Starlette(
-        routes=[Route("/admin/reload", _guarded(auth, reload), methods=["POST"])],
-        exception_handlers={HTTPException: _framework_problem},
+        routes=[Route(PATH, reload, methods=["POST"])],
+        exception_handlers=HANDLERS,
+        middleware=[Middleware(Observe, metrics=metrics, routes={PATH}, request_log=RequestLog())],
     )
 
 
-async def _requested(request: Request, reloads: Reloads) -> Any:
+async def _requested(request: Request, reloads: Reloads) -> Path | None:
     headers = dict(request.scope["headers"])
     body = await read_body(headers, request.receive, MAX_BODY_BYTES)
     if not body:
@@ -103,21 +89,3 @@ async def _requested(request: Request, reloads: Reloads) -> Any:
         return reloads.resolve(wanted["checkpoint"])
     except CheckpointNotFound:
         raise NotFound("No checkpoint of that name lies below the configured root.") from None
-
-
-def _guarded(auth: AdminAuth, endpoint: Endpoint) -> Endpoint:
-    async def guarded(request: Request) -> Response:
-        try:
-            auth.check(request)
-            return await endpoint(request)
-        except ServiceError as error:
-            return problem_response(error)
-        except Exception:
-            return problem_response(InternalError())
-
-    return guarded
-
-
-async def _framework_problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return problem_response(from_http_exception(error))

@@ -8,14 +8,14 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from app.errors import NotReady, ServiceError
+from app.errors import NotReady
 from app.http import operations
+from app.http.asgi import HeadAsGet
 from app.http.observe import Observe
 from app.http.openapi import PREFERRED, describe_app
-from app.http.problems import on_http_exception, on_service_error
+from app.http.problems import HANDLERS
 from app.http.rank import RankEndpoint, Ranking
 from app.http.rank_batch import BatchEndpoint
 from app.interface import Service
@@ -73,7 +73,7 @@ def _application(
         lifespan=lifespan,
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
-        exception_handlers={ServiceError: on_service_error, HTTPException: on_http_exception},
+        exception_handlers=HANDLERS,
     )
     for router in routers:
         app.include_router(router)
@@ -84,6 +84,7 @@ def _application(
 def _observe(app: FastAPI, settings: Settings, routers: list[APIRouter], tracer: RequestTracer | None) -> None:
     known = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = {path for route in known if (path := getattr(route, "path", None))}
+    app.add_middleware(HeadAsGet)
     request_log = RequestLog(settings.logs.success_sample)
     app.add_middleware(Observe, metrics=app.state.metrics, routes=paths, request_log=request_log, tracer=tracer)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InvalidRequest, TooLarge, UnsupportedMediaType
 from app.request.contract import is_request_id
@@ -22,8 +22,26 @@ class ClientGone(Exception):
     """The client disconnected before its reply."""
 
 
+class HeadAsGet:
+    """Answers HEAD as GET, with the same headers and no body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message["body"] = b""
+            await send(message)
+
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            await self.app({**scope, "method": "GET"}, receive, send_head)
+        else:
+            await self.app(scope, receive, send)
+
+
 def exchange_of(scope: Scope) -> Exchange:
-    """The one that the outermost layer made."""
+    """What `Observe` notes about this request."""
     exchange: Exchange = scope["state"][EXCHANGE]
     return exchange
 

@@ -7,13 +7,12 @@ import traceback
 import uuid
 from collections.abc import Collection
 
-import orjson
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import InternalError
-from app.http.asgi import CLIENT_GONE, EXCHANGE, request_id_of, send_reply
-from app.http.problems import MEDIA_TYPE, problem
+from app.errors import InternalError, TooLarge
+from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, request_id_of
+from app.http.problems import problem_response
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog
 from app.telemetry.metrics import Metrics
@@ -58,14 +57,15 @@ class Observe:
 
         try:
             await self.app(scope, receive, send_named)
+        except ClientGone:
+            pass
         except Exception as error:
             started = exchange.status != 0
             exchange.status, exchange.code = InternalError.status, InternalError.code
             _log_fault(error, exchange)
             if started:
                 raise  # half a reply cannot be mended: the connection must end
-            content = orjson.dumps(problem(InternalError(), exchange.request_id))
-            await send_reply(send_named, InternalError.status, content, [(b"content-type", MEDIA_TYPE.encode())])
+            await problem_response(InternalError(), exchange.request_id)(scope, receive, send_named)
         finally:
             self._end(exchange, scope)
 
@@ -87,6 +87,8 @@ class Observe:
         exchange.status = exchange.status or CLIENT_GONE
         self.metrics.http_requests.labels(exchange.method, exchange.route, str(exchange.status)).inc()
         self.metrics.http_seconds.labels(exchange.method, exchange.route).observe(seconds)
+        if exchange.code == TooLarge.code:
+            self.metrics.rejected.labels("too_large").inc()
         trace_id = None
         if self.tracer is not None:
             trace_id = self.tracer.record(exchange, seconds, dict(scope["headers"]))

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from starlette.types import Receive, Scope, Send
 
-from app.errors import ServiceError, TooLarge
 from app.http.asgi import (
-    CLIENT_GONE,
     ClientGone,
     check_media_type,
     exchange_of,
@@ -26,7 +23,6 @@ from app.http.asgi import (
     watching,
 )
 from app.http.auth import KeyRing
-from app.http.problems import MEDIA_TYPE, problem, problem_headers
 from app.interface import Ranked, ServedModel, Service, Ticket
 from app.request import features, reply, strict_json, validate
 from app.request.reply import ReplyFormat
@@ -151,42 +147,14 @@ class Ranking:
         return self._words[1], self._words[2]
 
 
-class Endpoint:
-    """An ASGI application that turns what may go wrong into problem replies. Whatever else is raised is a fault of ours."""
+class RankEndpoint:
+    """One request, as an ASGI application. It raises ServiceError and ClientGone, which the layers around it answer."""
 
     def __init__(self, ranking: Ranking) -> None:
         self.ranking = ranking
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
-        try:
-            body, headers = await self.answer(scope, receive, exchange)
-        except ServiceError as error:
-            if isinstance(error, TooLarge):
-                self.ranking.metrics.rejected.labels("too_large").inc()
-            exchange.code = error.code
-            content = orjson.dumps(problem(error, exchange.request_id))
-            kind = (b"content-type", MEDIA_TYPE.encode())
-            await send_reply(send, error.status, content, [kind, *problem_headers(error)])
-        except ClientGone:
-            exchange.status = CLIENT_GONE
-        else:
-            await send_reply(send, 200, body, headers)
-
-    async def answer(
-        self, scope: Scope, receive: Receive, exchange: Exchange
-    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-        """The body of the reply and its headers."""
-        raise NotImplementedError
-
-
-class RankEndpoint(Endpoint):
-    """One request."""
-
-    async def answer(
-        self, scope: Scope, receive: Receive, exchange: Exchange
-    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-        ranking = self.ranking
+        ranking, exchange = self.ranking, exchange_of(scope)
         value, deadline = await ranking.read(scope, receive, exchange)
         job = ranking.prepare(value, deadline, exchange)
         if job.request.request_id is not None and not exchange.is_named_by_caller:
@@ -194,4 +162,4 @@ class RankEndpoint(Endpoint):
         with watching(receive):
             ranked = await ranking.rank(job)
         body = await ranking.render(job, ranked, exchange.stages["parse"], exchange)
-        return body, ranking.headers(job.model, [ranked], exchange)
+        await send_reply(send, 200, body, ranking.headers(job.model, [ranked], exchange))

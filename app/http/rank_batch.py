@@ -6,12 +6,11 @@ import asyncio
 from typing import Any, NamedTuple
 
 import orjson
-from starlette.types import Receive, Scope
+from starlette.types import Receive, Scope, Send
 
 from app.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
-from app.http.asgi import watching
-from app.http.problems import problem
-from app.http.rank import Endpoint, Prepared, Ranking
+from app.http.asgi import exchange_of, send_reply, watching
+from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel
 from app.settings import Batching
 from app.telemetry.exchange import Exchange
@@ -25,17 +24,15 @@ class Answer(NamedTuple):
     ranked: Ranked | None = None
 
 
-class BatchEndpoint(Endpoint):
-    """A request that fails carries its own problem, and each that does not names its model."""
+class BatchEndpoint:
+    """Several requests. One that fails carries its own problem, and each that does not names its model."""
 
     def __init__(self, ranking: Ranking, batching: Batching) -> None:
-        super().__init__(ranking)
+        self.ranking = ranking
         self.batching = batching
 
-    async def answer(
-        self, scope: Scope, receive: Receive, exchange: Exchange
-    ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-        ranking, service = self.ranking, self.ranking.service
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ranking, service, exchange = self.ranking, self.ranking.service, exchange_of(scope)
         value, deadline = await ranking.read(scope, receive, exchange)
         items = self._items(value)
         exchange.requests = len(items)
@@ -48,7 +45,7 @@ class BatchEndpoint(Endpoint):
         results = [answer.ranked for answer in answers if answer.ranked is not None]
         headers = ranking.headers(models[-1] if models else service.model, results, exchange)
         body = b"[%b]" % b",".join(answer.body for answer in answers)
-        return (body if type(value) is list else b'{"results":%b}' % body), headers
+        await send_reply(send, 200, body if type(value) is list else b'{"results":%b}' % body, headers)
 
     def _items(self, value: Any) -> list[Any]:
         items = value.get("requests") if type(value) is dict and len(value) == 1 else value
@@ -122,4 +119,4 @@ class Run:
 
 
 def _failed(error: ServiceError) -> Answer:
-    return Answer(orjson.dumps({"error": problem(error)}))
+    return Answer(orjson.dumps({"error": error.problem()}))

@@ -6,10 +6,10 @@ import json
 import re
 
 import httpx
+import phoenix_ranker_client
 import pytest
 from starlette.testclient import TestClient
 
-from app import client as client_package
 from tests.app.serving import served
 from tests.e2e.process import ROOT
 
@@ -37,11 +37,11 @@ def test_both_shapes_on_the_page_mean_the_same() -> None:
 def test_the_python_on_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with served() as (client, _):
 
-        class Local(client_package.RankerClient):
+        class Local(phoenix_ranker_client.RankerClient):
             def __init__(self, base_url: str) -> None:
                 super().__init__(base_url, http=forwarding(client))
 
-        monkeypatch.setattr(client_package, "RankerClient", Local)
+        monkeypatch.setattr(phoenix_ranker_client, "RankerClient", Local)
         exec(blocks("python")[0].replace('"dwell"', '"reply"'), {})
     assert sorted(
         line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0].isdigit() and "[" not in line

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+from phoenix_ranker_client import Candidate, RankerClient
 
-from app.client import Candidate, RankerClient
 from tests.e2e.process import DEMO, ROOT, Server, serving
 
 LIMIT = 65_536
@@ -89,6 +89,19 @@ def test_the_next_page_finds_the_context_in_the_cache(client: httpx.Client, exam
     first, second = client.post("/rank", json=body), client.post("/rank", json=body)
     assert [reply.headers["x-context-cache"] for reply in (first, second)] == ["miss", "hit"]
     assert first.json()["candidates"] == second.json()["candidates"]
+
+
+def test_a_head_is_followed_by_the_next_reply(server: Server) -> None:
+    head, get = (
+        b"%b /readyz HTTP/1.1\r\nhost: a\r\n%b\r\n" % pair
+        for pair in ((b"HEAD", b""), (b"GET", b"connection: close\r\n"))
+    )
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(head + get)
+        replies = b"".join(iter(lambda: connection.recv(LIMIT), b""))
+    assert replies.count(b"HTTP/1.1 200 OK") == 2
+    assert replies.count(b'{"status":"ready"}') == 1  # a body after HEAD would be read as the next reply
+    assert replies.endswith(b'{"status":"ready"}')
 
 
 def test_the_client_speaks_to_it(server: Server) -> None:

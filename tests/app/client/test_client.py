@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import orjson
+import phoenix_ranker_client
 import pytest
-
-from app.client import (
+from phoenix_ranker_client import (
     AsyncRankerClient,
     Candidate,
     DeadlineExceeded,
@@ -25,7 +29,9 @@ from app.client import (
     RequestRefused,
     ServerFault,
     Unavailable,
+    routing_key,
 )
+
 from app.http.application import create_app
 from app.settings import Settings
 from tests.app.fakes import FakeEngine, running
@@ -76,6 +82,7 @@ def test_a_call_names_itself_and_its_deadline() -> None:
     assert seen[0].headers["x-request-id"] == "mine"
     assert 4000 < int(seen[0].headers["x-request-timeout-ms"]) <= 5000
     assert seen[0].headers["authorization"] == "Bearer secret"
+    assert "secret" not in repr(client._calls)
     body = orjson.loads(seen[0].content)
     assert body["candidates"]["post_id"] == ["90", 2**64 - 1]
     assert body["history"]["actions"] == [["favorite"], {"reply": 0.5}]
@@ -90,6 +97,7 @@ def test_a_refusal_for_want_of_room_is_tried_again(first: httpx.Response | Excep
     assert client.rank(1, CANDIDATES, timeout_seconds=5).model_version == "v"
     assert len(seen) == 2
     assert len({request.headers["x-request-id"] for request in seen}) == 1
+    assert len({request.headers["x-routing-key"] for request in seen}) == 1
     deadlines = [int(request.headers["x-request-timeout-ms"]) for request in seen]
     assert deadlines[1] < deadlines[0]
 
@@ -127,6 +135,12 @@ def test_attempts_are_counted() -> None:
         (refusal(500, "non_finite_scores"), ServerFault),
         (httpx.Response(502, text="<html>"), ServerFault),
         (httpx.Response(200, text="<html>"), ServerFault),
+        (httpx.Response(200, json={"ok": True}), ServerFault),
+        (httpx.Response(200, json=[1]), ServerFault),
+        (httpx.Response(400, json=["bad"]), RequestRefused),
+        (httpx.Response(502, json={"errors": 5}), ServerFault),
+        (httpx.Response(502, json={"errors": ["bad"]}), ServerFault),
+        (httpx.ProxyError("no"), ServerFault),
         (httpx.ReadTimeout("slow"), DeadlineExceeded),
     ],
 )
@@ -135,9 +149,159 @@ def test_other_failures_are_told_at_once(reply: httpx.Response | Exception, kind
     with pytest.raises(kind) as caught:
         client.rank(1, CANDIDATES, timeout_seconds=5)
     assert len(seen) == 1
-    if isinstance(reply, httpx.Response) and reply.headers["content-type"] == "application/json":
+    if isinstance(reply, httpx.Response) and "x-request-id" in reply.headers:
         assert caught.value.errors == (("user_id", "bad"),)
         assert caught.value.code == reply.json()["code"]
+
+
+def test_an_address_that_cannot_be_called_is_an_error_of_ours() -> None:
+    with RankerClient("ftp://test") as client, pytest.raises(ServerFault) as caught:
+        client.rank(1, CANDIDATES)
+    assert (caught.value.status, caught.value.code) == (0, "transport")
+
+
+def elapsed(work: Callable[[], Any]) -> tuple[float, RankerError]:
+    """How long it took to fail, and how it failed."""
+    started = time.monotonic()
+    with pytest.raises(RankerError) as caught:
+        work()
+    return time.monotonic() - started, caught.value
+
+
+def either(url: str, kind: type, **options: Any) -> Callable[[], Any]:
+    """One call of the sync or the async client."""
+
+    async def call() -> Ranking:
+        async with AsyncRankerClient(url, **options) as client:
+            return await client.rank(1, CANDIDATES, timeout_seconds=0.5)
+
+    def block() -> Ranking:
+        with RankerClient(url, **options) as client:
+            return client.rank(1, CANDIDATES, timeout_seconds=0.5)
+
+    return block if kind is RankerClient else lambda: asyncio.run(call())
+
+
+@contextmanager
+def answering(*pieces: bytes, pause_seconds: float = 0.0) -> Iterator[str]:
+    """A server that answers each connection with these bytes, one piece after a pause each; its URL."""
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            connection.recv(65_536)
+            for piece in pieces:
+                time.sleep(pause_seconds)
+                try:
+                    connection.sendall(piece)
+                except OSError:
+                    return
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+BOTH = pytest.mark.parametrize("kind", [RankerClient, AsyncRankerClient])
+SLACK_SECONDS = 0.3  # the grace, and a busy machine
+BUSY = b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
+
+
+@BOTH
+def test_the_deadline_bounds_a_reply_that_comes_in_drops(kind: type) -> None:
+    drops = [b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n", *[b" "] * 12]
+    with answering(*drops, pause_seconds=0.1) as url:
+        seconds, error = elapsed(either(url, kind))
+        assert isinstance(error, DeadlineExceeded)
+        assert 0.45 < seconds < 0.5 + SLACK_SECONDS
+        started = time.monotonic()
+        httpx.get(url, timeout=0.5)  # the control: httpx bounds each read alone
+        assert time.monotonic() - started > 1
+
+
+@BOTH
+def test_the_deadline_bounds_all_attempts(kind: type) -> None:
+    with answering(BUSY, pause_seconds=0.1) as url:
+        seconds, error = elapsed(either(url, kind, attempts=1000))
+    assert isinstance(error, Unavailable | DeadlineExceeded)
+    assert 0.1 < seconds < 0.5 + SLACK_SECONDS
+
+
+def test_the_deadline_bounds_the_wait_for_a_connection_too() -> None:
+    with (
+        answering(b"", b"", b"", pause_seconds=1) as url,
+        RankerClient(url, http=httpx.Client(limits=httpx.Limits(max_connections=1))) as client,
+    ):
+        first = threading.Thread(target=lambda: elapsed(lambda: client.rank(1, CANDIDATES, timeout_seconds=0.4)))
+        first.start()
+        time.sleep(0.1)
+        seconds, error = elapsed(lambda: client.rank(1, CANDIDATES, timeout_seconds=0.6))  # 0.35 of it in the pool
+        first.join()
+    assert isinstance(error, DeadlineExceeded)
+    assert seconds < 0.6 + 0.2
+
+
+@BOTH
+def test_a_reply_that_cannot_be_decoded_is_an_error_of_ours(kind: type) -> None:
+    reply = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\njunk"
+    with answering(reply) as url:
+        assert isinstance(elapsed(either(url, kind))[1], ServerFault)
+
+
+def test_the_routing_key_is_the_users_alone_and_the_same_everywhere() -> None:
+    user = 1868434417286410240
+    code = f"from phoenix_ranker_client import routing_key; print(routing_key({user}))"
+    path = os.path.dirname(os.path.dirname(phoenix_ranker_client.__file__))
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for seed in ("0", "1")
+    }
+    client, seen = scripted(ok(), ok(), httpx.Response(200, json={"results": []}))
+    client.rank(user, CANDIDATES)
+    client.rank(str(user), CANDIDATES[:1], HISTORY)
+    client.rank_batch([RankingRequest(user, CANDIDATES), RankingRequest(8, CANDIDATES)])  # its first user's
+    keys |= {request.headers["x-routing-key"] for request in seen}
+
+    async def main() -> None:
+        transport = httpx.MockTransport(lambda request: (seen.append(request), ok())[1])
+        async with AsyncRankerClient("http://test", http=httpx.AsyncClient(transport=transport)) as client:
+            await client.rank(user, CANDIDATES)
+
+    asyncio.run(main())
+    assert len(seen) == 4
+    keys.add(seen[3].headers["x-routing-key"])
+    assert keys == {"7439176c147d6a0a"}
+    assert len({routing_key(user) for user in range(1000)}) == 1000
+    assert routing_key(user, b"secret") not in {*keys, routing_key(user, b"other")}
+
+
+def test_a_batch_of_nothing_has_no_routing_key() -> None:
+    client, seen = scripted(refusal(422, "invalid_request"))
+    with pytest.raises(RequestRefused):
+        client.rank_batch([])
+    assert "x-routing-key" not in seen[0].headers
+
+
+def test_no_log_line_holds_the_user_id(caplog: pytest.LogCaptureFixture) -> None:
+    user = 1868434417286410240
+    caplog.set_level("DEBUG")
+    with answering(BUSY) as url, RankerClient(url) as client, pytest.raises(Unavailable):
+        client.rank(user, CANDIDATES)
+    assert caplog.records  # the libraries below do log
+    assert str(user) not in caplog.text
 
 
 def in_process(main: Callable[[AsyncRankerClient], Any]) -> Any:
@@ -170,9 +334,3 @@ def test_the_application_understands_it_and_it_the_application() -> None:
         assert isinstance(results[1], RequestRefused)
 
     in_process(main)
-
-
-def test_it_needs_nothing_of_the_server() -> None:
-    code = "import app.client, sys; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'fastapi', 'numpy', 'uvicorn')])"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"

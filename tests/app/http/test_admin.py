@@ -49,7 +49,7 @@ def by_name(path: Path) -> Loader:
 @pytest.fixture(scope="module")
 def client(root: Path) -> Iterator[TestClient]:
     service = RankingService(loader(FakeEngine()), Policies(), Metrics())
-    app = create_admin_app(SETTINGS, Reloader(service, root, root / "v1", by_name))
+    app = create_admin_app(SETTINGS, Reloader(service, root, root / "v1", by_name), service.metrics)
     with TestClient(app, base_url="http://localhost:9000") as client:
         assert client.portal is not None
 
@@ -147,6 +147,29 @@ def test_the_guard_is_what_turns_them_away(root: Path) -> None:
 def test_other_bodies_are_refused(client: TestClient, body: bytes) -> None:
     reply = client.post("/admin/reload", content=body, headers={**GOOD, "content-type": "application/json"})
     assert reply.status_code in (400, 422)
+
+
+def test_a_stranger_leaves_a_line(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+    status, reply = reload(client, "v1", authorization="Bearer wrong")
+    out = capsys.readouterr().out
+    assert (status, reply["code"]) == (401, "unauthorized")
+    assert str(reply["request_id"]) in out
+    assert "unauthorized" in out
+    assert "wrong" not in out
+
+
+def test_a_fault_of_ours_is_told_and_logged(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("where the key lies")
+
+    monkeypatch.setattr(Reloader, "reload", fail)
+    status, reply = reload(client, "v1")
+    out = capsys.readouterr().out
+    assert (status, reply["code"]) == (500, "internal")
+    assert "RuntimeError" in out
+    assert "where the key lies" not in out + str(reply)
 
 
 def test_other_paths_and_methods_are_not_there(client: TestClient) -> None:

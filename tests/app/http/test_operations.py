@@ -34,6 +34,28 @@ def test_info_says_what_runs(client: TestClient) -> None:
     assert not {"auth", "admin"} & info["settings"].keys()
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/metrics", "/info", "/docs", "/openapi.json"])
+def test_a_get_route_answers_head_with_the_same_headers_and_no_body(client: TestClient, path: str) -> None:
+    def headers(reply: httpx.Response) -> dict[str, str]:
+        changing = {"x-request-id"} | ({"content-length"} if path == "/metrics" else set())
+        return {name: value for name, value in reply.headers.items() if name not in changing}
+
+    got, head = client.get(path), client.head(path)
+    assert (head.status_code, headers(head)) == (200, headers(got))
+    assert int(head.headers["content-length"]) > 0
+    assert got.content
+    assert head.content == b""
+    assert f'method="HEAD",route="{path}"' in client.get("/metrics").text
+
+
+def test_head_is_refused_where_get_is(client: TestClient) -> None:
+    for path, status in (("/rank", 405), ("/nowhere", 404)):
+        got, head = client.get(path), client.head(path)
+        assert (got.status_code, head.status_code, head.content) == (status, status, b"")
+    assert client.get("/rank").headers["allow"] == "POST"
+    assert client.post("/readyz").headers["allow"] == "GET, HEAD"
+
+
 def test_paths_make_no_series(client: TestClient) -> None:
     def series() -> set[str]:
         return {line.rsplit(" ", 1)[0] for line in client.get("/metrics").text.splitlines() if line[0] != "#"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,9 +68,31 @@ def test_headers_out(client: TestClient) -> None:
     headers = client.post("/rank", json=good()).headers
     assert headers["x-model-version"] == "v1"
     assert headers["x-context-cache"] == "miss"
-    stages = [part.split(";dur=") for part in headers["server-timing"].split(", ")]
-    assert [name for name, _ in stages] == ["parse", "queue", "forward", "serialize"]
-    assert all(float(milliseconds) >= 0 for _, milliseconds in stages)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/rank", good()), ("/rank/batch", [good()])])
+def test_durations_are_those_of_this_call(path: str, body: Any) -> None:
+    work_ms = 30.0
+    with served(FakeEngine(before=lambda items: time.sleep(work_ms / 1000))) as (client, _):
+        started = time.perf_counter()
+        reply = client.post(path, json=body)
+        wall_ms = (time.perf_counter() - started) * 1000
+        exposition = client.get("/metrics").text
+    stages = dict(part.split(";dur=") for part in reply.headers["server-timing"].split(", "))
+    spent = {name: float(milliseconds) for name, milliseconds in stages.items()}
+    assert list(spent) == ["parse", "queue", "forward", "serialize"]
+    assert min(spent.values()) > 0
+    assert spent["forward"] >= work_ms
+    assert sum(spent.values()) <= wall_ms
+    told = (reply.json() if path == "/rank" else reply.json()[0])["timings_ms"]
+    assert (told["queue"], told["forward"]) == (spent["queue"], spent["forward"])
+    assert 0 < told["parse"] <= spent["parse"]
+    labels = f'{{method="POST",route="{path}"}}'
+    counted_ms = value_of(exposition, f"ranker_http_request_duration_seconds_sum{labels}") * 1000
+    assert sum(spent.values()) <= counted_ms <= wall_ms
+    for stage, milliseconds in spent.items():
+        observed = value_of(exposition, f'ranker_stage_duration_seconds_sum{{stage="{stage}"}}') * 1000
+        assert observed == pytest.approx(milliseconds, abs=0.01), stage
 
 
 @pytest.mark.parametrize("path", ["/rank", "/livez", "/nowhere"])
@@ -107,8 +131,13 @@ def test_a_bad_request_id_is_replaced(client: TestClient, sent: str) -> None:
     ],
 )
 def test_headers_that_change_nothing(client: TestClient, headers: dict[str, str]) -> None:
-    sent = {"content-type": "application/json"} | headers
-    assert client.post("/rank", content=json.dumps(good()), headers=sent).status_code == 200
+    def ranked(body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+        reply = client.post("/rank", content=json.dumps(body), headers={"content-type": "application/json"} | headers)
+        assert reply.status_code == 200
+        return {name: value for name, value in reply.json().items() if name != "timings_ms"}
+
+    assert ranked(good(), headers) == ranked(good(), {})
+    assert ranked(good(user_id=5), headers) != ranked(good(), {})
 
 
 def test_a_reply_in_pieces_is_whole(client: TestClient) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -68,6 +68,31 @@ def test_a_batch_is_not_refused_for_the_room_that_it_takes_up_itself() -> None:
             assert all("error" not in result for result in results)
             assert sorted(chain.from_iterable(engine.forwards)) == list(range(1, 9))
             assert service.admission.requests == 0
+
+
+def test_other_requests_go_between_the_requests_of_a_batch_and_it_waits_for_nothing_else() -> None:
+    items = [good(user_id=user) for user in range(1, 9)]
+    queued = [0]  # what another task sees, turn by turn
+
+    async def main() -> float:
+        async with running(FakeEngine()) as service:
+
+            async def look() -> None:
+                while True:
+                    queued.append(service.admission.requests)
+                    await asyncio.sleep(0)
+
+            looking = asyncio.create_task(look())
+            started = time.monotonic()
+            messages = [chunk(json.dumps(items).encode(), False)]
+            assert (await ask(create_app(Settings(), service), messages, path="/rank/batch"))[0]["status"] == 200
+            looking.cancel()
+            return time.monotonic() - started
+
+    seconds = asyncio.run(main())
+    assert all(later - earlier <= 1 for earlier, later in pairwise(queued))
+    assert max(queued) >= 1
+    assert seconds < 1
 
 
 def test_a_batch_is_refused_for_the_room_that_others_take_up() -> None:

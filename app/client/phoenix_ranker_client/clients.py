@@ -1,15 +1,17 @@
-"""The clients themselves, sync and async: connections and methods. What they share is in `call` and `messages`."""
+"""The clients, sync and async: connections and methods. What they share is in `call` and `messages`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+import anyio
 import httpx
+from tenacity import AsyncRetrying, Retrying
 
-from app.client.call import Call
-from app.client.messages import Candidate, Event, Id, RankerError, Ranking, RankingRequest, batch_results
+from phoenix_ranker_client.call import AGAIN, Call, Calls, T, wait_seconds
+from phoenix_ranker_client.messages import Candidate, Event, Id, RankerError, Ranking, RankingRequest
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
 DEFAULT_ATTEMPTS = 3
@@ -17,7 +19,10 @@ LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64)
 
 
 class RankerClient:
-    """Blocking. Safe to share between threads; close it, or use it in `with`."""
+    """Blocking. Safe to share between threads; close it, or use it in `with`.
+
+    `attempts` counts the first one too; `routing_secret` keys the hash of user ids that balancers see.
+    """
 
     def __init__(
         self,
@@ -25,10 +30,11 @@ class RankerClient:
         *,
         api_key: str | None = None,
         attempts: int = DEFAULT_ATTEMPTS,
+        routing_secret: bytes = b"",
         http: httpx.Client | None = None,
     ) -> None:
+        self._calls, self._attempts = Calls(base_url, api_key, routing_secret), attempts
         self._http = http or httpx.Client(limits=LIMITS)
-        self._base_url, self._api_key, self._attempts = base_url, api_key, attempts
 
     def rank(
         self,
@@ -42,7 +48,7 @@ class RankerClient:
     ) -> Ranking:
         """Rank one user's candidates; `options` are the other fields of RankingRequest. Raises RankerError."""
         request = RankingRequest(user_id, candidates, history, **options)
-        return Ranking.from_json(self._post("/rank", request.to_json(), timeout_seconds, request_id))
+        return self._send(self._calls.rank(request, timeout_seconds, request_id))
 
     def rank_batch(
         self,
@@ -51,23 +57,33 @@ class RankerClient:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         request_id: str | None = None,
     ) -> list[Ranking | RankerError]:
-        """Rank several requests in one call; one that failed is its error. Raises RankerError when the whole call failed."""
-        body = {"requests": [request.to_json() for request in requests]}
-        reply = self._post("/rank/batch", body, timeout_seconds, request_id)
-        return batch_results(reply)
+        """Rank several requests in one call; one that failed is its error. Raises RankerError when the whole call failed.
 
-    def _post(self, path: str, body: dict[str, Any], timeout_seconds: float, request_id: str | None) -> Any:
-        call = Call(self._base_url + path, body, timeout_seconds, request_id, self._api_key)
-        for attempt in call.attempts(self._attempts):
-            with attempt, call.errors():
-                return call.result(self._http.send(call.request(self._http)))
-        raise AssertionError  # stamina raises the last error instead of coming here
+        The call goes where the first request's user is cached: put one user's requests together.
+        """
+        return self._send(self._calls.rank_batch(requests, timeout_seconds, request_id))
+
+    def _send(self, call: Call[T]) -> T:
+        retrying = Retrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
+        result: T = retrying(self._attempt, call)
+        return result
+
+    def _attempt(self, call: Call[T]) -> T:
+        with call.errors():
+            request = call.request(self._http)
+            timeouts = request.extensions["timeout"]
+            request.extensions["trace"] = lambda event, info: timeouts.update(call.timeouts())  # before each step
+            response = self._http.send(request, stream=True)
+            try:
+                return call.result(response, call.until_deadline(response.iter_bytes()))
+            finally:
+                response.close()
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RankerClient:
         return self
 
     def __exit__(
@@ -85,10 +101,11 @@ class AsyncRankerClient:
         *,
         api_key: str | None = None,
         attempts: int = DEFAULT_ATTEMPTS,
+        routing_secret: bytes = b"",
         http: httpx.AsyncClient | None = None,
     ) -> None:
+        self._calls, self._attempts = Calls(base_url, api_key, routing_secret), attempts
         self._http = http or httpx.AsyncClient(limits=LIMITS)
-        self._base_url, self._api_key, self._attempts = base_url, api_key, attempts
 
     async def rank(
         self,
@@ -102,7 +119,7 @@ class AsyncRankerClient:
     ) -> Ranking:
         """As `RankerClient.rank`."""
         request = RankingRequest(user_id, candidates, history, **options)
-        return Ranking.from_json(await self._post("/rank", request.to_json(), timeout_seconds, request_id))
+        return await self._send(self._calls.rank(request, timeout_seconds, request_id))
 
     async def rank_batch(
         self,
@@ -112,22 +129,25 @@ class AsyncRankerClient:
         request_id: str | None = None,
     ) -> list[Ranking | RankerError]:
         """As `RankerClient.rank_batch`."""
-        body = {"requests": [request.to_json() for request in requests]}
-        reply = await self._post("/rank/batch", body, timeout_seconds, request_id)
-        return batch_results(reply)
+        return await self._send(self._calls.rank_batch(requests, timeout_seconds, request_id))
 
-    async def _post(self, path: str, body: dict[str, Any], timeout_seconds: float, request_id: str | None) -> Any:
-        call = Call(self._base_url + path, body, timeout_seconds, request_id, self._api_key)
-        async for attempt in call.attempts(self._attempts):
-            with attempt, call.errors():
-                return call.result(await self._http.send(call.request(self._http)))
-        raise AssertionError  # stamina raises the last error instead of coming here
+    async def _send(self, call: Call[T]) -> T:
+        retrying = AsyncRetrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
+        result: T = await retrying(self._attempt, call)
+        return result
+
+    async def _attempt(self, call: Call[T]) -> T:
+        with call.errors():
+            request = call.request(self._http)
+            with anyio.fail_after(request.extensions["timeout"]["read"]):
+                response = await self._http.send(request)
+            return call.result(response, response.content)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> AsyncRankerClient:
         return self
 
     async def __aexit__(

@@ -147,20 +147,23 @@ class DeadlineExceeded(RankerError):
 
 
 class ServerFault(RankerError):
-    """The service failed: 500, or a reply that is none."""
+    """The service failed: 500, or a reply that is not one of this service."""
 
 
-def error_from(status: int, body: Mapping[str, Any], request_id: str, retry_after_seconds: float | None) -> RankerError:
-    """The error that a problem reply means."""
+def error_from(status: int, body: Any, request_id: str, retry_after_seconds: float | None) -> RankerError:
+    """The error that a problem reply means. `body` is its JSON, or anything else: a proxy may have answered."""
+    body = body if isinstance(body, dict) else {}
     kinds = {429: Unavailable, 503: Unavailable, 504: DeadlineExceeded}
     kind = kinds.get(status, RequestRefused if 400 <= status < 500 else ServerFault)
-    errors = [(str(item.get("field")), str(item.get("message"))) for item in body.get("errors", ())]
-    code, detail = str(body.get("code", "unknown")), str(body.get("detail", "The reply is no answer of this service."))
+    listed = body.get("errors")
+    fields = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+    errors = [(str(item.get("field")), str(item.get("message"))) for item in fields]
+    code, detail = str(body.get("code", "unknown")), str(body.get("detail", "The reply is not one of this service."))
     return kind(status, code, detail, request_id, retry_after_seconds, errors)
 
 
 def batch_results(reply: Mapping[str, Any]) -> list[Ranking | RankerError]:
-    """One ranking or error a request of a batch."""
+    """A ranking or an error for each request of a batch, in order."""
     return [
         error_from(item["error"]["status"], item["error"], "", None) if "error" in item else Ranking.from_json(item)
         for item in reply["results"]

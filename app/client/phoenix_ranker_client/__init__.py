@@ -1,15 +1,16 @@
-"""A typed client of the ranking service, sync and async, for the feed service. Imports nothing of the server.
+"""A typed client of the Phoenix ranking server, sync and async. It imports nothing of the server.
 
     with RankerClient("http://ranker:8000") as ranker:
         ranking = ranker.rank(7, [Candidate(90, 5), Candidate(91, 6)], [Event(17, 5, ["favorite"])], timeout_seconds=0.2)
         best = min(ranking.candidates, key=lambda candidate: candidate.rank)
 
-One timeout bounds a call with all its retries; each attempt tells the server how much of it is left. Refusals for want of
-room (429, 503) and connections that could not be made are tried again, after the time that the server asks for.
+One deadline bounds a call with all its attempts, and each attempt tells the server how much of it is left. 429, 503 and broken
+connections are tried again, after the time that the server asks for.
 """
 
-from app.client.clients import AsyncRankerClient, RankerClient
-from app.client.messages import (
+from phoenix_ranker_client.call import routing_key
+from phoenix_ranker_client.clients import AsyncRankerClient, RankerClient
+from phoenix_ranker_client.messages import (
     Candidate,
     DeadlineExceeded,
     Event,
@@ -35,4 +36,5 @@ __all__ = [
     "RequestRefused",
     "ServerFault",
     "Unavailable",
+    "routing_key",
 ]

@@ -1,0 +1,161 @@
+"""One call with all its attempts: deadline, retries, headers, errors. Not for connections: those are in `clients`."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import httpx
+import orjson
+from tenacity import (
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_random_exponential,
+)
+from tenacity.stop import stop_base
+
+from phoenix_ranker_client.messages import (
+    DeadlineExceeded,
+    Id,
+    RankerError,
+    Ranking,
+    RankingRequest,
+    ServerFault,
+    Unavailable,
+    batch_results,
+    error_from,
+)
+
+T = TypeVar("T")
+GRACE_SECONDS = 0.05  # the server's own 504 says more than a connection that was closed at the same moment
+AGAIN = retry_if_exception_type(Unavailable)
+BACKOFF = wait_random_exponential(multiplier=0.1, max=1.0)
+JITTER_SHARE = 0.25  # clients that were refused together should not come back together
+
+
+def routing_key(user_id: Id, secret: bytes = b"") -> str:
+    """The value of X-Routing-Key: BLAKE2b of the decimal id, 16 hex digits, keyed by the secret (at most 64 bytes) where there is one.
+
+    7 and "7" are one user. All clients of one deployment must use the same secret.
+    """
+    return hashlib.blake2b(str(user_id).encode(), digest_size=8, key=secret).hexdigest()
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Makes the calls of one client, sync or async."""
+
+    base_url: str
+    api_key: str | None = field(repr=False)
+    routing_secret: bytes = field(repr=False)
+
+    def rank(self, request: RankingRequest, timeout_seconds: float, request_id: str | None) -> Call[Ranking]:
+        """POST /rank."""
+        headers = self._headers([request])
+        return Call(self.base_url + "/rank", request.to_json(), Ranking.from_json, timeout_seconds, request_id, headers)
+
+    def rank_batch(
+        self, requests: Sequence[RankingRequest], timeout_seconds: float, request_id: str | None
+    ) -> Call[list[Ranking | RankerError]]:
+        """POST /rank/batch."""
+        headers, body = self._headers(requests), {"requests": [request.to_json() for request in requests]}
+        return Call(self.base_url + "/rank/batch", body, batch_results, timeout_seconds, request_id, headers)
+
+    def _headers(self, requests: Sequence[RankingRequest]) -> dict[str, str]:
+        """A batch is sent whole to where its first user is kept: no place is better for all of them."""
+        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        if requests:
+            headers["x-routing-key"] = routing_key(requests[0].user_id, self.routing_secret)
+        return headers
+
+
+class Call(Generic[T]):
+    """The same body and the same request id in each attempt, and one deadline for all. `parse` makes the result of a 200's JSON."""
+
+    def __init__(
+        self,
+        url: str,
+        body: dict[str, Any],
+        parse: Callable[[Any], T],
+        timeout_seconds: float,
+        request_id: str | None,
+        headers: dict[str, str],
+    ) -> None:
+        self.url, self.parse = url, parse
+        self.body = orjson.dumps(body)
+        self.deadline = time.monotonic() + timeout_seconds
+        self.request_id = request_id or uuid.uuid4().hex
+        self.headers = headers | {"content-type": "application/json", "x-request-id": self.request_id}
+
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def stop(self, attempts: int) -> stop_base:
+        """When to try no more: after so many attempts, or when the next one could not begin before the deadline."""
+        return stop_after_attempt(attempts) | stop_before_delay(max(0.0, self.seconds_left()))
+
+    def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        """The next attempt, which tells the service how much time is left. Raises DeadlineExceeded when none is."""
+        left = self.seconds_left()
+        if left <= 0:
+            raise self._too_late("The time was over before this attempt.")
+        headers = self.headers | {"x-request-timeout-ms": str(max(1, int(left * 1000)))}
+        return http.build_request(
+            "POST", self.url, content=self.body, headers=headers, extensions={"timeout": self.timeouts()}
+        )
+
+    def timeouts(self) -> dict[str, float]:
+        """What is left for each step of an attempt, as httpx's extension `timeout`."""
+        return dict.fromkeys(("connect", "read", "write", "pool"), max(0.001, self.seconds_left() + GRACE_SECONDS))
+
+    def until_deadline(self, chunks: Iterable[bytes]) -> bytes:
+        """A reply's body. A timeout of httpx bounds each read, not their sum. Raises DeadlineExceeded."""
+        body = bytearray()
+        for chunk in chunks:
+            body += chunk
+            if self.seconds_left() + GRACE_SECONDS <= 0:
+                raise self._too_late("The reply was not complete in time.")
+        return bytes(body)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """What httpx raises, as ours. A reply that was cut off is tried again too: ranking changes nothing."""
+        try:
+            yield
+        except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
+            raise Unavailable(0, "no_connection", str(error) or type(error).__name__, self.request_id) from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise self._too_late("No reply came in time.") from error
+        except httpx.HTTPError as error:
+            raise ServerFault(0, "transport", str(error), self.request_id) from error
+
+    def result(self, response: httpx.Response, content: bytes) -> T:
+        """What a reply with scores holds. Raises the error that any other reply means."""
+        request_id = response.headers.get("x-request-id", self.request_id)
+        try:
+            body = orjson.loads(content)
+            if response.status_code == httpx.codes.OK:
+                return self.parse(body)
+        except (ValueError, LookupError, TypeError, AttributeError):  # not ours: a proxy's page, say
+            body = {}
+        asked = response.headers.get("retry-after", "")
+        raise error_from(response.status_code, body, request_id, float(asked) if asked.isdecimal() else None)
+
+    def _too_late(self, detail: str) -> DeadlineExceeded:
+        return DeadlineExceeded(0, "deadline_exceeded", detail, self.request_id)
+
+
+def wait_seconds(state: RetryCallState) -> float:
+    """As long as the service asked for and up to a quarter more, by chance; without its word, longer from attempt to attempt."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    asked = error.retry_after_seconds if isinstance(error, Unavailable) else None
+    return BACKOFF(state) if asked is None else asked * (1 + random.uniform(0, JITTER_SHARE))
