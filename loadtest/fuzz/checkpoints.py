@@ -29,15 +29,8 @@ from weights.synthetic.random_weights import mini_config, random_chunks
 
 BATCH = 50
 SHAPING = (
-    "width",
-    "layers",
-    "query_heads",
-    "kv_heads",
-    "head_width",
-    "actions",
-    "continuous_actions",
-    "product_surfaces",
-)
+    "width", "layers", "query_heads", "kv_heads", "head_width", "actions", "continuous_actions", "product_surfaces",
+)  # fmt: skip
 """Fields of which no other value fits the tensors. A well-signed change of another one, say `rope_base`, is another model."""
 
 

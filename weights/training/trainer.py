@@ -149,22 +149,25 @@ class Trainer:
 
         Norm scales that start from 0 learn faster, queries and keys slower.
         """
-        decay = self.settings.weight_decay
-        tables = list(self.ranker.tables.parameters())
-        query_key = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.QUERY_KEY)]
-        others = [
-            p
-            for name, p in self.ranker.named_parameters()
-            if p.ndim == 2 and not name.startswith("tables.") and not name.endswith(initial.QUERY_KEY)
-        ]
-        inner = [p for name, p in self.ranker.named_parameters() if name.endswith(initial.PRE_NORMS)]
-        outer = [
-            p for name, p in self.ranker.named_parameters() if p.ndim != 2 and not name.endswith(initial.PRE_NORMS)
-        ]
+        settings, named = self.settings, list(self.ranker.named_parameters())
+
+        def kind(name: str, parameter: Tensor) -> str:
+            if name.startswith("tables."):
+                return "table"
+            if name.endswith(initial.QUERY_KEY):
+                return "query or key"
+            if name.endswith(initial.PRE_NORMS):
+                return "inner norm"
+            return "matrix" if parameter.ndim == 2 else "outer norm"
+
+        groups = {  # weight decay, factor of the learning rate
+            "table": (settings.table_decay, 1.0),
+            "matrix": (settings.weight_decay, 1.0),
+            "query or key": (settings.weight_decay, settings.attention_rate),
+            "inner norm": (0.0, 1.0),
+            "outer norm": (0.0, settings.norm_rate),
+        }
         return [
-            {"params": tables, "weight_decay": self.settings.table_decay, "rate": 1.0},
-            {"params": others, "weight_decay": decay, "rate": 1.0},
-            {"params": query_key, "weight_decay": decay, "rate": self.settings.attention_rate},
-            {"params": inner, "weight_decay": 0.0, "rate": 1.0},
-            {"params": outer, "weight_decay": 0.0, "rate": self.settings.norm_rate},
+            {"params": [p for name, p in named if kind(name, p) == group], "weight_decay": decay, "rate": rate}
+            for group, (decay, rate) in groups.items()
         ]

@@ -114,25 +114,13 @@ def test_interests_drift(world: World) -> None:
 
 def test_a_turned_away_author_is_less_liked_afterwards(world: World) -> None:
     log = world.log
-    report = log.action_names.index("report")
-    pairs = {
-        (int(u), int(a)): int(t)
-        for u, a, t in zip(
-            log.user_id[log.actions[:, report]],
-            log.author_id[log.actions[:, report]],
-            log.impression_ts[log.actions[:, report]],
-            strict=True,
-        )
-    }
+    reports = np.flatnonzero(log.actions[:, log.action_names.index("report")])
+    latest = {(log.user_id[row], log.author_id[row]): log.impression_ts[row] for row in reports}
     test = np.flatnonzero(log.impression_ts >= SMALL.test_ts)
-    after = np.array(
-        [
-            0
-            < log.impression_ts[row] - pairs.get((int(log.user_id[row]), int(log.author_id[row])), 2**60)
-            < DAY_SECONDS
-            for row in test
-        ]
+    seconds = np.array(
+        [log.impression_ts[row] - latest.get((log.user_id[row], log.author_id[row]), 2**60) for row in test]
     )
+    after = (seconds > 0) & (seconds < DAY_SECONDS)
     assert after.sum() > 5
     assert world.truth.affinity[after].mean() < world.truth.affinity[~after].mean() - 2
 
