@@ -1,1 +1,19 @@
-"""The HTTP application: endpoints, headers, problems. Knows no torch."""
+"""The HTTP application: endpoints, headers, problems. It knows no torch.
+
+A request to /rank passes these stations in this order; a refusal raises a `ServiceError`, which `problems` answers.
+
+| station | where | may refuse with |
+|---|---|---|
+| id, log line, metrics, span | `observe` | 500 for a fault of ours |
+| HEAD as GET, route | `asgi.HeadAsGet`, FastAPI | 404, 405 |
+| API key | `auth` | 401 |
+| is the service open? | `Service.check_open` | 429, 503 |
+| media type, deadline | `asgi` | 415, 422 |
+| body | `asgi.read_body` | 413 |
+| JSON → values | `request.strict_json` | 400 |
+| sizes | `request.validate.measure` | 413, 422 |
+| admission | `Service.admit` | 429, 503, 504 |
+| fields, features | `request.validate.check`, `request.features` | 422 |
+| queue, forward | `Service.rank` | 500, 503, 504 |
+| scores → reply | `request.reply`, `Ranking.headers` | |
+"""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from app.errors import NotReady
 from app.http import operations
@@ -32,17 +32,17 @@ DESCRIPTION = (
 def create_app(settings: Settings, service: Service) -> FastAPI:
     """The service as one ASGI application; its lifespan starts and stops the service.
 
-    `app.state` holds `settings`, `service` and `metrics`. Raises SettingsProblem where tracing is asked for and not installed.
+    `app.state` holds `service` and `metrics`. Raises SettingsProblem where tracing is asked for and not installed.
     """
     routers = [operations.probes(service), operations.info(service, settings)]
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
-    app = _application(settings, service, routers, tracer)
     ranking = Ranking(service, settings)
-    # First in the list: what is asked most is found first.
-    app.router.routes.insert(0, Route("/rank", RankEndpoint(ranking), methods=["POST"]))
-    app.router.routes.insert(1, Route("/rank/batch", BatchEndpoint(ranking, settings.batching), methods=["POST"]))
-    _observe(app, settings, routers, tracer)
+    routes = [
+        Route("/rank", RankEndpoint(ranking), methods=["POST"]),
+        Route("/rank/batch", BatchEndpoint(ranking, settings.batching), methods=["POST"]),
+    ]
+    app = _application(settings, service, routers, routes, tracer)
     app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
     return app
 
@@ -50,13 +50,15 @@ def create_app(settings: Settings, service: Service) -> FastAPI:
 def create_probe_app(settings: Settings, service: Service) -> FastAPI:
     """Probes, metrics and /info alone, for a port that the outside does not see."""
     routers = [operations.probes(service), operations.metrics(service), operations.info(service, settings)]
-    app = _application(settings, service, routers)
-    _observe(app, settings, routers, None)
-    return app
+    return _application(settings, service, routers)
 
 
 def _application(
-    settings: Settings, service: Service, routers: list[APIRouter], tracer: RequestTracer | None = None
+    settings: Settings,
+    service: Service,
+    routers: Sequence[APIRouter],
+    routes: Sequence[BaseRoute] = (),
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -70,6 +72,7 @@ def _application(
         title="Phoenix ranking server",
         version=version("phoenix-ranking-server"),
         description=DESCRIPTION,
+        routes=list(routes),  # before all others, for what is asked most is found first
         lifespan=lifespan,
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
@@ -77,16 +80,13 @@ def _application(
     )
     for router in routers:
         app.include_router(router)
-    app.state.settings, app.state.service, app.state.metrics = settings, service, service.metrics
-    return app
-
-
-def _observe(app: FastAPI, settings: Settings, routers: list[APIRouter], tracer: RequestTracer | None) -> None:
+    app.state.service, app.state.metrics = service, service.metrics
     known = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = {path for route in known if (path := getattr(route, "path", None))}
     app.add_middleware(HeadAsGet)
     request_log = RequestLog(settings.logs.success_sample)
-    app.add_middleware(Observe, metrics=app.state.metrics, routes=paths, request_log=request_log, tracer=tracer)
+    app.add_middleware(Observe, metrics=service.metrics, routes=paths, request_log=request_log, tracer=tracer)
+    return app
 
 
 def _action_names(service: Service) -> Any:

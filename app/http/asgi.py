@@ -1,4 +1,4 @@
-"""ASGI by hand: headers, bodies and replies of one request, and whether its client is still there. Not for what is ranked."""
+"""Plain ASGI: headers, body and reply of one request, and whether its client is still there. Not for what is ranked."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class HeadAsGet:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
         async def send_head(message: Message) -> None:
             if message["type"] == "http.response.body":
                 message["body"] = b""
             await send(message)
 
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            await self.app({**scope, "method": "GET"}, receive, send_head)
-        else:
-            await self.app(scope, receive, send)
+        await self.app({**scope, "method": "GET"}, receive, send_head)
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -102,7 +103,7 @@ async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> byt
 
 @contextmanager
 def watching(receive: Receive) -> Iterator[None]:
-    """Cancel what runs inside when the client goes away, and turn that into ClientGone. The body must have been read."""
+    """Cancel what runs inside when the client disconnects, and raise ClientGone then. The body must have been read."""
     task = asyncio.current_task()
     assert task is not None
     gone = False

@@ -1,4 +1,4 @@
-"""The outermost layer: names every request, counts and logs it, and turns our own faults into a problem reply. Pure ASGI."""
+"""The outermost layer: names, counts and logs every request, and answers a fault of ours with a problem. Plain ASGI."""
 
 from __future__ import annotations
 

@@ -101,11 +101,11 @@ class Ranking:
         return Prepared(model, ticket, request, context, candidates, form, seconds)
 
     async def rank(self, job: Prepared) -> Ranked:
-        """The reply. Raises what the service raises."""
+        """The scores. Raises what `Service.rank` raises."""
         return await self.service.rank(job.ticket, job.context, job.candidates)
 
     async def render(self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> bytes:
-        """The reply of one request; other requests go between the pieces of a long one."""
+        """The reply to one request. A long one yields to other requests between its pieces."""
         started = time.perf_counter()
         stages = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
         pieces: list[bytes] = []
@@ -141,7 +141,7 @@ class Ranking:
         ]
 
     def _words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
-        """What a model's requests may say and how its replies look; kept for the manifest used last."""
+        """The vocabulary and the reply format of a model, kept for the manifest used last."""
         if self._words is None or self._words[0] is not manifest:
             self._words = (manifest, Vocabulary.of(manifest), ReplyFormat.of(manifest))
         return self._words[1], self._words[2]

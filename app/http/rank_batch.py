@@ -58,8 +58,8 @@ class BatchEndpoint:
 
 
 class Run:
-    """The requests of one call. It keeps about one forward's worth in the queue, so that a batch neither fills the queue for
-    others nor is refused for want of the room that it takes up itself."""
+    """The requests of one call. About one forward's worth of them is queued at a time, so that a batch neither fills the queue
+    for others nor is refused because of its own requests."""
 
     def __init__(self, ranking: Ranking, batching: Batching, deadline: float, exchange: Exchange) -> None:
         self.ranking = ranking
@@ -74,12 +74,12 @@ class Run:
         try:
             for item in items:
                 begun.append(await self._begin(item))
-                await asyncio.sleep(0)  # other callers' requests go between
+                await asyncio.sleep(0)  # lets other callers' requests in between
             return [answer if isinstance(answer, Answer) else await answer for answer in begun]
         finally:
             for task in self._queued:
                 task.cancel()
-            await asyncio.gather(*self._queued, return_exceptions=True)  # gone from the queue before the call is
+            await asyncio.gather(*self._queued, return_exceptions=True)  # leaves nothing in the queue
 
     async def _begin(self, item: Any) -> Answer | asyncio.Task[Answer]:
         while True:

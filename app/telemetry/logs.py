@@ -70,14 +70,8 @@ class RequestLog:
             fields["stages_ms"] = {stage: round(value * 1e3, 3) for stage, value in exchange.stages.items()}
         if trace_id is not None:
             fields["trace_id"] = trace_id
-        write = (
-            self._log.error
-            if exchange.status >= 500
-            else self._log.warning
-            if exchange.status >= 400
-            else self._log.info
-        )
-        write("request", **fields)
+        level = "error" if exchange.status >= 500 else "warning" if exchange.status >= 400 else "info"
+        getattr(self._log, level)("request", **fields)
 
 
 def _render(logger: Any, name: str, event: Event) -> str:

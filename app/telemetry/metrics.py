@@ -44,7 +44,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What one forward was: for metrics and the observed rate. `candidates` counts per part; seconds by stage."""
+    """What one forward was: for metrics and the observed rate. `candidates` of each chunk; times in seconds."""
 
     candidates: Sequence[int]
     cost: int
@@ -75,11 +75,11 @@ class Metrics:
             return Histogram(name, text, labels, namespace="ranker", registry=registry, buckets=tuple(buckets))
 
         self.http_requests = counter(
-            "http_requests", "Replies sent; 499: the client went away.", "method", "route", "code"
+            "http_requests", "Replies sent; 499: the client disconnected.", "method", "route", "code"
         )
         self.http_seconds = histogram("http_request_duration_seconds", "From headers to the reply.", "method", "route")
         self.stage_seconds = histogram("stage_duration_seconds", "Time of one stage of a request or batch.", "stage")
-        self.batch_requests = histogram("batch_requests", "Requests, or parts of them, in one forward.", buckets=SIZES)
+        self.batch_requests = histogram("batch_requests", "Requests, or chunks of them, in one forward.", buckets=SIZES)
         self.batch_candidates = histogram("batch_candidates", "Candidates in one forward.", buckets=SIZES)
         self.batch_padding_ratio = histogram(
             "batch_padding_ratio", "Share of a forward's candidate slots that a rectangle would waste.", buckets=RATIOS
@@ -87,7 +87,7 @@ class Metrics:
         self.reply_probabilities = ReplyProbabilities()
         registry.register(self.reply_probabilities)
         self.rejected = counter("rejected", "Requests refused before any work was done.", "reason")
-        self.cancelled = counter("cancelled", "Requests whose client went away.", "stage")
+        self.cancelled = counter("cancelled", "Requests whose client disconnected.", "stage")
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")
         self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
