@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from app.engine.versions import LoadedModel, Loader, Say
-from app.service.service import Policies, RankingService
+from app.engine.loading import LoadedModel, Loader
+from app.service.service import RankingService
+from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from model.config import HashSpec, ModelConfig
 from model.engine import CacheStats, EngineInfo, Item, Outcome
@@ -86,28 +88,29 @@ def request(user: int, candidates: int = 4, history: int = 2) -> tuple[Context, 
     return context, Candidates(posts, posts, np.zeros(candidates, np.int64), np.zeros(candidates, np.int64))
 
 
-def loaded(engine: Any, version: str = "v1") -> LoadedModel:
+def loaded(engine: Any, version: str = "v1", actions: tuple[str, ...] = ACTIONS) -> LoadedModel:
     """The engine with a manifest, as the service wants it."""
     outputs = (ContinuousOutput("dwell_time", 30.0, "s"),)
-    manifest = Manifest("fake", version, CONFIG, ACTIONS, outputs, {"favorite": 1.0, "report": -2.0}, {}, {})
+    manifest = Manifest("fake", version, CONFIG, actions, outputs, {actions[0]: 1.0, actions[2]: -2.0}, {}, {})
     return LoadedModel(Checkpoint(Path("fake"), manifest, Ranker(CONFIG)), engine)
 
 
-def loader(engine: Any, version: str = "v1") -> Loader:
-    """Loads that engine at once."""
+def loader(engine: Any, *manifest: Any) -> Loader:
+    """Loads that engine at once; `manifest` is what `loaded` takes besides."""
 
-    def load(say: Say) -> LoadedModel:
-        say("warming")
-        return loaded(engine, version)
+    def load(warming: Callable[[], None]) -> LoadedModel:
+        warming()
+        return loaded(engine, *manifest)
 
     return load
 
 
 @asynccontextmanager
-async def running(engine: Any, policies: Policies | None = None, **options: Any) -> AsyncIterator[RankingService]:
-    """A service that is ready, and is stopped at the end."""
-    policies = policies or replace(Policies(), default_deadline_seconds=5.0)
-    service = RankingService(loader(engine), policies, Metrics(), **options)
+async def running(
+    engine: Any, clock: Callable[[], float] = time.monotonic, **groups: Any
+) -> AsyncIterator[RankingService]:
+    """A service that is ready, and is stopped at the end. `groups` are of its settings."""
+    service = RankingService(loader(engine), Settings(**groups), Metrics(), clock=clock)
     service.start()
     await service.wait_ready()
     try:

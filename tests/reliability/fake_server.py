@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.assembly import build_server, policies
+from app.assembly import build_server
 from app.server import process
 from app.service.service import RankingService
 from app.settings import load_settings
@@ -73,7 +73,7 @@ def main() -> int:
     if options.stock_protocol:
         process.StrictProtocol = stock_protocol  # type: ignore[misc,assignment]
     settings = load_settings([])
-    service = RankingService(loader(FaultyEngine(options)), policies(settings), Metrics())
+    service = RankingService(loader(FaultyEngine(options)), settings, Metrics())
     return process.serve(build_server(settings, service))
 
 
