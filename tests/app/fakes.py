@@ -57,6 +57,21 @@ class FakeEngine:
         self.closed.set()
 
 
+class Gate:
+    """Holds the engine in its forward until opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, items: object) -> None:
+        self.entered.set()
+        assert self.opened.wait(10)
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self.entered.wait, 10)
+
+
 def expected(context: Context, candidates: Candidates, version: int = 1) -> Scores:
     """What the fake engine of a version says to this request."""
     seeds = candidates.post_ids.astype(np.float64) * 31 + context.user_id * 7 + len(context) + version * 1000

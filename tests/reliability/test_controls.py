@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -17,18 +16,7 @@ from app.scheduling.batching import Batcher
 from app.service.service import RankingService
 from app.settings import Queue
 from model.engine import Item, Outcome
-from tests.app.fakes import FakeEngine, rank, right, run, running, until
-
-
-class Gate:
-    """Holds the engine in its forward until opened."""
-
-    def __init__(self) -> None:
-        self.entered, self.opened = threading.Event(), threading.Event()
-
-    def __call__(self, items: object) -> None:
-        self.entered.set()
-        assert self.opened.wait(10)
+from tests.app.fakes import FakeEngine, Gate, rank, right, run, running, until
 
 
 async def expire_in_the_queue() -> list[int]:
@@ -37,7 +25,7 @@ async def expire_in_the_queue() -> list[int]:
     engine = FakeEngine(before=gate)
     async with running(engine) as service:
         first = asyncio.ensure_future(rank(service, 1))
-        await asyncio.to_thread(gate.entered.wait, 5)
+        await gate.reached()
         with pytest.raises(DeadlineExceeded):
             await rank(service, 2, deadline=service.clock() + 0.02)
         gate.opened.set()
@@ -67,7 +55,7 @@ async def stall(queue: Queue) -> bool:
     gate = Gate()
     async with running(FakeEngine(before=gate), queue=queue) as service:
         waiting = asyncio.ensure_future(rank(service, 1))
-        await asyncio.to_thread(gate.entered.wait, 5)
+        await gate.reached()
         await asyncio.sleep(0.15)
         ready = service.health().ready
         gate.opened.set()
@@ -91,7 +79,7 @@ async def poison() -> list[object]:
 
     async with running(FakeEngine(before=before)) as service:
         first = asyncio.ensure_future(rank(service, 1))
-        await asyncio.to_thread(gate.entered.wait, 5)
+        await gate.reached()
         tasks = [asyncio.ensure_future(rank(service, user)) for user in range(10, 20)]
         await asyncio.sleep(0.01)
         gate.opened.set()
