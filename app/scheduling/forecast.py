@@ -61,7 +61,8 @@ class Offered:
     def __init__(self, memory_seconds: float = 0.5) -> None:
         self.memory_seconds = memory_seconds
         self._forwards = 0.0  # asked for within the memory
-        self._of_a_request = 0.0  # the part of a forward that a request fills, on average
+        self._of_a_request = 0.0  # the part of a forward that a request fills, on average of the last ones
+        self._read = 0  # how many of them, 20 at most
         self._at = 0.0
 
     def observe(self, now: float, forwards: float | None = None) -> None:
@@ -69,7 +70,8 @@ class Offered:
         if forwards is None:
             forwards = self._of_a_request
         else:
-            self._of_a_request += 0.05 * (forwards - self._of_a_request)
+            self._read = min(self._read + 1, 20)
+            self._of_a_request += (forwards - self._of_a_request) / self._read
         self._forwards = self._remembered(now) + forwards
         self._at = now
 

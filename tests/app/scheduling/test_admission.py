@@ -105,6 +105,22 @@ def test_a_limit_shorter_than_a_forward_lets_in_whom_the_next_forward_would_miss
     assert queue.refusal(job(10)) is not None  # there is a full forward before it
 
 
+def test_requests_that_are_refused_unread_are_offered_too() -> None:
+    clock = FakeClock()
+    queue = Admission(Queue(max_wait_seconds=0.04), Batching(max_candidates=40), clock, lambda: Running(4, 40, 0, 0.0))
+    queue.forward_time.observe(40, 0.05)
+    jobs = [job(10) for _ in range(8)]
+    for each in jobs:
+        queue.refusal(each)
+        queue.add(each)
+    for _ in range(400):
+        clock.advance(1 / 400)
+        assert queue.full() is not None
+    for each in jobs[4:]:
+        queue.remove(each)
+    assert queue.refusal(job(10)) is not None  # others will come who wait less
+
+
 def test_what_the_present_forward_has_done_shortens_the_wait() -> None:
     clock, began = FakeClock(), 100.0
     queue = Admission(Queue(), Batching(), clock, running=lambda: Running(1, 500, 0, clock() - began))
@@ -230,6 +246,7 @@ def test_what_comes_goes_and_the_limits_hold(steps: list[tuple[int, int, str | N
         if leave and inside:
             queue.remove(inside.pop(0))
         assert queue.requests == len(inside) <= 20
+        assert sum(held.cost for held in queue._held.values()) == queue.cost
         if len(inside) > 1:
             assert queue.candidates <= 1000
             assert queue.context_tokens <= 1000

@@ -41,7 +41,7 @@ def test_an_overrun_refuses_what_a_turn_has_no_time_for() -> None:
     [
         pytest.param([(BUSY, 20 * STANDING_SECONDS)], id="many callers who each wait for their reply"),
         pytest.param(
-            [(10 * STANDING_SECONDS, TICK_SECONDS), (LATE_SECONDS, STANDING_SECONDS / 2)],
+            [(10 * STANDING_SECONDS, TICK_SECONDS), (1.1 * LATE_SECONDS, STANDING_SECONDS / 2)],
             id="a pause, and what piled up meanwhile",
         ),
         pytest.param([(LATE, STANDING_SECONDS / 2), (ON_TIME, TICK_SECONDS / 2)] * 10, id="time to spare now and then"),

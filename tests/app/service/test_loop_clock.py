@@ -7,22 +7,28 @@ import time
 
 from app.scheduling.loop_lag import LATE_SECONDS, TICK_SECONDS
 from app.service.loop_clock import LoopClock
-from tests.app.fakes import run, until
+from tests.app.fakes import FakeEngine, run, running, until
 
 
-def test_a_loop_that_is_blocked_all_the_time_is_overrun() -> None:
+def block(times: int) -> None:
+    """Keep turns of the running loop busy, so that each tick is late."""
+    time.sleep(TICK_SECONDS + 2 * LATE_SECONDS)
+    if times > 1:
+        asyncio.get_running_loop().call_later(0, block, times - 1)
+
+
+def test_a_service_notices_that_its_loop_is_overrun_until_it_stops() -> None:
     async def main() -> None:
-        clock = LoopClock(time.monotonic)
-        clock.start()
-        await asyncio.sleep(5 * TICK_SECONDS)
-        assert not clock.lag.overrun
-
-        def blocks() -> bool:
-            time.sleep(TICK_SECONDS + 2 * LATE_SECONDS)
-            return clock.lag.overrun
-
-        await until(blocks)
-        clock.stop()
+        async with running(FakeEngine()) as service:
+            lag = service.loop_clock.lag
+            await asyncio.sleep(5 * TICK_SECONDS)
+            assert not lag.overrun
+            block(10)
+            await until(lambda: lag.overrun)
+        lag.overrun = False
+        block(10)
+        await asyncio.sleep(12 * TICK_SECONDS)
+        assert not lag.overrun
 
     run(main())
 
