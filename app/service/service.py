@@ -89,7 +89,6 @@ class RankingService:
             until = self.clock() + 1.0  # its thread may hang for good
         self._fail_all(Draining)
         await self.versions.close(max(0.1, until - self.clock()))
-        self.loop_clock.stop()
         for task in self._tasks:
             task.cancel()
         self.lifecycle.move(State.STOPPED)
@@ -105,7 +104,6 @@ class RankingService:
             self.versions.install(worker)
             gc.collect()
             gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
-            self.loop_clock.start()  # from here on: loading itself makes the loop late
             self.lifecycle.move(State.READY)
 
     # admission
@@ -125,7 +123,8 @@ class RankingService:
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request of this API key would get: NotReady, Draining, EngineDown or Overloaded. Reads nothing of it."""
         self._check_able()
-        if self.loop_clock.lag.refuses(self.loop_clock.request_arrives()):
+        turn_seconds = self.loop_clock.request_arrives()
+        if self.loop_clock.lag.refuses(turn_seconds):
             self._refuse(OVERRUN)
         if (refusal := self.admission.full(key)) is not None:
             self._refuse(refusal)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.scheduling import admission as rules
-from app.scheduling.admission import KEY_BURST_SECONDS, Admission
+from app.scheduling.admission import KEY_BURST_SECONDS, Admission, Wait
 from app.scheduling.forecast import Running
 from app.scheduling.job import Job
 from app.settings import Batching, Queue, Settings
@@ -80,9 +80,9 @@ def test_who_joins_the_next_forward_does_not_wait_for_it_to_fill() -> None:
         queue.forward_time.observe(10, 0.05)
     for _ in range(3):
         queue.add(job(10))
-        assert queue.wait(job(10)) == (0.0, 0)
+        assert queue.wait(job(10)) == Wait(0.0, 0)
     queue.add(job(10))
-    assert queue.wait(job(10)) == (pytest.approx(0.05), 1)  # that forward is full
+    assert queue.wait(job(10)) == Wait(0.05, 1)  # that forward is full
 
 
 @pytest.mark.parametrize(("per_second", "joins_next"), [(40, True), (80, True), (400, False)])
