@@ -1,4 +1,4 @@
-"""Decides whether a request may join the queue: bounded work, predicted wait, fair shares. Pure policy with a clock handed in; not for serving order.
+"""Decides whether a request may join the queue: bounded work, predicted wait, fair shares. Pure policy with a clock; knows no order.
 
 The rules, in their order. Work is counted in candidates and context tokens; *unfinished* is what is admitted and not answered.
 An engine without work takes any request that keeps the first two.
