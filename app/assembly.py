@@ -10,19 +10,17 @@ from starlette.types import ASGIApp
 from app.engine.loading import checkpoint_loader
 from app.http.admin import create_admin_app
 from app.http.application import create_app, create_probe_app
-from app.scheduling.admission import AdmissionPolicy
-from app.scheduling.batching import BatchPolicy
 from app.scheduling.job import Clock
 from app.server.process import RankingServer, serve
 from app.service.reload import Reloader
-from app.service.service import Policies, RankingService
+from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 
 
 def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.monotonic) -> RankingService:
     """A service that has not begun to load; call its `start` in a running loop."""
-    return RankingService(checkpoint_loader(settings.checkpoint, settings), policies(settings), metrics, clock=clock)
+    return RankingService(checkpoint_loader(settings.checkpoint, settings), settings, metrics, clock=clock)
 
 
 def build_app(settings: Settings) -> FastAPI:
@@ -53,31 +51,3 @@ def create_reloader(service: RankingService, settings: Settings) -> Reloader:
     """Reloads below the configured root, which is by default where the first checkpoint lies."""
     root = settings.admin.root or settings.checkpoint.absolute().parent
     return Reloader(service, root, settings.checkpoint, lambda path: checkpoint_loader(path, settings))
-
-
-def policies(settings: Settings) -> Policies:
-    """The part of the settings that admission and batching understand."""
-    queue, batching = settings.queue, settings.batching
-    admission = AdmissionPolicy(
-        queue_requests=queue.max_requests,
-        queue_seconds=queue.max_wait_seconds,
-        key_candidates_per_second=queue.key_candidates_per_second,
-        queue_candidates=queue.max_candidates,
-        queue_context_tokens=queue.max_context_tokens,
-        key_share=queue.max_share_per_key,
-    )
-    batch = BatchPolicy(
-        requests=BatchPolicy().requests if batching.enabled else 1,
-        candidates=batching.max_candidates,
-        context_tokens=batching.max_context_tokens,
-        chunk_candidates=min(batching.chunk_candidates, batching.max_candidates),
-        window_seconds=batching.window_seconds,
-    )
-    return Policies(
-        admission,
-        batch,
-        default_deadline_seconds=settings.deadline.default_seconds,
-        max_deadline_seconds=settings.deadline.max_seconds,
-        stall_seconds=queue.stall_seconds,
-        exit_seconds=queue.stall_exit_seconds,
-    )

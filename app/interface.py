@@ -67,8 +67,8 @@ class Service(Protocol):
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
         ...
 
-    def check_open(self) -> None:
-        """Raise what any request would get now: NotReady, Draining, EngineDown or Overloaded."""
+    def check_open(self, key: str | None = None) -> None:
+        """Raise what any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
         ...
 
     def admit(
@@ -93,7 +93,7 @@ class Service(Protocol):
         """Readiness is lost; requests are still served."""
         ...
 
-    async def stop(self, timeout_seconds: float = 30.0) -> bool:
+    async def stop(self, timeout_seconds: float) -> bool:
         """Finish what was admitted, then free the engines. False when the time was not enough."""
         ...
 

@@ -49,7 +49,7 @@ class Queue(Group):
     max_requests: int = Field(default=4096, ge=1)
     """Most requests waiting."""
     max_wait_seconds: float = Field(default=0.5, ge=0)
-    """Longest predicted wait for the first forward, from the observed rate; 0 leaves it unbounded."""
+    """Longest predicted wait for the first forward; 0 leaves it unbounded. Joining the next forward is not refused for it."""
     max_share_per_key: float = Field(default=0.5, gt=0, le=1)
     """Share of the queue that the requests of one API key may fill."""
     key_candidates_per_second: float = Field(default=0.0, ge=0)
@@ -65,6 +65,8 @@ class Batching(Group):
 
     enabled: bool = True
     """Whether requests share a forward at all; off is for comparison."""
+    max_requests: int = Field(default=64, ge=1)
+    """Requests in one forward."""
     max_candidates: int = Field(default=2048, ge=1)
     """Candidates in one forward."""
     max_context_tokens: int = Field(default=16_384, ge=1)
@@ -72,7 +74,12 @@ class Batching(Group):
     chunk_candidates: int = Field(default=512, ge=1)
     """A longer candidate list is cut into chunks of this many, served in turn with other requests."""
     window_seconds: float = Field(default=0.0, ge=0, le=1)
-    """How long a forward may wait for company while the engine is busy anyway; an idle engine never waits."""
+    """How long a busy engine lets the next forward grow; an idle engine never waits."""
+
+    @property
+    def requests(self) -> int:
+        """Requests in one forward, as `enabled` allows."""
+        return self.max_requests if self.enabled else 1
 
 
 class Cache(Group):

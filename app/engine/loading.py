@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.engine.versions import LoadedModel, Loader, Say
+import torch
+
+from app.interface import ServedModel
 from app.settings import Settings
 from model.create import EngineOptions, create_engine
-from weights.checkpoint import load_checkpoint
+from model.engine import Engine
+from weights.checkpoint import Checkpoint, load_checkpoint
+
+
+@dataclass(slots=True, eq=False)
+class LoadedModel:
+    """A checkpoint with its warm engine. `engine` is used by its own thread only, `engine.cache_stats` by any."""
+
+    checkpoint: Checkpoint
+    engine: Engine
+    served: ServedModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.served = ServedModel(self.checkpoint.manifest, self.engine.info)
+
+    def labels(self) -> dict[str, str]:
+        """The labels of `model_info`."""
+        manifest, info = self.checkpoint.manifest, self.engine.info
+        return {
+            "name": manifest.name,
+            "version": manifest.version,
+            "checkpoint": manifest.digest,
+            "dtype": info.dtype,
+            "device": info.device,
+        }
+
+    def device_memory_bytes(self) -> int | None:
+        """Held by tensors on the CUDA device; None on a CPU."""
+        return torch.cuda.memory_allocated() if self.engine.info.device.startswith("cuda") else None
+
+
+Loader = Callable[[Callable[[], None]], LoadedModel]
+"""Runs in an engine thread. It calls its argument when the checkpoint is read and the warm-up begins."""
 
 
 def checkpoint_loader(path: Path, settings: Settings) -> Loader:
-    """What an engine thread runs: verify and load the checkpoint, build its engine, warm it up.
+    """Loads this checkpoint. Raises CheckpointError or EngineError, with a sentence for people."""
 
-    Raises CheckpointError or EngineError, with a sentence for people.
-    """
-
-    def load(say: Say) -> LoadedModel:
+    def load(warming: Callable[[], None]) -> LoadedModel:
         checkpoint = load_checkpoint(path)
-        say("warming")
+        warming()
         engine = create_engine(checkpoint.ranker, engine_options(settings))
         engine.warm_up()
         return LoadedModel(checkpoint, engine)

@@ -62,7 +62,7 @@ class Ranking:
         """The body as JSON and the deadline in seconds of the service's clock. Cheap refusals come first."""
         headers = dict(scope["headers"])
         exchange.key = self.keys.caller(headers)
-        self.service.check_open()
+        self.service.check_open(exchange.key)
         check_media_type(headers)
         timeout_seconds = timeout_seconds_of(headers)
         deadline = None if timeout_seconds is None else self.service.clock() + timeout_seconds

@@ -1,38 +1,42 @@
-"""Decides whether a request may join the queue: bounded work, predicted wait, fair shares. Pure policy, not for serving order."""
+"""Decides whether a request may join the queue: bounded work, predicted wait, fair shares. Pure policy with a clock; knows no order.
+
+The rules, in their order. Work is counted in candidates and context tokens; *unfinished* is what is admitted and not answered.
+An engine without work takes any request that keeps the first two.
+
+    rule       refuses                                          by                               default  setting
+    late       a request that is late when it arrives           its deadline                     10.0     deadline.default_seconds
+    key rate   a key that asks for more a second (0: any rate)  candidates of the key            0.0      queue.key_candidates_per_second
+    size       what the queue has no room for                   unfinished requests              4096     queue.max_requests
+                                                                unfinished candidates            32768    queue.max_candidates
+                                                                unfinished context tokens        262144   queue.max_context_tokens
+    key share  a key that has more than its share of the room   unfinished work of the key       0.5      queue.max_share_per_key
+    wait       what waits longer and beyond the next forward    seconds until its first forward  0.5      queue.max_wait_seconds
+    deadline   what would be done too late                      that, and its own forwards       10.0     deadline.default_seconds
+
+*Key share* is the dynamic threshold of Choudhury and Hahne (1998): a key may hold share / (1 − share) times what is free. Alone
+it fills its share of the queue; the fuller the queue is, the less each key may hold, so that a newcomer finds room.
+
+*Wait.* Joining the next forward takes no longer than the forward that runs, and a place that is refused there may stay empty. So
+it is allowed also where a forward takes longer than the limit, unless so much is asked for that requests which come later, and
+wait within the limit, fill the next forward `FILLED_TIMES` over.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from app.scheduling.batching import BatchPolicy
-from app.scheduling.forecast import ForwardTime, Load, Offered
+from app.scheduling.batching import forwards_of
+from app.scheduling.forecast import ForwardTime, Offered, Running
 from app.scheduling.job import Clock, Job
+from app.settings import Batching, Queue
 
-Reason = Literal["queue_full", "deadline"]
+Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]
 
+KEY_BURST_SECONDS = 2.0  # a key that was silent may ask for that much of its rate at once
+FILLED_TIMES = 1.5  # arrivals are random: with as many as fill it once on average, it would often not be full
 NO_RATE_RETRY_SECONDS = 1.0  # what a refusal says before the first forward was seen
-LIGHT, HEAVY = 0.8, 2.0  # offered work as a share of the capacity: see `_longest_wait_seconds`
-SMALLEST = Job(candidates=1, context_tokens=1, deadline=float("inf"))
-IDLE_KEY_SECONDS = 60.0  # a key that has been silent for longer has a full bucket anyway
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionPolicy:
-    """How much admitted work may be unfinished. `queue_seconds` bounds the predicted wait; 0 leaves it unbounded.
-
-    `key_share` is what one API key alone may fill of the queue; the fuller the queue, the less each key may hold.
-    `key_candidates_per_second` 0 sets no rate for a key; a key may burst to `key_burst_seconds` of its rate.
-    """
-
-    queue_requests: int = 4096
-    queue_candidates: int = 32_768
-    queue_context_tokens: int = 262_144
-    queue_seconds: float = 0.5
-    key_share: float = 0.5
-    key_candidates_per_second: float = 0.0
-    key_burst_seconds: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,190 +48,162 @@ class Refusal:
     retry_after_seconds: float
 
 
+class Wait(NamedTuple):
+    """What a job would have before it: seconds until its first forward, and how many full forwards come before that one."""
+
+    seconds: float
+    forwards: int
+
+
 @dataclass(slots=True)
-class _Key:
-    """One API key: its unfinished work, and a bucket of candidates that refills with time."""
+class _Held:
+    """Unfinished work of one API key."""
 
     candidates: int = 0
     context_tokens: int = 0
-    bucket: float = 0.0
-    refilled: float = 0.0
+
+    @property
+    def cost(self) -> int:
+        return self.candidates + self.context_tokens
+
+
+class Admission:
+    """Counts unfinished jobs. Used by the event loop only. `running` tells what is being computed right now."""
+
+    def __init__(
+        self, queue: Queue, batching: Batching, clock: Clock, running: Callable[[], Running] = Running
+    ) -> None:
+        self.queue = queue
+        self.batching = batching
+        self.clock = clock
+        self.forward_time = ForwardTime()
+        self.offered = Offered()
+        self.requests = 0
+        self.candidates = 0
+        self.context_tokens = 0
+        self._running = running
+        self._held: dict[str | None, _Held] = {}  # of keys with unfinished work
+        self._rate_used_until: dict[str, float] = {}  # when a key's candidates so far are within its rate
 
     @property
     def cost(self) -> int:
         """Unfinished, in tokens."""
         return self.candidates + self.context_tokens
 
-
-class Admission:
-    """Counts admitted, unfinished job. Used by the event loop only. `running` tells what is being computed right now."""
-
-    def __init__(
-        self,
-        policy: AdmissionPolicy,
-        clock: Clock,
-        batch: BatchPolicy | None = None,
-        running: Callable[[], Load] = Load,
-    ) -> None:
-        self.policy = policy
-        self.clock = clock
-        self.batch = batch or BatchPolicy()
-        self.forward_time = ForwardTime()
-        # The shortest memory sees an overload begin before it has filled the queue; the longest one knows that it lasts.
-        self.offered = [Offered(memory_seconds=seconds) for seconds in (0.1, 0.5, 0.8)]
-        self.requests = 0
-        self.candidates = 0
-        self.context_tokens = 0
-        self._running = running
-        self._keys: dict[str, _Key] = {}
-
-    @property
-    def cost(self) -> int:
-        """Admitted and unfinished, in tokens."""
-        return self.candidates + self.context_tokens
-
-    def predicted_wait_seconds(self, key: str | None = None) -> float:
-        """Until a newcomer's first forward begins: what is left of the present one, and the full batches ahead of it."""
-        now, batch = self._running(), self.batch
-        left = max(0.0, (self.forward_time.seconds(now.cost) or 0.0) - now.seconds) if now.requests else 0.0
-        batches = max(
-            (self.requests - now.requests) / batch.requests,
-            (self.candidates - now.candidates) / batch.candidates,
-            (self.context_tokens - now.context_tokens) / batch.context_tokens,
-        )
-        if batches <= 0:
-            return left
-        full = self.forward_time.seconds((self.cost - now.cost) / batches) or 0.0
-        return left + int(batches * self._share_ahead(key) + 1e-9) * full
-
-    def _share_ahead(self, key: str | None) -> float:
-        """The part of the queue that is served before a newcomer of this key, whose turn comes by what its key has waiting."""
-        if key is None or not self.cost:
-            return 1.0
-        busy = sum(1 for other in self._keys.values() if other.cost)
-        own = self._keys[key].cost if key in self._keys else 0
-        return min(1.0, (own * max(busy, 1) + (self.cost - own) / max(busy, 1)) / self.cost)
-
-    def full(self) -> Refusal | None:
-        """Whether even the smallest request would be refused, whoever sends it."""
-        if not self.requests:
-            return None
-        refusal = self._over_limit(SMALLEST)
+    def full(self, key: str | None = None) -> Refusal | None:
+        """Whether even the smallest request of this key would be refused."""
+        smallest = Job(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
+        refusal = self._no_room(smallest) if self.requests else None
         if refusal is not None:
-            self._observe(None)
+            self.offered.observe(self.clock())
         return refusal
 
     def refusal(self, job: Job) -> Refusal | None:
-        """None when the job may join now. An idle engine takes any request, for nothing smaller could be said of it."""
-        self._observe(Load(1, job.candidates, job.context_tokens))
+        """None when the job may join now."""
+        self.offered.observe(self.clock(), forwards_of(1, job.candidates, job.context_tokens, self.batching))
         if job.deadline <= self.clock():
             return Refusal("deadline", "the deadline had passed on arrival", 0.0)
-        if job.key is not None and (limited := self._over_key_rate(job, job.key)):
+        if limited := self._over_key_rate(job):
             return limited
         if not self.requests:
             return None
-        return self._over_limit(job) or self._over_deadline(job)
+        return self._no_room(job) or self._over_deadline(job)
 
     def add(self, job: Job) -> None:
         """The job joins."""
-        self.requests += 1
-        self.candidates += job.candidates
-        self.context_tokens += job.context_tokens
-        if job.key is not None:
-            state = self._key(job.key)
-            state.candidates += job.candidates
-            state.context_tokens += job.context_tokens
-            state.bucket -= job.candidates
+        self._count(job, +1)
+        rate = self.queue.key_candidates_per_second
+        if rate and job.key is not None:
+            now = self.clock()
+            self._rate_used_until[job.key] = max(self._rate_used_until.get(job.key, now), now) + job.candidates / rate
 
     def remove(self, job: Job) -> None:
         """The job is answered, cancelled or expired."""
-        self.requests -= 1
-        self.candidates -= job.candidates
-        self.context_tokens -= job.context_tokens
-        if job.key is not None:
-            state = self._keys[job.key]
-            state.candidates -= job.candidates
-            state.context_tokens -= job.context_tokens
-            self._forget_idle_keys()
+        self._count(job, -1)
 
-    def _over_limit(self, job: Job) -> Refusal | None:
-        policy = self.policy
-        excess = max(
-            self.candidates + job.candidates - policy.queue_candidates,
-            self.context_tokens + job.context_tokens - policy.queue_context_tokens,
-            self.cost // self.requests if self.requests >= policy.queue_requests else 0,
+    def wait(self, job: Job) -> Wait:
+        """What this job would have before it."""
+        now = self._running()
+        left = max(0.0, (self.forward_time.seconds(now.cost) or 0.0) - now.seconds) if now.requests else 0.0
+        forwards = forwards_of(
+            self.requests - now.requests,
+            self.candidates - now.candidates,
+            self.context_tokens - now.context_tokens,
+            self.batching,
         )
-        if job.key is not None:
-            excess = max(excess, self._over_share(job, job.key))
+        if forwards <= 0:
+            return Wait(left, 0)
+        full_seconds = self.forward_time.seconds((self.cost - now.cost) / forwards) or 0.0
+        ahead = int(forwards * self._share_ahead(job) + 1e-9)
+        return Wait(left + ahead * full_seconds, ahead)
+
+    def _share_ahead(self, job: Job) -> float:
+        """Which part of the queue is served before the job: all that its key holds, and as much of each other key's work."""
+        own = self._held[job.key].cost if job.key in self._held else 0
+        others = (held.cost for key, held in self._held.items() if key != job.key)
+        return (own + sum(min(cost, own + job.cost) for cost in others)) / self.cost
+
+    def _no_room(self, job: Job) -> Refusal | None:
+        """The rules of size, key share and wait."""
+        queue = self.queue
+        excess = max(
+            self.candidates + job.candidates - queue.max_candidates,
+            self.context_tokens + job.context_tokens - queue.max_context_tokens,
+            self.cost // self.requests if self.requests >= queue.max_requests else 0,
+            self._over_share(job),
+        )
         if excess > 0:
             return Refusal("queue_full", "the queue is full", self._seconds_of(excess))
-        wait = self.predicted_wait_seconds(job.key)
-        if policy.queue_seconds and wait > self._longest_wait_seconds():
-            return Refusal("queue_full", "the predicted wait is over the limit", wait - policy.queue_seconds)
+        wait, limit = self.wait(job), queue.max_wait_seconds
+        if limit and wait.seconds > limit and (wait.forwards or self._fills_without_it()):
+            return Refusal("queue_full", "the predicted wait is over the limit", wait.seconds - limit)
         return None
 
-    def _longest_wait_seconds(self) -> float:
-        """The bound, and where it is shorter than a forward, more while later arrivals would not fill the next forward.
-
-        Refusing then would lose work: below capacity a burst may wait two forwards more, near it for the next one.
-        """
-        size = (self.batch.requests, self.batch.candidates, self.batch.context_tokens)
-        seconds = self.forward_time.seconds(self.offered[-1].batch_cost(*size)) or 0.0
-        now, bound = self.clock(), self.policy.queue_seconds
-        rush, lately, longer = (offered.batches_per_second(now, *size) * seconds for offered in self.offered)
-        if max(rush, lately) >= HEAVY:
-            return bound
-        return bound + 2 * seconds if max(lately, longer) < LIGHT else max(bound, seconds)
-
-    def _observe(self, work: Load | None) -> None:
-        for offered in self.offered:
-            offered.observe(self.clock(), work)
-
-    def _over_share(self, job: Job, key: str) -> int:
-        """A key may hold `share / (1 - share)` times what is free: alone its share, among many less, so a newcomer finds room."""
-        policy, held = self.policy, self._key(key)
-        if policy.key_share >= 1:
+    def _over_share(self, job: Job) -> int:
+        """How much more than its share the key would hold."""
+        queue, held = self.queue, self._held.get(job.key, _Held())
+        if job.key is None or queue.max_share_per_key >= 1:
             return 0
-        times = policy.key_share / (1 - policy.key_share)
-        free = policy.queue_candidates - self.candidates, policy.queue_context_tokens - self.context_tokens
+        times = queue.max_share_per_key / (1 - queue.max_share_per_key)
         return max(
-            held.candidates + job.candidates - int(free[0] * times),
-            held.context_tokens + job.context_tokens - int(free[1] * times),
+            held.candidates + job.candidates - int(times * (queue.max_candidates - self.candidates)),
+            held.context_tokens + job.context_tokens - int(times * (queue.max_context_tokens - self.context_tokens)),
         )
+
+    def _fills_without_it(self) -> bool:
+        """Whether requests that come late enough to wait within the limit fill the next forward."""
+        forwards = self.offered.forwards_per_second(self.clock()) * self.queue.max_wait_seconds
+        return forwards >= FILLED_TIMES
 
     def _over_deadline(self, job: Job) -> Refusal | None:
         own = self.forward_time.seconds(job.cost / job.chunks)
         if own is None:
             return None
-        wait = self.predicted_wait_seconds(job.key)
+        wait = self.wait(job).seconds
         late = self.clock() + (wait + own) * job.chunks - job.deadline
         return Refusal("deadline", "the predicted wait is longer than the deadline", wait) if late > 0 else None
 
+    def _over_key_rate(self, job: Job) -> Refusal | None:
+        rate = self.queue.key_candidates_per_second
+        if not rate or job.key is None:
+            return None
+        used = max(0.0, self._rate_used_until.get(job.key, 0.0) - self.clock())
+        own = min(job.candidates / rate, KEY_BURST_SECONDS)  # a larger request may join once nothing is used
+        wait = used + own - KEY_BURST_SECONDS
+        return Refusal("key_rate", "the key is over its rate", wait) if wait > 1e-9 else None
+
     def _seconds_of(self, cost: int) -> float:
-        """How long that much of the queue takes at the observed rate of full batches."""
-        full = min(self.cost, self.batch.candidates + self.batch.context_tokens)
+        """How long that much of the queue takes at the observed rate of full forwards."""
+        full = min(self.cost, self.batching.max_candidates + self.batching.max_context_tokens)
         seconds = self.forward_time.seconds(full)
         return NO_RATE_RETRY_SECONDS if seconds is None else seconds * cost / max(full, 1)
 
-    def _over_key_rate(self, job: Job, key: str) -> Refusal | None:
-        per_second = self.policy.key_candidates_per_second
-        if not per_second:
-            return None
-        state, burst = self._key(key), per_second * self.policy.key_burst_seconds
-        now = self.clock()
-        state.bucket = min(burst, state.bucket + (now - state.refilled) * per_second)
-        state.refilled = now
-        missing = min(job.candidates, burst) - state.bucket  # a request larger than the burst waits for a full bucket
-        return Refusal("queue_full", "the key is over its rate", missing / per_second) if missing > 1e-6 else None
-
-    def _key(self, key: str) -> _Key:
-        if key not in self._keys:
-            burst = self.policy.key_candidates_per_second * self.policy.key_burst_seconds
-            self._keys[key] = _Key(bucket=burst, refilled=self.clock())
-        return self._keys[key]
-
-    def _forget_idle_keys(self) -> None:
-        if len(self._keys) < 1024:
-            return
-        old = self.clock() - max(IDLE_KEY_SECONDS, self.policy.key_burst_seconds)
-        self._keys = {name: key for name, key in self._keys.items() if key.cost or key.refilled > old}
+    def _count(self, job: Job, sign: Literal[1, -1]) -> None:
+        held = self._held.setdefault(job.key, _Held())
+        self.requests += sign
+        counted: Admission | _Held
+        for counted in (self, held):
+            counted.candidates += sign * job.candidates
+            counted.context_tokens += sign * job.context_tokens
+        if not held.cost:
+            del self._held[job.key]

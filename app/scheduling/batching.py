@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from app.scheduling.job import Job
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPolicy:
-    """What one forward may hold. A request of more than `chunk_candidates` is served in chunks, in turn with others.
-
-    `window_seconds` is how long a busy engine lets a batch grow that is not full; an idle engine never waits.
-    """
-
-    requests: int = 64
-    candidates: int = 1024
-    context_tokens: int = 8192
-    chunk_candidates: int = 512
-    window_seconds: float = 0.0
-
+from app.settings import Batching
 
 JobT = TypeVar("JobT", bound=Job)
 
@@ -44,18 +30,18 @@ class Chunk(Generic[JobT]):
         return self.stop - self.start + self.context_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Take(Generic[JobT]):
-    """The next forward, the jobs whose deadline passed in the queue, and, where `chunks` is empty, when to look again."""
-
-    chunks: list[Chunk[JobT]] = field(default_factory=list)
-    expired: list[JobT] = field(default_factory=list)
-    look_again: float | None = None
-
-
-def chunk_count(candidates: int, policy: BatchPolicy) -> int:
+def chunk_count(candidates: int, batching: Batching) -> int:
     """In how many chunks a request of that many candidates is served."""
-    return max(1, -(-candidates // policy.chunk_candidates))
+    return max(1, -(-candidates // min(batching.chunk_candidates, batching.max_candidates)))
+
+
+def forwards_of(requests: int, candidates: int, context_tokens: int, batching: Batching) -> float:
+    """How many full forwards this much work makes."""
+    return max(
+        requests / batching.requests,
+        candidates / batching.max_candidates,
+        context_tokens / batching.max_context_tokens,
+    )
 
 
 class Batcher(Generic[JobT]):
@@ -65,8 +51,8 @@ class Batcher(Generic[JobT]):
     is first come, first served, except that a job with chunks left goes to the back after each of them.
     """
 
-    def __init__(self, policy: BatchPolicy) -> None:
-        self.policy = policy
+    def __init__(self, batching: Batching) -> None:
+        self.batching = batching
         self.candidates = 0
         self._queues: dict[str | None, dict[JobT, None]] = {}  # dicts keep order and forget a cancelled job at once
         self._served: dict[str | None, int] = {}
@@ -104,26 +90,25 @@ class Batcher(Generic[JobT]):
         """When the job arrived that has been here longest."""
         return min((job.arrived for queue in self._queues.values() for job in queue), default=None)
 
-    def take(self, now: float, *, idle: bool) -> Take[JobT]:
-        """Choose the next forward and take its jobs out of the queue. `idle`: the engine has found the queue empty before."""
+    def window_end(self) -> float:
+        """Until when a busy engine lets the next forward grow; the past where that is full, or the queue empty."""
+        batching = self.batching
+        full = self._length >= batching.requests or self.candidates >= batching.max_candidates
+        if full or not self._length or not batching.window_seconds:
+            return float("-inf")
+        return (self.oldest() or 0.0) + batching.window_seconds
+
+    def take(self, now: float) -> tuple[list[Chunk[JobT]], list[JobT]]:
+        """Take out of the queue the next forward, and the jobs whose deadline has passed."""
         expired = [job for queue in self._queues.values() for job in queue if job.deadline <= now]
         for job in expired:
             self._pop(job)
-        if not idle and self._length and (grow_until := self._window_end()) > now:
-            return Take(expired=expired, look_again=grow_until)
-        return Take(chunks=self._fill(), expired=expired)
-
-    def _window_end(self) -> float:
-        """Until when the batch may grow; the past once it is full."""
-        policy = self.policy
-        if not policy.window_seconds or self._length >= policy.requests or self.candidates >= policy.candidates:
-            return float("-inf")
-        return (self.oldest() or 0.0) + policy.window_seconds
+        return self._fill(), expired
 
     def _fill(self) -> list[Chunk[JobT]]:
         chunks: list[Chunk[JobT]] = []
-        candidates, tokens = self.policy.candidates, self.policy.context_tokens
-        while self._queues and len(chunks) < self.policy.requests:
+        candidates, tokens = self.batching.max_candidates, self.batching.max_context_tokens
+        while self._queues and len(chunks) < self.batching.requests:
             key = min(self._queues, key=lambda name: self._served[name])
             chunk = self._next_chunk(next(iter(self._queues[key])))
             size = chunk.stop - chunk.start
@@ -138,7 +123,7 @@ class Batcher(Generic[JobT]):
 
     def _next_chunk(self, job: JobT) -> Chunk[JobT]:
         left = job.candidates - job.served
-        size = -(-left // chunk_count(left, self.policy))  # even chunks: 513 is 257 + 256, not 512 + 1
+        size = -(-left // chunk_count(left, self.batching))  # even chunks: 513 is 257 + 256, not 512 + 1
         return Chunk(job, job.served, job.served + size)
 
     def _append(self, job: JobT) -> None:

@@ -1,4 +1,4 @@
-"""How long the next forwards will take, from those observed lately. Pure arithmetic, not for deciding who is admitted."""
+"""How long forwards take and how much work is asked for, from the recent past. Pure arithmetic, not for deciding who is admitted."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class ForwardTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Work in the model's units. `seconds` is for how long it has been computing, where it is what runs now."""
+class Running:
+    """The work of the forward that runs, and for how many seconds it has run. Without requests, none does."""
 
     requests: int = 0
     candidates: int = 0
@@ -56,34 +56,28 @@ class Load:
 
 
 class Offered:
-    """Work asked for per second over the last half second or so, refused or not."""
+    """Work asked for lately, refused or not, in forwards a second: an average that forgets with `memory_seconds`."""
 
     def __init__(self, memory_seconds: float = 0.5) -> None:
         self.memory_seconds = memory_seconds
-        self._requests = self._candidates = self._tokens = 0.0
+        self._forwards = 0.0  # asked for within the memory
+        self._of_a_request = 0.0  # the part of a forward that a request fills, on average of the last ones
+        self._read = 0  # how many of them, 20 at most
         self._at = 0.0
 
-    def observe(self, now: float, work: Load | None = None) -> None:
-        """A request came; one of unknown size counts as an average one."""
-        keep = math.exp(-max(0.0, now - self._at) / self.memory_seconds)
+    def observe(self, now: float, forwards: float | None = None) -> None:
+        """A request came that fills this part of a forward; one that was refused unread counts as an average one."""
+        if forwards is None:
+            forwards = self._of_a_request
+        else:
+            self._read = min(self._read + 1, 20)
+            self._of_a_request += (forwards - self._of_a_request) / self._read
+        self._forwards = self._remembered(now) + forwards
         self._at = now
-        if work is None:
-            grow = keep * (1 + 1 / self._requests) if self._requests > 1e-3 else keep
-            self._requests, self._candidates, self._tokens = (
-                value * grow for value in (self._requests, self._candidates, self._tokens)
-            )
-            return
-        self._requests = self._requests * keep + work.requests
-        self._candidates = self._candidates * keep + work.candidates
-        self._tokens = self._tokens * keep + work.context_tokens
 
-    def batches_per_second(self, now: float, requests: int, candidates: int, context_tokens: int) -> float:
-        """How many forwards of at most this size a second of such traffic would fill."""
-        keep = math.exp(-max(0.0, now - self._at) / self.memory_seconds)
-        fullest = max(self._requests / requests, self._candidates / candidates, self._tokens / context_tokens)
-        return fullest * keep / self.memory_seconds
+    def forwards_per_second(self, now: float) -> float:
+        """How many full forwards a second of such traffic makes."""
+        return self._remembered(now) / self.memory_seconds
 
-    def batch_cost(self, requests: int, candidates: int, context_tokens: int) -> float:
-        """Tokens in one such full forward."""
-        fullest = max(self._requests / requests, self._candidates / candidates, self._tokens / context_tokens)
-        return (self._candidates + self._tokens) / fullest if fullest else 0.0
+    def _remembered(self, now: float) -> float:
+        return self._forwards * math.exp(-max(0.0, now - self._at) / self.memory_seconds)

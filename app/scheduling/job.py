@@ -1,4 +1,4 @@
-"""One request in the queue, as policy sees it: how much work it is, who asks, and until when."""
+"""One request in the queue, as policy sees it: how much work it is, whose it is, and until when."""
 
 from __future__ import annotations
 

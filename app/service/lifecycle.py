@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
+
+from app.interface import Health
 
 
 class State(StrEnum):
@@ -31,27 +32,29 @@ ORDER = list(State)
 class Lifecycle:
     """The state of this process; `failure` is a sentence once something broke for good."""
 
-    def __init__(self, on_change: Callable[[State], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.state = State.STARTING
-        self.started = False  # a model was loaded and warmed up, whatever came after
+        self.started = False  # a model was ready once, whatever came after
         self.failure: str | None = None
-        self._on_change = on_change
 
     def move(self, state: State) -> None:
-        """Enter a later state; an earlier or the present one changes nothing, so a late loader cannot undo a drain."""
-        if ORDER.index(state) <= ORDER.index(self.state):
-            return
-        self.state = state
-        self.started = self.started or state is State.READY
-        if self._on_change is not None:
-            self._on_change(state)
+        """Enter a later state; an earlier one changes nothing, so a late loader cannot undo a drain."""
+        if ORDER.index(state) > ORDER.index(self.state):
+            self.state = state
+            self.started = self.started or state is State.READY
 
     @property
     def draining(self) -> bool:
-        """The process takes no more work than it must."""
+        """The process is shutting down, or has."""
         return ORDER.index(self.state) > ORDER.index(State.READY)
 
     @property
     def reason(self) -> str:
         """Why the process is not ready; empty when it is."""
         return self.failure or REASONS[self.state]
+
+    def health(self, stall: str) -> Health:
+        """What the probes say, given a sentence on a stalled engine or none."""
+        reason = self.reason or stall
+        failed = self.failure is not None or (self.state is State.READY and bool(reason))
+        return Health(ready=not reason, started=self.started, failed=failed, draining=self.draining, reason=reason)

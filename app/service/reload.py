@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from app.engine.versions import Loader
+from app.engine.loading import Loader
 from app.interface import CheckpointNotFound, ServedModel
 from app.service.service import RankingService
 from weights.checkpoint import load_manifest

@@ -7,87 +7,65 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
-from app.engine.versions import Loader, Versions
+from app.engine.loading import Loader
+from app.engine.versions import Versions
 from app.engine.worker import ENGINE_THREAD, RankJob
 from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
 from app.interface import Health, Ranked, ServedModel, Ticket
-from app.scheduling.admission import Admission, AdmissionPolicy, Refusal
-from app.scheduling.batching import BatchPolicy, chunk_count
+from app.scheduling.admission import Admission, Refusal
+from app.scheduling.batching import chunk_count
 from app.scheduling.job import Clock
-from app.scheduling.loop_lag import LoopTurn
 from app.service.lifecycle import Lifecycle, State
+from app.service.loop_clock import LoopClock
+from app.settings import Settings
 from app.telemetry.metrics import BatchReport, Metrics, Snapshot
 from model.inputs import Candidates, Context, Scores
 
 RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
 RETRY_AFTER_DOWN_SECONDS = 5.0
-RETRY_AFTER_TURN_SECONDS = 1.0  # whole seconds are what the header can say
 WATCHDOG_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """What the operator chose. `stall_seconds` without a finished forward is a stall; `exit_seconds` of it end the process."""
-
-    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
-    batch: BatchPolicy = field(default_factory=BatchPolicy)
-    default_deadline_seconds: float = 10.0
-    max_deadline_seconds: float = 60.0
-    stall_seconds: float = 4.0
-    exit_seconds: float = 30.0
+OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be read", retry_after_seconds=1.0)
 
 
 class RankingService:
     """One process's service. All methods belong to the event loop; engines live in threads of their own.
 
-    `load(say)` loads and warms the first model in the engine's thread; `say("warming")` marks the step between.
-    `on_fatal(reason)` is called once when only a new process can help, after everyone who waited was answered.
+    `load` loads and warms the first model in the engine's thread. `on_fatal(reason)` is called once when only a new process
+    can help, after everyone who waited was answered.
     """
 
-    def __init__(
-        self,
-        load: Loader,
-        policies: Policies,
-        metrics: Metrics,
-        *,
-        clock: Clock = time.monotonic,
-        on_fatal: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        self.policies = policies
+    def __init__(self, load: Loader, settings: Settings, metrics: Metrics, *, clock: Clock = time.monotonic) -> None:
+        self.settings = settings
         self.metrics = metrics
         self.clock = clock
-        self.on_fatal = on_fatal
+        self.on_fatal: Callable[[str], None] = lambda reason: None
         self.lifecycle = Lifecycle()
-        self.versions = Versions(policies.batch, self, clock)
-        self.admission = Admission(policies.admission, clock, policies.batch, self.versions.running)
-        self.turn = LoopTurn(clock)
+        self.versions = Versions(settings.batching, self, clock)
+        self.admission = Admission(settings.queue, settings.batching, clock, self.versions.running)
+        self.loop_clock = LoopClock(clock)
         self._load = load
-        self._load_error: BaseException | None = None
+        self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
-        self._settled = asyncio.Event()  # loading ended, well or not
         self._idle = asyncio.Event()  # nothing is admitted and unanswered
         self._idle.set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first load and the watchdog
         metrics.watch(self)
 
     # life
 
     def start(self) -> None:
         """Begin to load in the background; returns at once. A second time does nothing."""
-        if self.lifecycle.state is not State.STARTING:
-            return
-        self.lifecycle.move(State.LOADING)
-        self._spawn(self._first_load())
-        self._spawn(self._watchdog())
+        if self.lifecycle.state is State.STARTING:
+            self.lifecycle.move(State.LOADING)
+            loop = asyncio.get_running_loop()
+            self._tasks = [loop.create_task(self._first_load()), loop.create_task(self._watchdog())]
 
     async def wait_ready(self) -> None:
-        """Return when requests can be served. Raises what made loading fail."""
-        await self._settled.wait()
+        """Return when requests can be served; call it after `start`. Raises what made loading fail."""
+        await asyncio.wait(self._tasks[:1])
         if self._load_error is not None:
             raise self._load_error
 
@@ -100,7 +78,7 @@ class RankingService:
         self.begin_drain()
         self._refusing = True
 
-    async def stop(self, timeout_seconds: float = 30.0) -> bool:
+    async def stop(self, timeout_seconds: float) -> bool:
         """Finish what was admitted, then free the engines. False when the time was not enough; the rest is answered 503."""
         self.refuse_new()
         until = self.clock() + timeout_seconds
@@ -116,12 +94,24 @@ class RankingService:
         self.lifecycle.move(State.STOPPED)
         return finished
 
-    # requests
+    async def _first_load(self) -> None:
+        try:
+            worker = await self.versions.load(self._load)
+        except Exception as error:
+            self._load_error = error
+            self._fatal(f"The checkpoint could not be loaded: {error}")
+        else:
+            self.versions.install(worker)
+            gc.collect()
+            gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
+            self.lifecycle.move(State.READY)
+
+    # admission
 
     @property
     def default_deadline_seconds(self) -> float:
         """For a request that names no deadline."""
-        return self.policies.default_deadline_seconds
+        return self.settings.deadline.default_seconds
 
     @property
     def model(self) -> ServedModel:
@@ -130,14 +120,13 @@ class RankingService:
             raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
         return self.versions.current.model.served
 
-    def check_open(self) -> None:
-        """Raise what any request would get now: NotReady, Draining, EngineDown or Overloaded. Reads nothing of the request."""
+    def check_open(self, key: str | None = None) -> None:
+        """Raise what any request of this API key would get: NotReady, Draining, EngineDown or Overloaded. Reads nothing of it."""
         self._check_able()
-        if self.turn.is_over():
-            self._refuse(
-                Refusal("queue_full", "requests arrive faster than they can be read", RETRY_AFTER_TURN_SECONDS)
-            )
-        if (refusal := self.admission.full()) is not None:
+        turn_seconds = self.loop_clock.request_arrives()
+        if self.loop_clock.lag.refuses(turn_seconds):
+            self._refuse(OVERRUN)
+        if (refusal := self.admission.full(key)) is not None:
             self._refuse(refusal)
 
     def admit(
@@ -152,26 +141,48 @@ class RankingService:
         worker = self.versions.find(model)
         if worker is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
-        now, policies = self.clock(), self.policies
-        deadline = now + policies.default_deadline_seconds if deadline is None else deadline
+        now = self.clock()
+        deadline = now + self.default_deadline_seconds if deadline is None else deadline
         job = RankJob(
             candidates=candidates,
             context_tokens=1 + min(history, model.manifest.config.history_length),
-            chunks=chunk_count(candidates, policies.batch),
-            deadline=min(deadline, now + policies.max_deadline_seconds),
+            chunks=chunk_count(candidates, self.settings.batching),
+            deadline=min(deadline, now + self.settings.deadline.max_seconds),
             key=key,
             worker=worker,
             on_release=self._release,
-            reserved=False,
         )
-        refusal = self.admission.refusal(job)
-        if refusal is not None:
+        if (refusal := self.admission.refusal(job)) is not None:
             self._refuse(refusal)
         self.admission.add(job)
         self._idle.clear()
         worker.unfinished += 1
         job.reserved = True
         return job
+
+    def _check_able(self) -> None:
+        if self._refusing:
+            self.metrics.rejected.labels("draining").inc()
+            raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
+        if down := self.lifecycle.failure or self._stall():
+            raise EngineDown(down, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
+        if self.versions.current is None:
+            self.metrics.rejected.labels("not_ready").inc()
+            raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self.metrics.rejected.labels(refusal.reason).inc()
+        kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
+        raise kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
+
+    def _release(self, job: RankJob) -> None:
+        self.admission.remove(job)
+        if not self.admission.requests:
+            self._idle.set()
+        job.worker.unfinished -= 1
+        self.versions.free_if_done(job.worker)
+
+    # ranking
 
     async def rank(self, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
         """Scores in the order of the candidates. Cancelling it drops the work unless it is being computed.
@@ -203,19 +214,11 @@ class RankingService:
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
-        life = self.lifecycle
-        reason = life.reason or self._stall()
-        return Health(
-            ready=not reason,
-            started=life.started,
-            failed=life.failure is not None or (life.state is State.READY and bool(reason)),
-            draining=life.draining,
-            reason=reason,
-        )
+        return self.lifecycle.health(self._stall())
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""
-        return any(thread.name == ENGINE_THREAD and thread.is_alive() for thread in threading.enumerate())
+        return any(thread.name == ENGINE_THREAD for thread in threading.enumerate())
 
     def snapshot(self) -> Snapshot:
         """For a scrape of the metrics."""
@@ -229,6 +232,44 @@ class RankingService:
             last_forward_timestamp_seconds=self._last_forward_unix,
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),
         )
+
+    def _stall(self) -> str:
+        """A sentence when work waits and no forward finishes, else nothing."""
+        silent = self.versions.silent_seconds()
+        stalled = silent > self.settings.queue.stall_seconds
+        return f"The engine has work and has finished no forward for {silent:.1f} s." if stalled else ""
+
+    async def _watchdog(self) -> None:
+        while self.versions.silent_seconds() <= self.settings.queue.stall_exit_seconds:  # noqa: ASYNC110  # time is the event
+            await asyncio.sleep(WATCHDOG_SECONDS)
+        self._fatal(f"The engine has finished no forward for {self.settings.queue.stall_exit_seconds:g} s.")
+
+    def _fatal(self, reason: str) -> None:
+        if self.lifecycle.failure is None:
+            self.lifecycle.failure = reason
+            self._fail_all(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
+            self.on_fatal(reason)
+
+    def _fail_all(self, error: Callable[[], ServiceError]) -> None:
+        for job in self.versions.abandon():
+            job.settle(error())
+
+    # what engines tell
+
+    def warming(self) -> None:
+        """A checkpoint is read, and its engine warms up; beside an engine that serves, that changes nothing."""
+        self.lifecycle.move(State.WARMING)
+
+    def batch_done(self, report: BatchReport) -> None:
+        """A forward finished."""
+        self._last_forward_unix = time.time()
+        if not report.failed:
+            self.admission.forward_time.observe(report.cost, report.forward_seconds)
+        self.metrics.record_batch(report)
+
+    def engine_lost(self, reason: str) -> None:
+        """An engine broke for good."""
+        self._fatal(reason)
 
     # swaps
 
@@ -244,89 +285,3 @@ class RankingService:
             raise Draining
         self.versions.install(worker)
         return worker.model.served
-
-    # inside
-
-    async def _first_load(self) -> None:
-        try:
-            worker = await self.versions.load(self._load, self._follow)
-        except Exception as error:
-            self._load_error = error
-            self._fatal(f"The checkpoint could not be loaded: {error}")
-        else:
-            self.versions.install(worker)
-            gc.collect()
-            gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
-            self.lifecycle.move(State.READY)
-        finally:
-            self._settled.set()
-
-    def _follow(self, stage: str) -> None:
-        if stage == State.WARMING:
-            self.lifecycle.move(State.WARMING)
-
-    def _check_able(self) -> None:
-        if self._refusing:
-            self.metrics.rejected.labels("draining").inc()
-            raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-        if self.lifecycle.failure is not None:
-            raise EngineDown(self.lifecycle.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-        if self.versions.current is None:
-            self.metrics.rejected.labels("not_ready").inc()
-            raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
-        if stall := self._stall():
-            raise EngineDown(stall, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-
-    def _refuse(self, refusal: Refusal) -> None:
-        self.metrics.rejected.labels(refusal.reason).inc()
-        kind: type[ServiceError] = Overloaded if refusal.reason == "queue_full" else DeadlineExceeded
-        raise kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
-
-    def _release(self, job: RankJob) -> None:
-        self.admission.remove(job)
-        if not self.admission.requests:
-            self._idle.set()
-        job.worker.unfinished -= 1
-        self.versions.free_if_done(job.worker)
-
-    def _stall(self) -> str:
-        """A sentence when work waits and no forward finishes, else nothing."""
-        silent = self.versions.silent_seconds()
-        if silent <= self.policies.stall_seconds:
-            return ""
-        return f"The engine has work and has finished no forward for {silent:.1f} s."
-
-    async def _watchdog(self) -> None:
-        while True:
-            await asyncio.sleep(WATCHDOG_SECONDS)
-            silent = self.versions.silent_seconds()
-            if silent > self.policies.exit_seconds:
-                self._fatal(f"The engine has finished no forward for {silent:.0f} s.")
-            if self.versions.has_dead_thread():
-                self._fatal("The engine thread is gone.")
-
-    def batch_done(self, report: BatchReport) -> None:
-        """A forward finished."""
-        self._last_forward_unix = time.time()
-        if not report.failed:
-            self.admission.forward_time.observe(report.cost, report.forward_seconds)
-        self.metrics.record_batch(report)
-
-    def engine_lost(self, reason: str) -> None:
-        """An engine broke for good."""
-        self._fatal(reason)
-
-    def _fatal(self, reason: str) -> None:
-        if self.lifecycle.failure is None:
-            self.lifecycle.failure = reason
-            self._fail_all(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
-            self.on_fatal(reason)
-
-    def _fail_all(self, error: Callable[[], ServiceError]) -> None:
-        for job in self.versions.abandon():
-            job.settle(error())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -22,7 +22,7 @@ LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .0
 SIZES = tuple(2.0**power for power in range(13))
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 STAGES = ("parse", "queue", "collate", "forward", "serialize")
-REJECTIONS = ("queue_full", "deadline", "draining", "not_ready", "too_large")
+REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 RELOAD_RESULTS = ("success", "failure")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.versions import LoadedModel, Loader, Say
+from app.engine.loading import LoadedModel, Loader
 from model.config import HashSpec, ModelConfig
 from model.engine import CacheStats, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
@@ -57,18 +57,18 @@ def expected(context: Context, candidates: Candidates, version: int = 1) -> Scor
     return Scores(logits, (1 / (1 + np.exp(-logits))).astype(np.float32), np.abs(logits[:, :1]))
 
 
-def loaded(engine: Any, version: str = "v1") -> LoadedModel:
+def loaded(engine: Any, version: str = "v1", actions: tuple[str, ...] = ACTIONS) -> LoadedModel:
     """The engine with a manifest, as the service wants it."""
     outputs = (ContinuousOutput("dwell_time", 30.0, "s"),)
-    manifest = Manifest("fake", version, CONFIG, ACTIONS, outputs, {"favorite": 1.0, "report": -2.0}, {}, {})
+    manifest = Manifest("fake", version, CONFIG, actions, outputs, {actions[0]: 1.0, actions[2]: -2.0}, {}, {})
     return LoadedModel(Checkpoint(Path("fake"), manifest, Ranker(CONFIG)), engine)
 
 
-def loader(engine: Any, version: str = "v1") -> Loader:
-    """Loads that engine at once."""
+def loader(engine: Any, *manifest: Any) -> Loader:
+    """Loads that engine at once; `manifest` is what `loaded` takes besides."""
 
-    def load(say: Say) -> LoadedModel:
-        say("warming")
-        return loaded(engine, version)
+    def load(warming: Callable[[], None]) -> LoadedModel:
+        warming()
+        return loaded(engine, *manifest)
 
     return load

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.assembly import build_server, policies
-from app.engine.versions import LoadedModel, Loader, Say
+from app.assembly import build_server
+from app.engine.loading import LoadedModel, Loader
 from app.server import process
 from app.service.service import RankingService
 from app.settings import load_settings
@@ -61,7 +61,7 @@ def crossed(outcomes: list[Outcome]) -> list[Outcome]:
 def load_late_and_fail(seconds: float) -> Loader:
     """A checkpoint that turns out to be broken after that time."""
 
-    def load(say: Say) -> LoadedModel:
+    def load(warming: Callable[[], None]) -> LoadedModel:
         time.sleep(seconds)
         raise CheckpointError("planted")
 
@@ -88,7 +88,7 @@ def main() -> int:
     settings = load_settings([])
     refused = options.refused_after_seconds
     load = loader(FaultyEngine(options)) if refused is None else load_late_and_fail(refused)
-    service = RankingService(load, policies(settings), Metrics())
+    service = RankingService(load, settings, Metrics())
     return process.serve(build_server(settings, service))
 
 

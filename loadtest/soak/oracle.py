@@ -21,6 +21,8 @@ from loadtest.generate.payload import rank_request
 from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.soak.servers import real
+from weights.checkpoint import load_manifest
+from weights.format.manifest import MANIFEST_NAME
 
 NAMES = ("v0", "v1")
 TOKEN = "soak"
@@ -44,13 +46,24 @@ def requests(count: int) -> list[bytes]:
 
 @contextmanager
 def two_checkpoints() -> Iterator[Path]:
-    """A directory with `v0`, the checkpoint of the repository, and `v1`, the same shape with other weights."""
+    """A directory with `v0`, the checkpoint of the repository, and `v1`, the same shape with other weights and action names."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         shutil.copytree(ROOT / "weights" / "demo", root / NAMES[0])
         command = [sys.executable, "-m", "weights", "random", "--out", str(root / NAMES[1]), "--seed", "1"]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        rename_actions(root / NAMES[1])
         yield root
+
+
+def rename_actions(checkpoint: Path) -> None:
+    """Give each action of a checkpoint another name, so that a reply in the words of another version is seen."""
+    manifest = load_manifest(checkpoint)
+    renamed = manifest.relabelled(
+        action_names=tuple(f"{name}_again" for name in manifest.action_names),
+        score_weights={f"{name}_again": weight for name, weight in manifest.score_weights.items()},
+    )
+    (checkpoint / MANIFEST_NAME).write_bytes(renamed.to_json())
 
 
 def admin_settings(root: Path) -> dict[str, object]:
@@ -77,14 +90,11 @@ async def learn(server: Server, payloads: list[bytes]) -> tuple[str, list[Finger
 
 
 def oracles(root: Path, payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
-    """Version → expected fingerprint of each payload, from a server without cache and batching, one checkpoint after the other."""
+    """Version → expected fingerprint of each payload, from servers of their own without cache, batching and swaps."""
     known = {}
-    settings = {**admin_settings(root), "cache__bytes": 0, "batching__enabled": "false"}
-    with real(**settings) as server, asyncio.Runner() as runner:
-        for name in NAMES:
-            if runner.run(swap(settings["admin__port"], name)) != 200:
-                raise RuntimeError(f"the oracle does not load {name}")
-            version, expected = runner.run(learn(server, payloads))
+    for name in NAMES:
+        with real(checkpoint=root / name, cache__bytes=0, batching__enabled="false") as server:
+            version, expected = asyncio.run(learn(server, payloads))
             known[version] = expected
     return known
 

@@ -1,19 +1,37 @@
-"""A clock that only moves when told, and requests to a service around the fake engine."""
+"""A service around the fake engine, a clock that only moves when told, and requests for it. Not for tests of tensors."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from app.service.service import Policies, RankingService
+from app.service.service import RankingService
+from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import CONFIG, FakeEngine, expected, loaded, loader  # noqa: F401  for all tests here
 from model.inputs import Candidates, Context, Scores
+
+
+class Gate:
+    """Holds the engine in its forward until opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, items: object) -> None:
+        self.entered.set()
+        assert self.opened.wait(10)
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self.entered.wait, 10)
 
 
 @dataclass
@@ -41,10 +59,11 @@ def request(user: int, candidates: int = 4, history: int = 2) -> tuple[Context, 
 
 
 @asynccontextmanager
-async def running(engine: Any, policies: Policies | None = None, **options: Any) -> AsyncIterator[RankingService]:
-    """A service that is ready, and is stopped at the end."""
-    policies = policies or replace(Policies(), default_deadline_seconds=5.0)
-    service = RankingService(loader(engine), policies, Metrics(), **options)
+async def running(
+    engine: Any, clock: Callable[[], float] = time.monotonic, **groups: Any
+) -> AsyncIterator[RankingService]:
+    """A service that is ready, and is stopped at the end. `groups` are of its settings."""
+    service = RankingService(loader(engine), Settings(**groups), Metrics(), clock=clock)
     service.start()
     await service.wait_ready()
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from app.http.application import create_app
-from app.service.service import Policies, RankingService
+from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from tests.app.fakes import FakeEngine, loader
@@ -44,12 +44,11 @@ def good(**changes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def served(
-    engine: Any = None, settings: Settings | None = None, policies: Policies | None = None
-) -> Iterator[tuple[TestClient, RankingService]]:
+def served(engine: Any = None, settings: Settings | None = None) -> Iterator[tuple[TestClient, RankingService]]:
     """A client of an application that is ready. Faults of the server come back as replies."""
-    service = RankingService(loader(engine or FakeEngine()), policies or Policies(), Metrics())
-    app = create_app(settings or Settings(), service)
+    settings = settings or Settings()
+    service = RankingService(loader(engine or FakeEngine()), settings, Metrics())
+    app = create_app(settings, service)
     with TestClient(app, raise_server_exceptions=False) as client:
         for _ in range(500):
             if client.get("/readyz").status_code == 200:

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from app.assembly import build_server, policies
+from app.assembly import build_server
 from app.server.process import RankingServer
 from app.service.service import RankingService
 from app.settings import Settings
@@ -43,7 +43,7 @@ def live(engine: Any, **settings: Any) -> Iterator[Live]:
     values = {"port": 0, "drain": {"delay_seconds": 0.0, "timeout_seconds": 5.0}, "logs": {"level": "error"}}
     chosen = Settings(**{**values, **settings})
     logs.configure(chosen.logs)
-    service = RankingService(loader(engine), policies(chosen), Metrics())
+    service = RankingService(loader(engine), chosen, Metrics())
     server = build_server(chosen, service)
     loop = asyncio.new_event_loop()
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -14,20 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from app.engine.worker import EngineWorker, RankJob
 from app.errors import DeadlineExceeded, EngineDown, ServiceError
 from app.scheduling.batching import Batcher
-from app.service.service import Policies, RankingService
+from app.service.service import RankingService
+from app.settings import Queue
 from loadtest.soak.fake_engine import FakeEngine
-from tests.app.fakes import rank, right, run, running, until
-
-
-class Gate:
-    """Holds the engine in its forward until opened."""
-
-    def __init__(self) -> None:
-        self.entered, self.opened = threading.Event(), threading.Event()
-
-    def __call__(self, items: object) -> None:
-        self.entered.set()
-        assert self.opened.wait(10)
+from model.engine import Item, Outcome
+from tests.app.fakes import Gate, rank, right, run, running, until
 
 
 async def expire_in_the_queue() -> list[int]:
@@ -36,7 +26,7 @@ async def expire_in_the_queue() -> list[int]:
     engine = FakeEngine(before=gate)
     async with running(engine) as service:
         first = asyncio.ensure_future(rank(service, 1))
-        await asyncio.to_thread(gate.entered.wait, 5)
+        await gate.reached()
         with pytest.raises(DeadlineExceeded):
             await rank(service, 2, deadline=service.clock() + 0.02)
         gate.opened.set()
@@ -55,18 +45,18 @@ def test_l3_the_queue_forgets_the_expired(monkeypatch: pytest.MonkeyPatch) -> No
 def _take_late(take: object) -> object:
     """A batcher that looks at no deadline."""
 
-    def late(batcher: object, now: float, *, idle: bool) -> object:
-        return take(batcher, -1e9, idle=idle)  # type: ignore[operator]
+    def late(batcher: object, now: float) -> object:
+        return take(batcher, -1e9)  # type: ignore[operator]
 
     return late
 
 
-async def stall(policies: Policies) -> bool:
+async def stall(queue: Queue) -> bool:
     """Whether the service still calls itself ready while its engine hangs."""
     gate = Gate()
-    async with running(FakeEngine(before=gate), policies) as service:
+    async with running(FakeEngine(before=gate), queue=queue) as service:
         waiting = asyncio.ensure_future(rank(service, 1))
-        await asyncio.to_thread(gate.entered.wait, 5)
+        await gate.reached()
         await asyncio.sleep(0.15)
         ready = service.health().ready
         gate.opened.set()
@@ -75,8 +65,8 @@ async def stall(policies: Policies) -> bool:
 
 
 def test_f5_a_stall_costs_readiness() -> None:
-    assert not run(stall(Policies(stall_seconds=0.1)))
-    assert run(stall(Policies(stall_seconds=3600)))
+    assert not run(stall(Queue(stall_seconds=0.1)))
+    assert run(stall(Queue(stall_seconds=3600)))
 
 
 async def poison() -> list[object]:
@@ -90,7 +80,7 @@ async def poison() -> list[object]:
 
     async with running(FakeEngine(before=before)) as service:
         first = asyncio.ensure_future(rank(service, 1))
-        await asyncio.to_thread(gate.entered.wait, 5)
+        await gate.reached()
         tasks = [asyncio.ensure_future(rank(service, user)) for user in range(10, 20)]
         await asyncio.sleep(0.01)
         gate.opened.set()
@@ -101,8 +91,16 @@ async def poison() -> list[object]:
 def test_f6_only_the_guilty_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = [10 + place for place, result in enumerate(run(poison())) if isinstance(result, ServiceError)]
     assert failed == [13]
-    monkeypatch.setattr(EngineWorker, "_alone", lambda worker, engine, item: EngineDown())
+    monkeypatch.setattr(EngineWorker, "_outcomes", _unsplit)
     assert len([result for result in run(poison()) if isinstance(result, EngineDown)]) == 10
+
+
+def _unsplit(worker: EngineWorker, engine: FakeEngine, items: Sequence[Item]) -> Sequence[Outcome | ServiceError]:
+    """A worker that blames the whole batch."""
+    try:
+        return engine.forward(items)
+    except MemoryError:
+        return [EngineDown() for _ in items]
 
 
 class Vanishing(RuleBasedStateMachine):
@@ -111,8 +109,7 @@ class Vanishing(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.policies = replace(Policies(), default_deadline_seconds=5.0)
-        self.context = running(FakeEngine(), self.policies)
+        self.context = running(FakeEngine())
         self.service: RankingService = self.loop.run_until_complete(self.context.__aenter__())
         self.tasks: dict[int, asyncio.Task[object]] = {}
         self.users = 0

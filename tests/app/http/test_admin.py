@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from app.engine.versions import LoadedModel, Loader, Say
+from app.engine.loading import LoadedModel, Loader
 from app.http.admin import create_admin_app
 from app.interface import CheckpointNotFound
 from app.service.reload import Reloader
-from app.service.service import Policies, RankingService
-from app.settings import Admin
+from app.service.service import RankingService
+from app.settings import Admin, Settings
 from app.telemetry.metrics import Metrics
 from tests.app.fakes import FakeEngine, loaded, loader
 from weights.checkpoint import CheckpointError
@@ -38,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_name(path: Path) -> Loader:
-    def load(say: Say) -> LoadedModel:
+    def load(warming: object) -> LoadedModel:
         if path.name == "refused":
             raise CheckpointError("params.safetensors: digest differs")
         return loaded(FakeEngine(2), path.name)
@@ -48,7 +48,7 @@ def by_name(path: Path) -> Loader:
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> Iterator[TestClient]:
-    service = RankingService(loader(FakeEngine()), Policies(), Metrics())
+    service = RankingService(loader(FakeEngine()), Settings(), Metrics())
     app = create_admin_app(SETTINGS, Reloader(service, root, root / "v1", by_name), service.metrics)
     with TestClient(app, base_url="http://localhost:9000") as client:
         assert client.portal is not None
@@ -193,7 +193,7 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
 
     async def main() -> None:
         point("v1")
-        service = RankingService(loader(FakeEngine()), Policies(), Metrics())
+        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
         service.start()
         await service.wait_ready()
         reloader = Reloader(service, tmp_path, place, load)

@@ -12,9 +12,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from app.scheduling.admission import AdmissionPolicy
-from app.service.service import Policies
-from app.settings import Auth, Settings
+from app.settings import Auth, Queue, Settings
 from tests.app.fakes import FakeEngine
 from tests.app.serving import good, served
 
@@ -58,9 +56,9 @@ def test_probes_and_metrics_need_no_key(locked: TestClient) -> None:
 def test_a_key_cannot_fill_the_queue_for_others(share: float) -> None:
     gate = threading.Event()
     engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
-    policies = Policies(AdmissionPolicy(queue_candidates=20, key_share=share, queue_seconds=0))
-    settings = Settings(auth=Auth(keys=KEYS))  # type: ignore[arg-type]
-    with served(engine, settings, policies) as (client, service), ThreadPoolExecutor() as pool:
+    queue = Queue(max_candidates=20, max_share_per_key=share, max_wait_seconds=0)
+    settings = Settings(auth=Auth(keys=KEYS), queue=queue)  # type: ignore[arg-type]
+    with served(engine, settings) as (client, service), ThreadPoolExecutor() as pool:
 
         def ask(name: str, candidates: int) -> Future[httpx.Response]:
             waiting, posts = service.admission.requests, [{"post_id": n, "author_id": 1} for n in range(candidates)]

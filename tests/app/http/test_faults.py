@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.http.application import create_app
-from app.service.service import Policies, RankingService
+from app.service.service import RankingService
 from app.settings import Limits, Settings
 from tests.app.fakes import FakeEngine, loaded, running
 from tests.app.serving import ask, chunk, good, served, value_of
@@ -48,13 +48,13 @@ def test_before_the_checkpoint_is_there_nothing_is_ranked() -> None:
     gate = threading.Event()
     engine = FakeEngine()
 
-    def load(say: Any) -> Any:
+    def load(warming: Any) -> Any:
         gate.wait(10)
         return loaded(engine)
 
     from app.telemetry.metrics import Metrics
 
-    service = RankingService(load, Policies(), Metrics())
+    service = RankingService(load, Settings(), Metrics())
     with TestClient(create_app(Settings(), service)) as client:
         assert client.get("/livez").status_code == 200
         for method, path in (("GET", "/readyz"), ("GET", "/startupz"), ("GET", "/info"), ("POST", "/rank")):

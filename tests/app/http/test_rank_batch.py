@@ -15,9 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.http.application import create_app
-from app.scheduling.admission import AdmissionPolicy
-from app.service.service import Policies
-from app.settings import Batching, Settings
+from app.settings import Batching, Queue, Settings
 from model.engine import Item, Outcome
 from tests.app.fakes import FakeEngine, running
 from tests.app.serving import ask, chunk, good, served, value_of
@@ -60,10 +58,10 @@ def test_a_whole_batch_may_fail_one_by_one(client: TestClient) -> None:
 
 def test_a_batch_is_not_refused_for_the_room_that_it_takes_up_itself() -> None:
     items = [good(user_id=user, candidates=[{"post_id": n, "author_id": 1} for n in range(10)]) for user in range(1, 9)]
-    tight = Policies(AdmissionPolicy(queue_candidates=15, queue_seconds=0))
-    for settings in (Settings(), Settings(batching=Batching(max_candidates=10))):
+    tight = Queue(max_candidates=15, max_wait_seconds=0)
+    for settings in (Settings(queue=tight), Settings(queue=tight, batching=Batching(max_candidates=10))):
         engine = FakeEngine()
-        with served(engine, settings, tight) as (client, service):
+        with served(engine, settings) as (client, service):
             results = client.post("/rank/batch", json=items).json()
             assert all("error" not in result for result in results)
             assert sorted(chain.from_iterable(engine.forwards)) == list(range(1, 9))
@@ -99,7 +97,7 @@ def test_a_batch_is_refused_for_the_room_that_others_take_up() -> None:
     gate = threading.Event()
     engine = FakeEngine(before=lambda items: (gate.wait(10), None)[1])
     with (
-        served(engine, policies=Policies(AdmissionPolicy(queue_candidates=5))) as (client, _),
+        served(engine, Settings(queue=Queue(max_candidates=5))) as (client, _),
         ThreadPoolExecutor() as pool,
     ):
         first = pool.submit(client.post, "/rank", json=good())

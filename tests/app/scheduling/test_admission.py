@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.scheduling.admission import Admission, AdmissionPolicy
-from app.scheduling.batching import BatchPolicy
-from app.scheduling.forecast import Load
+from app.scheduling import admission as rules
+from app.scheduling.admission import KEY_BURST_SECONDS, Admission, Wait
+from app.scheduling.forecast import Running
 from app.scheduling.job import Job
+from app.settings import Batching, Queue, Settings
 from tests.app.fakes import FakeClock
 
 FAR = 1e9
 
 
-def admission(batch: BatchPolicy | None = None, **policy: float) -> Admission:
-    return Admission(AdmissionPolicy(**{"queue_seconds": 0.0, **policy}), FakeClock(), batch)  # type: ignore[arg-type]
+def admission(batching: Batching | None = None, **queue: float) -> Admission:
+    return Admission(Queue(**{"max_wait_seconds": 0.0, **queue}), batching or Batching(), FakeClock())  # type: ignore[arg-type]
 
 
 def job(candidates: int, tokens: int = 0, *, key: str | None = None, deadline: float = FAR, chunks: int = 1) -> Job:
@@ -24,7 +27,7 @@ def job(candidates: int, tokens: int = 0, *, key: str | None = None, deadline: f
 
 
 def test_work_is_counted_and_not_requests() -> None:
-    queue = admission(queue_candidates=1000, queue_context_tokens=500)
+    queue = admission(max_candidates=1000, max_context_tokens=500)
     for _ in range(10):
         queue.add(job(90, 10))
     assert queue.refusal(job(100, 1)) is None
@@ -35,7 +38,7 @@ def test_work_is_counted_and_not_requests() -> None:
 
 
 def test_an_idle_engine_takes_whatever_one_request_may_be() -> None:
-    queue = admission(queue_candidates=10, queue_context_tokens=10)
+    queue = admission(max_candidates=10, max_context_tokens=10)
     assert queue.refusal(job(2000, 1000)) is None
     queue.add(job(2000, 1000))
     assert queue.refusal(job(1, 1)) is not None
@@ -49,7 +52,7 @@ def linear(queue: Admission, seconds_per_token: float) -> None:
 
 
 def test_retry_after_is_when_it_would_fit_at_the_observed_rate() -> None:
-    queue = admission(queue_candidates=1000)
+    queue = admission(max_candidates=1000)
     linear(queue, 0.002)
     queue.add(job(1000))
     refused = queue.refusal(job(250))
@@ -59,7 +62,7 @@ def test_retry_after_is_when_it_would_fit_at_the_observed_rate() -> None:
 
 
 def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
-    queue = admission(BatchPolicy(candidates=100), queue_seconds=0.5)
+    queue = admission(Batching(max_candidates=100), max_wait_seconds=0.5)
     queue.add(job(400))
     assert queue.full() is None  # nothing was observed yet, so nothing is predicted
     linear(queue, 0.001)
@@ -70,28 +73,25 @@ def test_the_predicted_wait_bounds_the_queue_in_seconds() -> None:
     assert refused.retry_after_seconds == pytest.approx(0.1)
 
 
-def test_who_joins_the_next_batch_does_not_wait_for_it_to_fill() -> None:
-    """An engine whose time does not grow with its batch: all of the next batch wait equally long."""
-    queue = admission(BatchPolicy(candidates=40), queue_seconds=0.04)
+def test_who_joins_the_next_forward_does_not_wait_for_it_to_fill() -> None:
+    """An engine whose time does not grow with its batch: all of the next forward wait equally long."""
+    queue = admission(Batching(max_candidates=40), max_wait_seconds=0.04)
     for _ in range(3):
         queue.forward_time.observe(10, 0.05)
     for _ in range(3):
         queue.add(job(10))
-        assert queue.predicted_wait_seconds() == 0.0
+        assert queue.wait(job(10)) == Wait(0.0, 0)
     queue.add(job(10))
-    assert queue.predicted_wait_seconds() == pytest.approx(0.05)  # that batch is full
+    assert queue.wait(job(10)) == Wait(0.05, 1)  # that forward is full
 
 
-@pytest.mark.parametrize(
-    ("per_second", "joins_next", "joins_second"), [(40, True, True), (80, True, False), (400, False, False)]
-)
-def test_the_bound_gives_way_where_refusing_would_lose_work(
-    per_second: int, joins_next: bool, joins_second: bool
+@pytest.mark.parametrize(("per_second", "joins_next"), [(40, True), (80, True), (400, False)])
+def test_a_limit_shorter_than_a_forward_lets_in_whom_the_next_forward_would_miss(
+    per_second: int, joins_next: bool
 ) -> None:
     """An engine that can do 80 a second in forwards of four, one of which has just begun."""
-    clock = FakeClock()
-    policy = AdmissionPolicy(queue_seconds=0.04)
-    queue = Admission(policy, clock, BatchPolicy(candidates=40), lambda: Load(4, 40, 0, 0.0))
+    clock, running = FakeClock(), Running(4, 40, 0, 0.0)
+    queue = Admission(Queue(max_wait_seconds=0.04), Batching(max_candidates=40), clock, lambda: running)
     queue.forward_time.observe(40, 0.05)
     for _ in range(4):
         queue.add(job(10))
@@ -101,24 +101,40 @@ def test_the_bound_gives_way_where_refusing_would_lose_work(
     assert (queue.refusal(job(10)) is None) == joins_next
     for _ in range(4):
         queue.add(job(10))
-    queue._running = lambda: Load(4, 40, 0, 0.02)
-    assert (queue.refusal(job(10)) is None) == joins_second
+    running = Running(4, 40, 0, 0.02)
+    assert queue.refusal(job(10)) is not None  # there is a full forward before it
+
+
+def test_requests_that_are_refused_unread_are_offered_too() -> None:
+    clock = FakeClock()
+    queue = Admission(Queue(max_wait_seconds=0.04), Batching(max_candidates=40), clock, lambda: Running(4, 40, 0, 0.0))
+    queue.forward_time.observe(40, 0.05)
+    jobs = [job(10) for _ in range(8)]
+    for each in jobs:
+        queue.refusal(each)
+        queue.add(each)
+    for _ in range(400):
+        clock.advance(1 / 400)
+        assert queue.full() is not None
+    for each in jobs[4:]:
+        queue.remove(each)
+    assert queue.refusal(job(10)) is not None  # others will come who wait less
 
 
 def test_what_the_present_forward_has_done_shortens_the_wait() -> None:
     clock, began = FakeClock(), 100.0
-    queue = Admission(AdmissionPolicy(), clock, running=lambda: Load(1, 500, 0, clock() - began))
+    queue = Admission(Queue(), Batching(), clock, running=lambda: Running(1, 500, 0, clock() - began))
     linear(queue, 0.001)
     queue.add(job(500))
-    assert queue.predicted_wait_seconds() == pytest.approx(0.5)
+    assert queue.wait(job(1)).seconds == pytest.approx(0.5)
     clock.advance(0.2)
-    assert queue.predicted_wait_seconds() == pytest.approx(0.3)
+    assert queue.wait(job(1)).seconds == pytest.approx(0.3)
     clock.advance(5.0)  # longer than predicted: it may be over any moment
-    assert queue.predicted_wait_seconds() == 0.0
+    assert queue.wait(job(1)).seconds == 0.0
 
 
 def test_a_deadline_is_held_against_the_predicted_wait_and_all_chunks() -> None:
-    queue = admission(BatchPolicy(candidates=100))
+    queue = admission(Batching(max_candidates=100))
     clock = queue.clock
     linear(queue, 0.001)
     queue.add(job(500))
@@ -134,7 +150,7 @@ def test_a_deadline_is_held_against_the_predicted_wait_and_all_chunks() -> None:
 
 
 def test_no_key_keeps_a_newcomer_out() -> None:
-    queue = admission(queue_candidates=500, queue_context_tokens=500, key_share=0.5)
+    queue = admission(max_candidates=500, max_context_tokens=500, max_share_per_key=0.5)
     taken = {"greedy": 0, "second": 0, "third": 0}
     for key in taken:
         while queue.refusal(job(10, key=key)) is None:
@@ -146,35 +162,71 @@ def test_no_key_keeps_a_newcomer_out() -> None:
 
 
 def test_with_a_share_of_one_a_key_may_fill_the_queue() -> None:
-    queue = admission(queue_candidates=500, queue_context_tokens=500, key_share=1.0)
+    queue = admission(max_candidates=500, max_context_tokens=500, max_share_per_key=1.0)
     queue.add(job(490, key="greedy"))
     assert queue.refusal(job(10, key="greedy")) is None
 
 
-def test_a_light_key_is_not_told_to_wait_for_a_heavy_one() -> None:
-    queue = admission(BatchPolicy(candidates=100), queue_seconds=0.6)
+def test_a_light_key_does_not_wait_for_a_heavy_one() -> None:
+    queue = admission(Batching(max_candidates=100), max_wait_seconds=0.6, max_share_per_key=1.0)
     linear(queue, 0.001)
     queue.add(job(1000, key="heavy"))
-    assert queue.refusal(job(10, key="heavy")) is not None
-    queue.add(job(10, key="other"))
-    assert queue.predicted_wait_seconds("other") < queue.predicted_wait_seconds("heavy")
-    assert queue.refusal(job(10, key="other")) is None
+    for key, refused in (("heavy", True), ("light", False)):
+        assert (queue.refusal(job(10, key=key)) is not None) == refused
+        assert (queue.full(key) is not None) == refused
+    assert queue.wait(job(200, key="light")).forwards == 2  # the heavy key is served as much meanwhile
 
 
-def test_a_key_over_its_rate_is_told_when_its_bucket_has_refilled() -> None:
-    queue = admission(key_candidates_per_second=100.0, key_burst_seconds=1.0)
+def test_many_light_keys_wait_for_each_other() -> None:
+    queue = admission(Batching(max_candidates=100))
+    linear(queue, 0.001)
+    for number in range(50):
+        queue.add(job(10, key=str(number)))
+    assert queue.wait(job(10, key="new")).forwards == 5
+
+
+def test_a_key_over_its_rate_is_told_when_it_may_come_again() -> None:
+    queue = admission(key_candidates_per_second=100.0)
     clock = queue.clock
     assert isinstance(clock, FakeClock)
-    work = job(80, key="k")
-    assert queue.refusal(work) is None
-    queue.add(work)
-    queue.remove(work)
-    refused = queue.refusal(work)
-    assert refused is not None
-    assert refused.retry_after_seconds == pytest.approx(0.6)
-    assert queue.refusal(job(80, key="other")) is None
-    clock.advance(0.6)
-    assert queue.refusal(work) is None
+    work = job(160, key="k")
+    for wait in (3.2 - KEY_BURST_SECONDS, 1.6):  # from then on it may have what its rate gives
+        assert queue.refusal(work) is None
+        queue.add(work)
+        queue.remove(work)
+        refused = queue.refusal(work)
+        assert refused is not None
+        assert refused.reason == "key_rate"
+        assert refused.retry_after_seconds == pytest.approx(wait)
+        assert queue.refusal(job(160, key="other")) is None
+        assert queue.refusal(job(160)) is None  # where no keys are configured, there is no rate
+        clock.advance(wait)
+    huge = job(10_000, key="once")
+    assert queue.refusal(huge) is None  # longer than a burst: it may join when nothing is used
+    queue.add(huge)
+    assert queue.refusal(job(1, key="once")) is not None
+
+
+def test_thousands_of_keys_are_counted_and_forgotten_when_their_work_is_done() -> None:
+    """Keys may be many and their work may last: none is forgotten before it, and each goes with it."""
+    queue = admission(key_candidates_per_second=100.0)
+    jobs = [job(5, 5, key=str(number)) for number in range(3000)]
+    for each in jobs:
+        queue.add(each)
+    assert isinstance(queue.clock, FakeClock)
+    queue.clock.advance(3600)
+    queue.remove(jobs.pop())
+    for each in jobs:
+        assert queue._held[each.key].cost == 10
+        queue.remove(each)
+    assert queue.requests == queue.cost == len(queue._held) == 0
+
+
+def test_the_table_of_rules_names_the_settings_and_their_defaults() -> None:
+    table = re.findall(r" ([\d.]+) +(\w+)\.(\w+)$", rules.__doc__ or "", re.M)
+    assert len(table) == 8
+    for default, group, name in table:
+        assert str(getattr(getattr(Settings(), group), name)) == default, name
 
 
 @given(
@@ -184,7 +236,7 @@ def test_a_key_over_its_rate_is_told_when_its_bucket_has_refilled() -> None:
     )
 )
 def test_what_comes_goes_and_the_limits_hold(steps: list[tuple[int, int, str | None, bool]]) -> None:
-    queue = admission(queue_candidates=1000, queue_context_tokens=1000, queue_requests=20)
+    queue = admission(max_candidates=1000, max_context_tokens=1000, max_requests=20)
     inside: list[Job] = []
     for candidates, tokens, key, leave in steps:
         work = job(candidates, tokens, key=key)
@@ -194,6 +246,7 @@ def test_what_comes_goes_and_the_limits_hold(steps: list[tuple[int, int, str | N
         if leave and inside:
             queue.remove(inside.pop(0))
         assert queue.requests == len(inside) <= 20
+        assert sum(held.cost for held in queue._held.values()) == queue.cost
         if len(inside) > 1:
             assert queue.candidates <= 1000
             assert queue.context_tokens <= 1000

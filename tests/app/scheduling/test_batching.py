@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.scheduling.batching import Batcher, BatchPolicy, Chunk
+from app.scheduling.batching import Batcher, Chunk, chunk_count
 from app.scheduling.job import Job
+from app.settings import Batching
 
-POLICY = BatchPolicy(requests=4, candidates=100, context_tokens=50, chunk_candidates=30, window_seconds=0.0)
+BATCHING = Batching(max_requests=4, max_candidates=100, max_context_tokens=50, chunk_candidates=30, window_seconds=0.0)
 FAR = 1e9
 
 
@@ -20,7 +21,7 @@ def job(candidates: int, *, tokens: int = 1, key: str | None = None, deadline: f
 
 def serve(batcher: Batcher[Job], now: float = 0.0) -> list[Chunk[Job]]:
     """One forward: take, and put back what has chunks left."""
-    chunks = batcher.take(now, idle=True).chunks
+    chunks, _ = batcher.take(now)
     for chunk in chunks:
         chunk.job.served = chunk.stop
         if chunk.stop < chunk.job.candidates:
@@ -33,7 +34,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batcher: Batcher[Job] = Batcher(POLICY)
+        self.batcher: Batcher[Job] = Batcher(BATCHING)
         self.now = 0.0
         self.waiting: list[Job] = []
 
@@ -62,21 +63,21 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def forward(self) -> None:
-        take = self.batcher.take(self.now, idle=True)
-        for late in take.expired:
+        chunks, expired = self.batcher.take(self.now)
+        for late in expired:
             assert late.deadline <= self.now
             self.waiting.remove(late)
-        assert bool(take.chunks) == bool(self.waiting)
-        assert len({chunk.job for chunk in take.chunks}) == len(take.chunks) <= POLICY.requests
-        first, rest = take.chunks[:1], take.chunks[1:]
-        assert sum(chunk.stop - chunk.start for chunk in take.chunks) <= POLICY.candidates
+        assert bool(chunks) == bool(self.waiting)
+        assert len({chunk.job for chunk in chunks}) == len(chunks) <= BATCHING.max_requests
+        first, rest = chunks[:1], chunks[1:]
+        assert sum(chunk.stop - chunk.start for chunk in chunks) <= BATCHING.max_candidates
         if rest:
             tokens = sum(chunk.context_tokens for chunk in rest)
-            assert tokens <= POLICY.context_tokens - min(first[0].context_tokens, POLICY.context_tokens)
-        for chunk in take.chunks:
+            assert tokens <= BATCHING.max_context_tokens - min(first[0].context_tokens, BATCHING.max_context_tokens)
+        for chunk in chunks:
             assert chunk.job.deadline > self.now
             assert chunk.start == chunk.job.served < chunk.stop <= chunk.job.candidates
-            assert chunk.stop - chunk.start <= POLICY.chunk_candidates
+            assert chunk.stop - chunk.start <= BATCHING.chunk_candidates
             chunk.job.served = chunk.stop
             if chunk.stop < chunk.job.candidates:
                 self.batcher.put_back(chunk.job)
@@ -94,22 +95,32 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_an_idle_engine_takes_at_once_and_a_busy_one_lets_the_batch_grow_for_the_window() -> None:
-    batcher: Batcher[Job] = Batcher(BatchPolicy(requests=4, candidates=100, chunk_candidates=50, window_seconds=0.01))
+def test_a_batch_may_grow_for_the_window_until_it_is_full() -> None:
+    batcher: Batcher[Job] = Batcher(
+        Batching(max_requests=4, max_candidates=100, chunk_candidates=50, window_seconds=0.01)
+    )
+    assert batcher.window_end() < 0  # nothing to wait for
     batcher.add(job(10), 1.0)
-    held = batcher.take(1.0, idle=False)
-    assert held.chunks == []
-    assert held.look_again == pytest.approx(1.01)
-    assert len(batcher.take(1.0, idle=True).chunks) == 1
-    batcher.add(job(10), 1.0)
-    assert len(batcher.take(1.011, idle=False).chunks) == 1
-    for _ in range(2):
-        batcher.add(job(50), 2.0)
-    assert len(batcher.take(2.0, idle=False).chunks) == 2  # full: nothing to wait for
+    batcher.add(job(40), 2.0)
+    assert batcher.window_end() == pytest.approx(1.01)  # the oldest has waited longest
+    batcher.add(job(50), 2.0)
+    assert batcher.window_end() < 0
 
 
-def test_small_requests_pass_between_the_parts_of_a_long_one() -> None:
-    batcher: Batcher[Job] = Batcher(BatchPolicy(candidates=100, chunk_candidates=100))
+def test_without_batching_each_forward_holds_one_chunk_of_one_request() -> None:
+    batcher: Batcher[Job] = Batcher(Batching(enabled=False))
+    for _ in range(3):
+        batcher.add(job(10), 0.0)
+    assert [len(serve(batcher)) for _ in range(3)] == [1, 1, 1]
+
+
+def test_no_chunk_is_larger_than_a_forward() -> None:
+    assert chunk_count(1000, Batching(chunk_candidates=512, max_candidates=100)) == 10
+    assert chunk_count(1000, Batching(chunk_candidates=100, max_candidates=512)) == 10
+
+
+def test_small_requests_pass_between_the_chunks_of_a_long_one() -> None:
+    batcher: Batcher[Job] = Batcher(Batching(max_candidates=100, chunk_candidates=100))
     long, small = job(2000), [job(10) for _ in range(5)]
     for each in (long, *small):
         batcher.add(each, 0.0)
@@ -122,7 +133,7 @@ def test_small_requests_pass_between_the_parts_of_a_long_one() -> None:
 
 
 def test_a_long_request_is_not_starved_by_a_stream_of_small_ones() -> None:
-    batcher: Batcher[Job] = Batcher(BatchPolicy(candidates=100, chunk_candidates=100))
+    batcher: Batcher[Job] = Batcher(Batching(max_candidates=100, chunk_candidates=100))
     long = job(500)
     batcher.add(long, 0.0)
     forwards = 0
@@ -134,8 +145,8 @@ def test_a_long_request_is_not_starved_by_a_stream_of_small_ones() -> None:
         assert forwards < 40
 
 
-def test_parts_are_even_and_only_the_first_pays_for_the_context() -> None:
-    batcher: Batcher[Job] = Batcher(BatchPolicy(candidates=1000, chunk_candidates=512))
+def test_chunks_are_even_and_only_the_first_pays_for_the_context() -> None:
+    batcher: Batcher[Job] = Batcher(Batching(max_candidates=1000, chunk_candidates=512))
     batcher.add(job(513, tokens=128), 0.0)
     first, second = serve(batcher)[0], serve(batcher)[0]
     assert (first.start, first.stop, first.context_tokens) == (0, 257, 128)
@@ -143,7 +154,7 @@ def test_parts_are_even_and_only_the_first_pays_for_the_context() -> None:
 
 
 def test_keys_share_by_cost_and_not_by_number_of_requests() -> None:
-    batcher: Batcher[Job] = Batcher(BatchPolicy(requests=1, candidates=100, chunk_candidates=100))
+    batcher: Batcher[Job] = Batcher(Batching(max_requests=1, max_candidates=100, chunk_candidates=100))
     for _ in range(100):
         batcher.add(job(100, key="heavy"), 0.0)
     for _ in range(100):
@@ -156,7 +167,7 @@ def test_keys_share_by_cost_and_not_by_number_of_requests() -> None:
 
 
 def test_a_key_that_was_silent_earns_no_credit() -> None:
-    batcher: Batcher[Job] = Batcher(BatchPolicy(requests=1, candidates=100, chunk_candidates=100))
+    batcher: Batcher[Job] = Batcher(Batching(max_requests=1, max_candidates=100, chunk_candidates=100))
     for _ in range(50):
         batcher.add(job(100, key="busy"), 0.0)
     for _ in range(30):
@@ -169,7 +180,7 @@ def test_a_key_that_was_silent_earns_no_credit() -> None:
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8))
 def test_oldest_is_the_first_arrival_also_of_a_job_that_came_back(times: list[float]) -> None:
-    batcher: Batcher[Job] = Batcher(POLICY)
+    batcher: Batcher[Job] = Batcher(BATCHING)
     for at in sorted(times):
         batcher.add(job(200), at)
     serve(batcher)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.scheduling.forecast import ForwardTime, Load, Offered
+from app.scheduling.forecast import ForwardTime, Offered
 
 
 def test_a_linear_engine_is_learnt() -> None:
@@ -51,18 +51,15 @@ def test_it_is_never_negative_and_never_falls_with_cost(seen: list[tuple[int, fl
 
 def test_offered_work_is_counted_in_full_forwards_a_second() -> None:
     offered = Offered(memory_seconds=0.5)
-    for step in range(400):  # 100 a second, sixteen candidates each
-        offered.observe(step / 100, Load(1, 16, 4))
-    assert offered.batches_per_second(4.0, 64, 64, 10_000) == pytest.approx(25, rel=0.05)
-    assert offered.batch_cost(64, 64, 10_000) == pytest.approx(80)
-    assert offered.batches_per_second(9.0, 64, 64, 10_000) < 0.1  # silence is forgotten
+    for step in range(400):  # 100 a second, a quarter of a forward each
+        offered.observe(step / 100, 0.25)
+    assert offered.forwards_per_second(4.0) == pytest.approx(25, rel=0.05)
+    assert offered.forwards_per_second(9.0) < 0.1  # silence is forgotten
 
 
 def test_a_request_that_was_refused_unread_counts_as_an_average_one() -> None:
     read, unread = Offered(), Offered()
-    for step in range(300):
-        read.observe(step / 100, Load(1, 16, 4))
-        unread.observe(step / 100, Load(1, 16, 4) if step % 3 == 0 else None)
-    assert unread.batches_per_second(3.0, 64, 64, 99) == pytest.approx(
-        read.batches_per_second(3.0, 64, 64, 99), rel=0.05
-    )
+    for step in range(600):
+        read.observe(step / 100, 0.25)
+        unread.observe(step / 100, 0.25 if step % 3 == 0 else None)
+    assert unread.forwards_per_second(6.0) == pytest.approx(read.forwards_per_second(6.0), rel=0.05)

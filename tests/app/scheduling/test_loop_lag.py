@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from app.errors import Overloaded
 from app.scheduling.loop_lag import (
     LATE_SECONDS,
     RECOVERED_SECONDS,
@@ -14,121 +11,55 @@ from app.scheduling.loop_lag import (
     STANDING_SECONDS,
     TICK_SECONDS,
     TURN_SECONDS,
-    LoopTurn,
+    LoopLag,
 )
-from tests.app.fakes import FakeEngine, running
+
+LATE, BUSY, ON_TIME = 2 * LATE_SECONDS, 2 * SPARE_SECONDS, 0.0
+OVERRUN = [(LATE, 4 * STANDING_SECONDS)]
 
 
-class Loop:
-    """A clock that runs by hand beside the real loop, whose every tick comes as late as told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-async def run_late(clock: Loop, turn: LoopTurn, late_seconds: float, seconds: float) -> None:
-    """Let ticks pass, each that late, for so long on the clock."""
-    until = clock.now + seconds
-    while clock.now < until:
-        turn.is_over()
-        clock.now += TICK_SECONDS + late_seconds
-        turn._tick()
-        await asyncio.sleep(0)
+def after(*phases: tuple[float, float]) -> LoopLag:
+    """A loop whose every tick was so late, for so many seconds on end."""
+    lag, now = LoopLag(), 100.0
+    lag.tick(now)
+    for late, seconds in phases:
+        until = now + seconds
+        while now < until:
+            now += TICK_SECONDS + late
+            lag.tick(now)
+    return lag
 
 
-async def answers_of_a_turn(clock: Loop, turn: LoopTurn) -> list[bool]:
-    first = turn.is_over()
-    clock.now += 2 * TURN_SECONDS
-    second = turn.is_over()
-    await asyncio.sleep(0)
-    return [first, second, turn.is_over()]
+def test_an_overrun_refuses_what_a_turn_has_no_time_for() -> None:
+    overrun, calm = after(*OVERRUN), after((ON_TIME, 1.0))
+    assert [overrun.refuses(seconds) for seconds in (0.0, TURN_SECONDS, 2 * TURN_SECONDS)] == [False, False, True]
+    assert not calm.refuses(10.0)
 
 
-def test_an_overrun_loop_refuses_the_rest_of_a_turn_and_admits_in_the_next() -> None:
-    async def go() -> list[bool]:
-        clock = Loop()
-        turn = LoopTurn(clock)
-        await run_late(clock, turn, 2 * LATE_SECONDS, 4 * STANDING_SECONDS)
-        return await answers_of_a_turn(clock, turn)
-
-    assert asyncio.run(go()) == [False, True, False]
-
-
-def test_a_burst_is_admitted_whole() -> None:
-    async def go() -> list[bool]:
-        clock = Loop()
-        return await answers_of_a_turn(clock, LoopTurn(clock))
-
-    assert asyncio.run(go()) == [False, False, False]
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([(BUSY, 20 * STANDING_SECONDS)], id="many callers who each wait for their reply"),
+        pytest.param(
+            [(10 * STANDING_SECONDS, TICK_SECONDS), (1.1 * LATE_SECONDS, STANDING_SECONDS / 2)],
+            id="a pause, and what piled up meanwhile",
+        ),
+        pytest.param([(LATE, STANDING_SECONDS / 2), (ON_TIME, TICK_SECONDS / 2)] * 10, id="time to spare now and then"),
+        pytest.param([*OVERRUN, (ON_TIME, 1.5 * RECOVERED_SECONDS)], id="on time again for a while"),
+    ],
+)
+def test_it_is_no_overrun(phases: list[tuple[float, float]]) -> None:
+    assert not after(*phases).overrun
 
 
-def test_a_full_house_of_callers_who_wait_is_no_overrun() -> None:
-    async def go() -> list[bool]:
-        clock = Loop()
-        turn = LoopTurn(clock)
-        await run_late(clock, turn, 2 * SPARE_SECONDS, 20 * STANDING_SECONDS)
-        return await answers_of_a_turn(clock, turn)
-
-    assert asyncio.run(go()) == [False, False, False]
-
-
-def test_an_overrun_lasts_while_the_loop_has_nothing_to_spare() -> None:
-    async def go() -> list[bool]:
-        clock = Loop()
-        turn = LoopTurn(clock)
-        await run_late(clock, turn, 2 * LATE_SECONDS, 4 * STANDING_SECONDS)
-        await run_late(clock, turn, 2 * SPARE_SECONDS, 3 * RECOVERED_SECONDS)
-        return await answers_of_a_turn(clock, turn)
-
-    assert asyncio.run(go()) == [False, True, False]
-
-
-def test_the_burst_after_a_pause_is_admitted_whole() -> None:
-    async def go() -> list[bool]:
-        clock = Loop()
-        turn = LoopTurn(clock)
-        turn.is_over()
-        await run_late(clock, turn, 10 * STANDING_SECONDS, TICK_SECONDS)  # one tick, very late
-        await run_late(clock, turn, LATE_SECONDS, STANDING_SECONDS / 2)  # and what had piled up
-        return await answers_of_a_turn(clock, turn)
-
-    assert asyncio.run(go()) == [False, False, False]
-
-
-def test_a_loop_with_time_to_spare_now_and_then_refuses_nothing() -> None:
-    async def go() -> list[bool]:
-        clock = Loop()
-        turn = LoopTurn(clock)
-        for _ in range(10):
-            await run_late(clock, turn, 1.1 * LATE_SECONDS, STANDING_SECONDS / 2)
-            await run_late(clock, turn, 0.0, TICK_SECONDS / 2)
-        return await answers_of_a_turn(clock, turn)
-
-    assert asyncio.run(go()) == [False, False, False]
-
-
-@pytest.mark.parametrize(("seconds", "refuses"), [(TICK_SECONDS / 2, True), (1.5 * RECOVERED_SECONDS, False)])
-def test_an_overrun_ends_when_the_loop_has_been_on_time_for_a_while(seconds: float, refuses: bool) -> None:
-    async def go() -> list[bool]:
-        clock = Loop()
-        turn = LoopTurn(clock)
-        await run_late(clock, turn, 2 * LATE_SECONDS, 4 * STANDING_SECONDS)
-        await run_late(clock, turn, 0.0, seconds)
-        return await answers_of_a_turn(clock, turn)
-
-    assert asyncio.run(go()) == [False, refuses, False]
-
-
-def test_the_service_asks_before_it_reads_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def go() -> None:
-        async with running(FakeEngine()) as service:
-            service.check_open()
-            monkeypatch.setattr(service.turn, "is_over", lambda: True)
-            with pytest.raises(Overloaded, match="faster than they can be read") as caught:
-                service.check_open()
-            assert caught.value.retry_after_seconds == 1.0
-
-    asyncio.run(go())
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param(OVERRUN, id="late all the time"),
+        pytest.param([(3 * STANDING_SECONDS, 0.7)], id="very late all the time"),
+        pytest.param([*OVERRUN, (BUSY, 3 * RECOVERED_SECONDS)], id="less late, but nothing to spare"),
+        pytest.param([*OVERRUN, (ON_TIME, RECOVERED_SECONDS / 2)], id="on time, but not for long"),
+    ],
+)
+def test_it_is_an_overrun(phases: list[tuple[float, float]]) -> None:
+    assert after(*phases).overrun

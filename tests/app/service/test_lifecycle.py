@@ -6,11 +6,12 @@ from app.service.lifecycle import Lifecycle, State
 
 
 def test_states_only_move_forward() -> None:
-    seen: list[State] = []
-    lifecycle = Lifecycle(seen.append)
-    for state in (State.LOADING, State.WARMING, State.LOADING, State.DRAINING, State.READY, State.READY, State.STOPPED):
+    lifecycle, seen = Lifecycle(), []
+    for state in (State.LOADING, State.WARMING, State.LOADING, State.DRAINING, State.READY, State.STOPPED):
         lifecycle.move(state)
-    assert seen == [State.LOADING, State.WARMING, State.DRAINING, State.STOPPED]  # a late loader undoes no drain
+        seen.append(lifecycle.state)
+    drained = [State.DRAINING] * 2  # a late loader undoes no drain
+    assert seen == [State.LOADING, State.WARMING, State.WARMING, *drained, State.STOPPED]
 
 
 def test_every_state_but_ready_has_a_reason() -> None:

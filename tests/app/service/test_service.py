@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 from itertools import chain
 
 import pytest
 
-from app.engine.versions import LoadedModel
+from app.assembly import build_server
+from app.engine.loading import LoadedModel
 from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, NotReady, Overloaded
 from app.interface import Health
-from app.scheduling.admission import AdmissionPolicy
-from app.scheduling.batching import BatchPolicy
-from app.service.service import Policies, RankingService
+from app.scheduling.loop_lag import TURN_SECONDS
+from app.service.service import RankingService
+from app.settings import Batching, Deadline, Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
-from tests.app.fakes import FakeEngine, loader, rank, request, right, run, running, until
-
-
-class Gate:
-    """Holds the engine in its forward until opened."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self, items: object) -> None:
-        self.entered.set()
-        assert self.opened.wait(10)
-
-    async def reached(self) -> None:
-        await asyncio.to_thread(self.entered.wait, 10)
+from tests.app.fakes import FakeEngine, Gate, loaded, loader, rank, request, right, run, running, until
+from tests.app.serving import value_of
 
 
 def test_every_caller_gets_its_own_scores() -> None:
@@ -52,7 +41,7 @@ def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on() -> No
 
     async def main() -> None:
         engine = FakeEngine(before=lambda items: states.extend(item.state for item in items))
-        async with running(engine, Policies(batch=BatchPolicy(chunk_candidates=100))) as service:
+        async with running(engine, batching=Batching(chunk_candidates=100)) as service:
             scores = await rank(service, 3, 513)
             assert right(scores, 3)
             assert len(scores) == 513
@@ -64,7 +53,7 @@ def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on() -> No
 
 def test_nothing_is_admitted_before_loading_nor_after_draining() -> None:
     async def main() -> None:
-        service = RankingService(loader(FakeEngine()), Policies(), Metrics())
+        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
         with pytest.raises(NotReady):
             service.check_open()
         with pytest.raises(NotReady):
@@ -89,11 +78,12 @@ def test_nothing_is_admitted_before_loading_nor_after_draining() -> None:
 def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> None:
     told: list[str] = []
 
-    def load(say: object) -> LoadedModel:
+    def load(warming: object) -> LoadedModel:
         raise ValueError("tables.user.safetensors: digest differs")
 
     async def main() -> None:
-        service = RankingService(load, Policies(), Metrics(), on_fatal=told.append)
+        service = RankingService(load, Settings(), Metrics())
+        service.on_fatal = told.append
         service.start()
         with pytest.raises(ValueError, match="digest differs"):
             await service.wait_ready()
@@ -104,12 +94,112 @@ def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> None:
     assert len(told) == 1
 
 
+def test_readiness_says_what_the_loader_does() -> None:
+    read, warm = threading.Event(), threading.Event()
+
+    def load(warming: Callable[[], None]) -> LoadedModel:
+        assert read.wait(10)
+        warming()
+        assert warm.wait(10)
+        return loaded(FakeEngine())
+
+    async def main() -> None:
+        service = RankingService(load, Settings(), Metrics())
+        reasons = [service.health().reason]
+        service.start()
+        reasons.append(service.health().reason)
+        read.set()
+        await until(lambda: service.health().reason != reasons[-1])
+        reasons.append(service.health().reason)
+        warm.set()
+        await service.wait_ready()
+        assert [reason.split()[-1] for reason in reasons] == ["starting.", "loaded.", "up."]
+        assert service.health().reason == ""
+        await service.stop(1.0)
+
+    run(main())
+
+
+def test_a_load_that_fails_during_a_drain_exits_with_1_and_was_never_started() -> None:
+    drained = threading.Event()
+
+    def load(warming: object) -> LoadedModel:
+        assert drained.wait(10)
+        raise ValueError("digest differs")
+
+    async def main() -> None:
+        service = RankingService(load, Settings(), Metrics())
+        server = build_server(Settings(), service)
+        service.start()
+        service.begin_drain()
+        assert not service.health().started  # what /startupz answers
+        drained.set()
+        with pytest.raises(ValueError, match="digest"):
+            await service.wait_ready()
+        assert server.exit_code == 1  # and not as if an engine had been lost
+        await service.stop(1.0)
+
+    run(main())
+
+
+def test_refusals_are_counted_by_their_reason() -> None:
+    async def main() -> None:
+        gate = Gate()
+        queue = Queue(max_candidates=100, key_candidates_per_second=60.0)
+        async with running(FakeEngine(before=gate), queue=queue) as service:
+
+            def refused(reason: str) -> float:
+                return value_of(service.metrics.render().decode(), f'ranker_rejected_total{{reason="{reason}"}}')
+
+            first = asyncio.ensure_future(rank(service, 1, 100, key="heavy"))
+            await gate.reached()
+            with pytest.raises(Overloaded, match="rate"):
+                await rank(service, 2, 100, key="heavy")
+            assert (refused("key_rate"), refused("queue_full")) == (1, 0)
+            with pytest.raises(Overloaded, match="full"):
+                service.check_open("light")
+            assert (refused("key_rate"), refused("queue_full"), refused("loop_overrun")) == (1, 1, 0)
+            gate.opened.set()
+            await first
+            service.check_open("light")
+            service.loop_clock.lag.overrun = True
+            service.check_open()
+            time.sleep(2 * TURN_SECONDS)  # noqa: ASYNC251  # within one turn of the loop
+            with pytest.raises(Overloaded, match="faster than they can be read") as caught:
+                service.check_open()
+            assert caught.value.retry_after_seconds == 1.0
+            assert (refused("queue_full"), refused("loop_overrun")) == (1, 1)
+            await asyncio.sleep(0)
+            service.check_open()
+
+    run(main())
+
+
+def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
+    async def main() -> None:
+        gate = Gate()
+        groups = {
+            "queue": Queue(max_wait_seconds=0.5, max_share_per_key=1.0),
+            "batching": Batching(max_candidates=10),
+        }
+        async with running(FakeEngine(before=gate), **groups) as service:
+            service.admission.forward_time.observe(10, 0.15)
+            jobs = [asyncio.ensure_future(rank(service, user, 10, key="heavy")) for user in range(1, 5)]
+            await gate.reached()
+            service.check_open("light")
+            with pytest.raises(Overloaded, match="predicted wait"):
+                service.check_open("heavy")
+            gate.opened.set()
+            await asyncio.gather(*jobs)
+
+    run(main())
+
+
 def test_the_queue_is_bounded_in_work_and_says_when_to_come_back() -> None:
     async def main() -> None:
         gate = Gate()
         engine = FakeEngine(before=gate)
-        policies = Policies(AdmissionPolicy(queue_candidates=100, queue_seconds=0))
-        async with running(engine, policies) as service:
+        async with running(engine, queue=Queue(max_candidates=100, max_wait_seconds=0)) as service:
             first = asyncio.ensure_future(rank(service, 1, 60))
             await gate.reached()
             second = asyncio.ensure_future(rank(service, 2, 40))
@@ -242,7 +332,8 @@ def test_a_sticky_error_answers_everyone_and_is_fatal_once() -> None:
             gate(items)
             raise EngineError("device lost", sticky=True)
 
-        async with running(FakeEngine(before=before), on_fatal=told.append) as service:
+        async with running(FakeEngine(before=before)) as service:
+            service.on_fatal = told.append
             tasks = [asyncio.ensure_future(rank(service, 1))]
             await gate.reached()
             tasks += [asyncio.ensure_future(rank(service, user)) for user in range(2, 6)]
@@ -285,7 +376,7 @@ def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() -> Non
 
 
 def test_a_failed_swap_leaves_the_old_model_serving() -> None:
-    def load(say: object) -> LoadedModel:
+    def load(warming: object) -> LoadedModel:
         raise EngineError("self-test failed")
 
     async def main() -> None:
@@ -301,8 +392,8 @@ def test_a_failed_swap_leaves_the_old_model_serving() -> None:
 def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
     async def main() -> None:
         gate = Gate()
-        policies = Policies(stall_seconds=0.05, default_deadline_seconds=0.1)
-        async with running(FakeEngine(before=gate), policies) as service:
+        groups = {"queue": Queue(stall_seconds=0.05), "deadline": Deadline(default_seconds=0.1)}
+        async with running(FakeEngine(before=gate), **groups) as service:
             lost = asyncio.ensure_future(rank(service, 1))
             await gate.reached()
             assert service.health().ready
