@@ -99,7 +99,7 @@ def test_bits_that_depend_on_neighbours_are_found() -> None:
     assert equal_bits(engine, 3)["different"] == 0
     engine._trunk.kernels = Neighbourly(engine.config, engine._trunk.weights.rope)
     engine._cache.clear()
-    with pytest.raises(AssertionError, match="bits differ in company"):
+    with pytest.raises(AssertionError, match="bits depend on the batch"):
         equal_bits(engine, 3)
 
 
