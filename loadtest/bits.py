@@ -18,7 +18,7 @@ import numpy as np
 from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
-from model.inputs import Candidates, Context, Scores
+from model.inputs import Candidates
 from model.selftest import same_bits
 from model.synthetic import random_candidates, random_context, random_ranker
 
@@ -62,7 +62,7 @@ class Compositions:
         self._generator = np.random.default_rng(seed)
         longest = [random_context(config, max(growth), user) for user in range(users - 1)]
         longest.append(replace(random_context(config, max(growth), users), user_id=0))
-        self._contexts = [_first(context, length) for context in longest for length in growth]
+        self._contexts = [context.first(length) for context in longest for length in growth]
         self._pool = random_candidates(config, pool, seed)
         self._oracle = [
             [alone.forward([Item(context, self._pool.chunk(place, place + 1))])[0].scores for place in range(pool)]
@@ -85,14 +85,8 @@ class Compositions:
         compared = different = 0
         for outcome, rows in zip([*outcomes, *again], [*expected, expected[0]], strict=True):
             compared += len(rows)
-            different += sum(not same_bits(row(outcome.scores, i), alone) for i, alone in enumerate(rows))
+            different += sum(not same_bits(outcome.scores.rows(slice(i, i + 1)), alone) for i, alone in enumerate(rows))
         return compared, different
-
-
-def row(scores: Scores, place: int) -> Scores:
-    """One candidate's scores."""
-    cut = slice(place, place + 1)
-    return Scores(scores.logits[cut], scores.probabilities[cut], scores.continuous[cut])
 
 
 def run(
@@ -100,10 +94,11 @@ def run(
     compositions: int,
     seed: int = 0,
     *,
+    pool: int = POOL,
     progress: Callable[[int], None] | None = None,
 ) -> Tally:
     """Check that many compositions on `make_engine(cache_bytes)`, its cache small enough to evict all the time."""
-    draws = Compositions(make_engine(0), seed)
+    draws = Compositions(make_engine(0), seed, pool)
     engine = make_engine(400_000)
     compared = different = 0
     for done in range(compositions):
@@ -113,11 +108,6 @@ def run(
             progress(done)
     stats = engine.cache_stats()
     return Tally(compositions, compared, different, stats.hits, stats.prefixes)
-
-
-def _first(context: Context, length: int) -> Context:
-    columns = ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds")
-    return replace(context, **{name: getattr(context, name)[:length] for name in columns})
 
 
 def _picked(pool: Candidates, places: np.ndarray[Any, np.dtype[np.int64]]) -> Candidates:

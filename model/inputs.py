@@ -31,6 +31,18 @@ class Context:
     def __len__(self) -> int:
         return len(self.post_ids)
 
+    def first(self, length: int) -> Context:
+        """The same user with the oldest `length` items alone, as views."""
+        cut = slice(length)
+        return Context(
+            self.user_id,
+            self.post_ids[cut],
+            self.author_ids[cut],
+            self.actions[cut],
+            self.surfaces[cut],
+            self.dwell_seconds[cut],
+        )
+
     def events(self, config: ModelConfig) -> bytes:
         """The exact bytes of every history item that this checkpoint can see, oldest first: equal bytes, equal tokens."""
         columns = [self.post_ids[:, None], self.author_ids[:, None], self.actions, self.surfaces[:, None]]
@@ -76,6 +88,10 @@ class Scores:
 
     def __len__(self) -> int:
         return len(self.logits)
+
+    def rows(self, places: slice | NDArray[np.int64]) -> Scores:
+        """The scores of some candidates."""
+        return Scores(self.logits[places], self.probabilities[places], self.continuous[places])
 
     def is_finite(self) -> bool:
         """Whether every number may be shown to a caller."""

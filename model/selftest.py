@@ -27,7 +27,7 @@ def check_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_
         _require_equal(batched.scores, whole.scores, f"{len(candidates)} candidates in a batch and by themselves")
         for place in sorted({0, len(candidates) // 2, len(candidates) - 1}):
             single = engine.forward([Item(context, candidates.chunk(place, place + 1), whole.state)])[0]
-            row = _rows(whole.scores, place)
+            row = whole.scores.rows(slice(place, place + 1))
             _require_equal(row, single.scores, f"candidate {place} of {len(candidates)} in its list and alone")
             compared += 1
         compared += 1
@@ -48,11 +48,6 @@ def _requests(config: ModelConfig, candidate_counts: Sequence[int]) -> Iterator[
     lengths = np.linspace(0, config.history_length, len(candidate_counts)).astype(int)
     for seed, (history, count) in enumerate(zip(lengths, candidate_counts, strict=True)):
         yield random_request(config, int(history), count, seed)
-
-
-def _rows(scores: Scores, place: int) -> Scores:
-    cut = slice(place, place + 1)
-    return Scores(scores.logits[cut], scores.probabilities[cut], scores.continuous[cut])
 
 
 def _require_equal(first: Scores, second: Scores, what: str) -> None:

@@ -110,7 +110,7 @@ def _is_whole(library: Path) -> bool:
     A library is checked before it is mapped: a page that is missing would kill the process.
     """
     try:
-        with open(os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        with open(os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or _foreign(library, found):
                 return False

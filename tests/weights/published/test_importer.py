@@ -153,7 +153,7 @@ def test_a_key_that_is_present_wins(january: Path, tmp_path: Path) -> None:
         ({"widening_factor": 2.0}, "asks"),
         ({"widening_factor": "4"}, "widening_factor must be of type float"),
         ({"attn_output_multiplier": None}, "attn_output_multiplier must be of type float"),
-        ({"emb_size": 10**12}, r"config\.json: describes a model that cannot be built"),
+        ({"emb_size": 10**12}, r"config\.json: width must be positive and at most 65536"),
         ({"emb_size": -64}, "width must be positive"),
         ({"key_size": 15}, "head_width must be even"),
         ({"user_vocab_size": 501}, r"user_embeddings has shape \[500, 64\], config.json asks \[501, 64\]"),

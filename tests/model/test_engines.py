@@ -1,0 +1,191 @@
+"""What every engine promises, native and torch: the plain definition's numbers, and bits that do not depend on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loadtest.bits import run, small_config
+from model.dense import DenseEngine
+from model.engine import Engine, EngineError, Item
+from model.native.engine import NativeEngine
+from model.ranker import Ranker
+from model.selftest import check_isolation, same_bits
+from model.split.engine import SplitEngine
+from model.tolerances import PARITY
+from tests.model.builders import random_config, random_ranker, random_request
+
+Build = Callable[..., Engine]
+
+
+def native(
+    ranker: Ranker, dtype: torch.dtype = torch.bfloat16, positions: Any = "shared", cache_bytes: int = 0
+) -> Engine:
+    return NativeEngine(ranker, dtype, positions, cache_bytes=cache_bytes)
+
+
+def split(
+    ranker: Ranker, dtype: torch.dtype = torch.float32, positions: Any = "shared", cache_bytes: int = 0
+) -> Engine:
+    return SplitEngine(ranker, "cpu", dtype, positions, cache_bytes, capacity=512)
+
+
+ENGINES = pytest.mark.parametrize("build", [native, split])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+VARIANTS: dict[str, dict[str, Any]] = {
+    "may": {},
+    "january": {"has_dwell": False, "has_post_age": False, "continuous_actions": 0},
+    "bidirectional, one key head": {"context_attention": "bidirectional", "query_heads": 6, "kv_heads": 1},
+    "right-anchored": {"right_anchored": True, "head_width": 32},
+    "one key head each": {"kv_heads": 4},
+    "odd widths": {"width": 40, "head_width": 10, "widening": 3.1},
+    "wide heads": {"query_heads": 2, "kv_heads": 1, "head_width": 96},
+    "one layer, long history": {"layers": 1, "history_length": 150},
+    "other cap": {"attention_cap": 5.0, "attention_multiplier": 0.7},
+    "three hashes": {"post_hashes": replace(random_config().post_hashes, scales=(3, 5, 7), biases=(1, 2, 3))},
+}
+
+
+def near(build: Build, ranker: Ranker, dtype: torch.dtype, positions: Any, items: list[Item]) -> None:
+    """Compare all items in one forward with the dense definition of each."""
+    expected = DenseEngine(ranker, torch.float32, positions).forward(items)
+    for ours, theirs in zip(build(ranker, dtype, positions).forward(items), expected, strict=True):
+        actual, wanted, tolerance = ours.scores, theirs.scores, PARITY[dtype]
+        assert np.abs(wanted.logits).max() > 0.5, "weights too small to show an error"
+        np.testing.assert_allclose(actual.logits, wanted.logits, atol=tolerance.logits, rtol=0)
+        np.testing.assert_allclose(actual.continuous, wanted.continuous, atol=tolerance.probabilities, rtol=0)
+        np.testing.assert_allclose(actual.probabilities, 1 / (1 + np.exp(-actual.logits)), atol=1e-6, rtol=0)
+        assert ours.cache == "miss"
+
+
+@ENGINES
+@DTYPES
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("positions", ["shared", "sequential"])
+def test_equals_the_plain_definition(build: Build, name: str, dtype: torch.dtype, positions: str) -> None:
+    config = random_config(**VARIANTS[name])
+    full = config.history_length
+    sizes = [(0, 1), (1, 63), (17, 65), (full, 100), (full - 1, 9)]
+    items = [Item(*random_request(config, history, count, seed=history)) for history, count in sizes]
+    near(build, random_ranker(config), dtype, positions, items)
+
+
+@ENGINES
+@DTYPES
+def test_padding_is_absent(build: Build, dtype: torch.dtype) -> None:
+    """Items and users with id 0 influence nothing, and the places of the others stay as they are."""
+    config = random_config()
+    items = [Item(*random_request(config, history, 9, seed=history)) for history in (20, 20, 5, 0)]
+    for item, gaps, user_id in zip(items, ([0, 7, 19], [0], [], []), (None, 0, 0, 0), strict=True):
+        item.context.post_ids[gaps] = 0
+        if user_id is not None:
+            object.__setattr__(item.context, "user_id", user_id)
+    near(build, random_ranker(config), dtype, "shared", items)
+
+
+@ENGINES
+def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
+    ranker = random_ranker(random_config())
+    ranker.tables.to(torch.bfloat16)
+    near(build, ranker, torch.float32, "shared", [Item(*random_request(ranker.config, 20, 9))])
+
+
+@DTYPES
+@pytest.mark.parametrize(("build", "compositions", "pool"), [(native, 1000, 100), (split, 60, 12)])
+def test_no_bit_depends_on_the_batch(build: Build, dtype: torch.dtype, compositions: int, pool: int) -> None:
+    """Random batches, orders, repeats, chunks, cache hits, grown histories and evictions: the scores of each candidate alone."""
+    ranker = random_ranker(small_config())
+    tally = run(lambda cache_bytes: build(ranker, dtype, cache_bytes=cache_bytes), compositions, pool=pool)
+    assert tally.different == 0
+    assert tally.hits > compositions / 10, "the cache was hardly used, so this shows little"
+    assert tally.prefixes > compositions / 50, "histories hardly grew, so this shows little"
+
+
+def test_a_planted_leak_is_caught() -> None:
+    """Negative control: the second candidate's score leaks by one ulp when another request is in its batch."""
+
+    class Leaky(NativeEngine):
+        def forward(self, items):  # type: ignore[no-untyped-def]
+            outcomes = super().forward(items)
+            if len(items) > 1:
+                scores = outcomes[-1].scores
+                scores.logits[0, 0] = np.nextafter(scores.logits[0, 0], np.float32(99))
+            return outcomes
+
+    ranker = random_ranker(small_config())
+    assert run(lambda cache_bytes: Leaky(ranker, torch.float32, cache_bytes=cache_bytes), 20).different > 0
+
+
+@ENGINES
+def test_warm_up_checks_isolation_and_says_so(build: Build) -> None:
+    engine = build(random_ranker(random_config()), cache_bytes=10**6)
+    engine.warm_up()
+    assert engine.info.notes["self_test"]["different_bits"] == 0
+    assert engine.info.notes["self_test"]["comparisons"] > 8
+    assert engine.cache_stats().bytes == 0
+
+
+def test_a_product_that_depends_on_its_row_count_is_caught() -> None:
+    """Negative control: the plain definition runs one product over all rows of a request, so its bits depend on the batch."""
+    dense = DenseEngine(random_ranker(small_config(width=176, layers=4)), torch.float32)
+    with pytest.raises(EngineError, match="isolation is broken"):
+        check_isolation(dense)
+
+
+@ENGINES
+def test_cache_results_and_equal_bits(build: Build) -> None:
+    ranker = random_ranker(random_config())
+    engine = build(ranker, cache_bytes=10**6)
+    context, candidates = random_request(ranker.config, 20, 9)
+    assert engine.forward([Item(context.first(13), candidates)])[0].cache == "miss"
+    grown = engine.forward([Item(context, candidates)])[0]
+    assert grown.cache == "prefix"
+    assert engine.forward([Item(context, candidates)])[0].cache == "hit"
+    assert same_bits(grown.scores, build(ranker).forward([Item(context, candidates)])[0].scores)
+
+
+@ENGINES
+@pytest.mark.parametrize("variant", [{"right_anchored": True}, {"context_attention": "bidirectional"}])
+def test_no_prefix_where_it_would_not_be_exact(build: Build, variant: dict[str, object]) -> None:
+    ranker = random_ranker(random_config(**variant))
+    engine = build(ranker, cache_bytes=10**6)
+    context, candidates = random_request(ranker.config, 20, 9)
+    engine.forward([Item(context.first(13), candidates)])
+    assert engine.forward([Item(context, candidates)])[0].cache == "miss"
+
+
+@ENGINES
+def test_equal_contexts_of_one_forward_are_computed_once(build: Build) -> None:
+    ranker = random_ranker(random_config())
+    engine = build(ranker, cache_bytes=10**6)
+    context, candidates = random_request(ranker.config, 20, 9)
+    outcomes = engine.forward([Item(context, candidates), Item(context, candidates.chunk(3, 5))])
+    assert [outcome.cache for outcome in outcomes] == ["miss", "hit"]
+    assert outcomes[0].state is outcomes[1].state
+    assert engine.cache_stats().entries == 1
+    assert same_bits(outcomes[0].scores.rows(slice(3, 5)), outcomes[1].scores)
+
+
+@ENGINES
+def test_chunks_of_a_request_use_one_state(build: Build) -> None:
+    ranker = random_ranker(random_config())
+    engine = build(ranker)
+    context, candidates = random_request(ranker.config, 20, 100)
+    whole = engine.forward([Item(context, candidates)])[0].scores
+    first = engine.forward([Item(context, candidates.chunk(0, 1))])[0]
+    rest = engine.forward([Item(context, candidates.chunk(1, 100), first.state)])[0]
+    assert same_bits(whole.rows(slice(0, 1)), first.scores)
+    assert same_bits(whole.rows(slice(1, 100)), rest.scores)
+
+
+@ENGINES
+def test_nan_weights_give_nan_scores_not_numbers(build: Build) -> None:
+    ranker = random_ranker(random_config())
+    ranker.trunk.decoder_layers()[0].value[3, 3] = float("nan")
+    scores = build(ranker, torch.float32).forward([Item(*random_request(ranker.config, 5, 3))])[0].scores
+    assert not scores.is_finite()
