@@ -98,7 +98,7 @@ def run(
     progress: Callable[[int], None] | None = None,
 ) -> Tally:
     """Check that many compositions on `make_engine(cache_bytes)`, its cache small enough to evict all the time."""
-    draws = Compositions(make_engine(0), seed, pool)
+    draws = Compositions(make_engine(0), seed, pool=pool)
     engine = make_engine(400_000)
     compared = different = 0
     for done in range(compositions):

@@ -31,8 +31,8 @@ def tracked() -> list[str]:
 
 
 def belongs(path: str) -> bool:
-    """Whether the wheel needs a file: modules and their data; no checkpoints, no results, nothing of other distributions."""
-    return path.split("/")[0] in PACKAGES and Path(path).suffix in {".py"} | DATA
+    """Whether the wheel needs a file: modules and their data; no checkpoints, no results, and not the client, which is a distribution of its own."""
+    return not path.startswith("app/client/") and path.split("/")[0] in PACKAGES and Path(path).suffix in {".py"} | DATA
 
 
 @pytest.fixture(scope="module")

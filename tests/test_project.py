@@ -150,7 +150,7 @@ def test_every_local_link_of_a_page_at_the_top_leads_somewhere(page: str) -> Non
 def test_the_readmes_first_request_is_one_that_can_be_sent() -> None:
     readme = (ROOT / "README.md").read_text()
     curl = shlex.split(next(line for line in readme.splitlines() if line.startswith("curl")))
-    assert curl[2] == "http://127.0.0.1:8000/rank"
+    assert "http://127.0.0.1:8000/rank" in curl
     assert (ROOT / curl[curl.index("-d") + 1].removeprefix("@")).is_file()
 
 

@@ -146,8 +146,14 @@ def checkout(tmp_path: Path) -> Path:
     """The Makefile with an environment whose pip only writes down what it was asked."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed here")
-    for path in ("Makefile", ".ci/choose-torch", "pyproject.toml", "docker/requirements.lock"):
-        (tmp_path / path).parent.mkdir(exist_ok=True)
+    for path in (
+        "Makefile",
+        ".ci/choose-torch",
+        "pyproject.toml",
+        "docker/requirements.lock",
+        "app/client/pyproject.toml",
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     python = f'#!/bin/sh\n[ "$1" = -m ] || exec "{sys.executable}" "$@"\necho "$@" >>asked\n'
     command(tmp_path / ".venv/bin/python", python)
@@ -169,7 +175,7 @@ def test_make_hands_the_index_to_pip(checkout: Path) -> None:
     code, (runtime, everything) = install(checkout, "TORCH_INDEX=http://torch.example/cpu")
     assert code == 0
     assert runtime.endswith("--extra-index-url http://torch.example/cpu -e .")
-    assert everything.endswith("-e .[dev,train,load,tracing]")
+    assert everything.endswith("-e .[dev,train,load,tracing] -e app/client")
 
 
 def test_make_leaves_pip_alone_where_there_is_a_card(checkout: Path) -> None:

@@ -22,7 +22,7 @@ from model.split.engine import SplitEngine
 from model.split.kernels.portable import PortableKernels
 from model.synthetic import random_ranker, random_request
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = Card(torch.device("cpu"), tiny=True)
 
 
