@@ -31,7 +31,7 @@ def tracked() -> list[str]:
 
 
 def belongs(path: str) -> bool:
-    """Whether the wheel needs a file: modules and their data; no checkpoints, no results, and not the client, which is a distribution of its own."""
+    """Whether the wheel needs a file: modules and their data, not checkpoints and results, and not the client, which has a wheel of its own."""
     return not path.startswith("app/client/") and path.split("/")[0] in PACKAGES and Path(path).suffix in {".py"} | DATA
 
 
@@ -86,7 +86,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_the_wheel_holds_the_packages_with_their_data_and_nothing_else(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = set(filter(belongs, tracked()))
-    assert {"model/native/kernel.cpp", "model/native/vector.h", "loadtest/templates/report.html.j2"} <= wanted
+    assert {"model/native/kernel.cpp", "model/native/vector.h", "loadtest/report/templates/report.html.j2"} <= wanted
     assert held == wanted
 
 
