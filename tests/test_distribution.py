@@ -31,7 +31,7 @@ def tracked() -> list[str]:
 
 
 def belongs(path: str) -> bool:
-    """Whether the wheel needs a file: modules and their data, not checkpoints and results, and not the client, which has a wheel of its own."""
+    """Whether the wheel needs a file: modules and their data, no checkpoints or results; the client has a wheel of its own."""
     return not path.startswith("app/client/") and path.split("/")[0] in PACKAGES and Path(path).suffix in {".py"} | DATA
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
-from loadtest.soak.fake_engine import CONFIG, FakeEngine, expected, loaded, loader  # noqa: F401  for all tests here
+from loadtest.soak.fake_engine import ACTIONS, CONFIG, FakeEngine, expected, loaded, loader  # noqa: F401  for all tests here
 from model.inputs import Candidates, Context, Scores
 
 
