@@ -1,4 +1,4 @@
-"""Replies: exact numbers, ranks, columns, and bits that do not depend on company."""
+"""Replies: exact numbers, ranks, columns, and bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_number_survives_the_round_trip(count: int, form: ReplyFormat) -> 
 
 @settings(max_examples=100, deadline=None)
 @given(npst.arrays(np.float32, st.tuples(st.integers(1, 70), st.just(3)), elements=unit), st.data())
-def test_a_score_does_not_depend_on_company(probabilities: Any, data: st.DataObject) -> None:
+def test_a_score_does_not_depend_on_the_batch(probabilities: Any, data: st.DataObject) -> None:
     weights = np.array(data.draw(st.lists(st.floats(-1e9, 1e9), min_size=3, max_size=3)))
     together = combine(probabilities, weights)
     alone = np.concatenate([combine(probabilities[place : place + 1], weights) for place in range(len(probabilities))])
@@ -76,7 +76,7 @@ def test_a_score_does_not_depend_on_company(probabilities: Any, data: st.DataObj
     assert combine(probabilities[order], weights).tobytes() == together[order].tobytes()
 
 
-def test_a_matrix_product_would_depend_on_company() -> None:
+def test_a_matrix_product_would_depend_on_the_batch() -> None:
     random = np.random.default_rng(0)
     probabilities, weights = random.random((512, 19), dtype=np.float32), random.normal(size=19)
     together = probabilities.astype(np.float64) @ weights
