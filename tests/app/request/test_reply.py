@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from app.request import validate
 from app.request.reply import ReplyFormat, combine, order_of, render
-from app.request.validate import Vocabulary
+from app.request.validate import Request
 from model.inputs import Scores
 from tests.app.fakes import FakeEngine, loaded
-from tests.app.serving import good
+from tests.app.serving import checked, good
 
 MANIFEST = loaded(FakeEngine()).checkpoint.manifest
 FORM = ReplyFormat.of(MANIFEST)
@@ -26,10 +25,10 @@ BARE = replace(FORM, scales=np.zeros(0, np.float32), before_continuous=())
 unit = st.floats(0, 1, width=32)
 
 
-def request(count: int, **changes: Any) -> validate.Request:
+def request(count: int, **changes: Any) -> Request:
     candidates = [{"post_id": str(place) if place % 2 else place, "author_id": 1} for place in range(count)]
     body = good(candidates=candidates, top_k=..., actions_wanted=..., request_id=...) | changes
-    return validate.check(body, Vocabulary.of(MANIFEST))
+    return checked(body)
 
 
 def scores(count: int, seed: int = 0) -> Scores:
@@ -40,7 +39,7 @@ def scores(count: int, seed: int = 0) -> Scores:
     )
 
 
-def rendered(asked: validate.Request, given: Scores, form: ReplyFormat = FORM) -> dict[str, Any]:
+def rendered(asked: Request, given: Scores, form: ReplyFormat = FORM) -> dict[str, Any]:
     pieces = render(asked, given, form, history_used=1, timings_ms={"parse": 0.1})
     reply: dict[str, Any] = orjson.loads(b"".join(pieces))
     return reply
