@@ -10,7 +10,7 @@ from collections.abc import Collection
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import InternalError, TooLarge
+from app.errors import InternalError, ServiceError, TooLarge
 from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, request_id_of
 from app.http.problems import problem_response
 from app.telemetry.exchange import Exchange
@@ -60,12 +60,15 @@ class Observe:
         except ClientGone:
             pass
         except Exception as error:
-            started = exchange.status != 0
-            exchange.status, exchange.code = InternalError.status, InternalError.code
-            _log_fault(error, exchange)
-            if started:
+            is_begun = exchange.status != 0
+            problem = error if isinstance(error, ServiceError) and not is_begun else InternalError()
+            exchange.code = problem.code
+            if problem is not error:
+                _log_fault(error, exchange)
+            if is_begun:
+                exchange.status = problem.status
                 raise  # half a reply cannot be mended: the connection must end
-            await problem_response(InternalError(), exchange.request_id)(scope, receive, send_named)
+            await problem_response(problem, exchange.request_id)(scope, receive, send_named)
         finally:
             self._end(exchange, scope)
 
