@@ -120,7 +120,7 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
         patched.setitem(HEADERS, "Content-Type", "text/plain")
         assert outcomes(ask, opened.port, 2) == {"415": 2}
     with monkeypatch.context() as patched:
-        patched.setattr(opened.service.turn, "is_over", lambda: True)
+        patched.setattr(opened.service.loop_clock.lag, "refuses", lambda seconds: True)
         assert outcomes(ask, opened.port, 2) == {"429": 2}
     with monkeypatch.context() as patched:
         patched.setattr(opened.service, "_refusing", True)
