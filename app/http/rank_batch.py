@@ -9,7 +9,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from app.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
-from app.http.asgi import exchange_of, send_reply, watching
+from app.http.asgi import Watching, exchange_of, send_reply
 from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel
 from app.settings import Batching
@@ -39,13 +39,13 @@ class BatchEndpoint:
         if deadline is None:  # one for all of them, from the start
             deadline = service.clock() + service.default_deadline_seconds
         run = Run(ranking, self.batching, deadline, exchange)
-        with watching(receive):
+        with Watching(scope, receive):
             answers = await run.all(items)
         models = [answer.model for answer in answers if answer.model is not None]
         results = [answer.ranked for answer in answers if answer.ranked is not None]
         headers = ranking.headers(models[-1] if models else service.model, results, exchange)
         body = b"[%b]" % b",".join(answer.body for answer in answers)
-        await send_reply(send, 200, body if type(value) is list else b'{"results":%b}' % body, headers)
+        await send_reply(scope, send, 200, body if type(value) is list else b'{"results":%b}' % body, headers)
 
     def _items(self, value: Any) -> list[Any]:
         items = value.get("requests") if type(value) is dict and len(value) == 1 else value
