@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Collection
 
 import structlog
+from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InternalError, ServiceError, TooLarge
@@ -51,6 +52,7 @@ class Observe:
         self.routes = frozenset(routes)
         self.request_log = request_log
         self.tracer = tracer
+        self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,14 +100,23 @@ class Observe:
     def _end(self, exchange: Exchange, scope: Scope) -> None:
         seconds = time.perf_counter() - exchange.started
         exchange.status = exchange.status or CLIENT_GONE
-        self.metrics.http_requests.labels(exchange.method, exchange.route, str(exchange.status)).inc()
-        self.metrics.http_seconds.labels(exchange.method, exchange.route).observe(seconds)
+        requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
+        requests.inc()
+        duration.observe(seconds)
         if exchange.code == TooLarge.code:
             self.metrics.rejected.labels("too_large").inc()
         trace_id = None
         if self.tracer is not None:
             trace_id = self.tracer.record(exchange, seconds, dict(scope["headers"]))
         self.request_log.write(exchange, seconds, trace_id)
+
+    def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+        """The counter and the histogram of these labels, looked up once."""
+        found = self._series.get((method, route, status))
+        if found is None:
+            counter = self.metrics.http_requests.labels(method, route, str(status))
+            found = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
+        return found
 
 
 def _log_fault(error: Exception, exchange: Exchange) -> None:
