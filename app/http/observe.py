@@ -13,7 +13,7 @@ from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InternalError, ServiceError, TooLarge
-from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, request_id_of
+from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, request_id_of, send_reply
 from app.http.problems import problem_response
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog
@@ -80,7 +80,9 @@ class Observe:
             if is_begun:
                 exchange.status = problem.status
                 raise  # half a reply cannot be mended: the connection must end
-            await problem_response(problem, exchange.request_id)(scope, receive, send_named)
+            response = problem_response(problem, exchange.request_id)
+            headers = [field for field in response.raw_headers if field[0] != b"content-length"]
+            await send_reply(scope, send_named, response.status_code, bytes(response.body), headers)
         finally:
             self._end(exchange, scope)
 

@@ -25,11 +25,11 @@ class Direct:
     def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
         """Write head and body at once; `headers` have lower-case names and the right length.
 
-        It returns False and has done nothing where the reply has begun, the client has disconnected or reads too slowly: then
-        send messages. Raises RuntimeError for a value that would break the head.
+        It returns False and has done nothing where messages must be sent: for HEAD, where the reply has begun, where the client
+        has disconnected or reads too slowly. Raises RuntimeError for a value that would break the head.
         """
         cycle = self._cycle
-        if cycle.response_started or cycle.disconnected or cycle.flow.write_paused:
+        if cycle.response_started or cycle.disconnected or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
             return False
         if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])):
             raise RuntimeError("a header value holds a control character")

@@ -46,11 +46,11 @@ def test_a_reply_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     writes = record(monkeypatch)
     with live(FakeEngine()) as server:
         last = rank_request(2, headers={"Connection": "close"})
-        replies = exchange(server.port, rank_request(1) + last)
-        assert statuses(replies) == [200, 200]
+        replies = exchange(server.port, rank_request(1) + rank_request(-1) + last)
+        assert statuses(replies) == [200, 422, 200]
         assert b"".join(writes) == replies
-        assert [write.count(b"\r\n\r\n{") for write in writes] == [1, 1]  # head and body
-        assert [b"\r\nconnection: close\r\n" in write for write in writes] == [False, True]
+        assert [write.count(b"\r\n\r\n{") for write in writes] == [1, 1, 1]  # head and body
+        assert [b"\r\nconnection: close\r\n" in write for write in writes] == [False, False, True]
         assert all(b"\r\ndate: " in write and b"\r\nx-request-id: " in write for write in writes)
 
 
@@ -133,3 +133,13 @@ def test_a_request_leaves_no_circle() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.http.operations.describe", lambda *_: 1 / 0)
+    with live(FakeEngine()) as server:
+        head = b" /info HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        assert b'"code":"internal"' in exchange(server.port, b"GET" + head)
+        reply = exchange(server.port, b"HEAD" + head)
+        assert statuses(reply) == [500]
+        assert reply.endswith(b"\r\n\r\n")
