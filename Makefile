@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: soak overload-plot help install serve test test-light demo bench bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
+.PHONY: soak overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,6 +56,9 @@ bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
 
 bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
+
+bench-front: $(VENV)/.installed ## requests a second beside a bare ASGI function, by wrk: ARGS="--rounds 9"
+	$(BIN)/python -m loadtest.bench.front $(ARGS)
 
 profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile

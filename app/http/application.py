@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import NotReady
 from app.http import operations
@@ -29,6 +30,17 @@ DESCRIPTION = (
 )
 
 
+class Application(FastAPI):
+    """FastAPI, but the endpoints that rank are called without its layers, which cost more than a small model takes."""
+
+    direct: Mapping[tuple[str, str], ASGIApp] = {}  # (method, path) → endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Middleware that is added later does not see the direct endpoints."""
+        endpoint = self.direct.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        await (endpoint or super().__call__)(scope, receive, send)
+
+
 def create_app(settings: Settings, service: Service) -> FastAPI:
     """The service as one ASGI application; its lifespan starts and stops the service.
 
@@ -38,11 +50,11 @@ def create_app(settings: Settings, service: Service) -> FastAPI:
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
     ranking = Ranking(service, settings)
-    routes = [
-        Route("/rank", RankEndpoint(ranking), methods=["POST"]),
-        Route("/rank/batch", BatchEndpoint(ranking, settings.batching), methods=["POST"]),
-    ]
-    app = _application(settings, service, routers, routes, tracer)
+    endpoints: dict[str, ASGIApp] = {
+        "/rank": RankEndpoint(ranking),
+        "/rank/batch": BatchEndpoint(ranking, settings.batching),
+    }
+    app = _application(settings, service, routers, endpoints, tracer)
     app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
     return app
 
@@ -57,9 +69,9 @@ def _application(
     settings: Settings,
     service: Service,
     routers: Sequence[APIRouter],
-    routes: Sequence[BaseRoute] = (),
+    endpoints: Mapping[str, ASGIApp] | None = None,
     tracer: RequestTracer | None = None,
-) -> FastAPI:
+) -> Application:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
@@ -68,11 +80,12 @@ def _application(
         if tracer is not None:
             tracer.close()
 
-    app = FastAPI(
+    endpoints = endpoints or {}
+    app = Application(
         title="Phoenix ranking server",
         version=version("phoenix-ranking-server"),
         description=DESCRIPTION,
-        routes=list(routes),  # before all others, for what is asked most is found first
+        routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()],  # for 405
         lifespan=lifespan,
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
@@ -84,8 +97,14 @@ def _application(
     known = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = {path for route in known if (path := getattr(route, "path", None))}
     app.add_middleware(HeadAsGet)
-    request_log = RequestLog(settings.logs.success_sample)
-    app.add_middleware(Observe, metrics=service.metrics, routes=paths, request_log=request_log, tracer=tracer)
+    noted: dict[str, Any] = {
+        "metrics": service.metrics,
+        "routes": paths,
+        "request_log": RequestLog(settings.logs.success_sample),
+        "tracer": tracer,
+    }
+    app.add_middleware(Observe, **noted)
+    app.direct = {("POST", path): Observe(endpoint, **noted) for path, endpoint in endpoints.items()}
     return app
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,7 +15,20 @@ from app.telemetry.exchange import Exchange
 Headers = Mapping[bytes, bytes]
 JSON_TYPES = (b"application/json", b"application/json;charset=utf-8")
 EXCHANGE = "exchange"
+DIRECT = "ranker.direct"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
+
+
+class Direct(Protocol):
+    """What our own server offers beyond ASGI: see `server.direct`."""
+
+    def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a whole reply at once; False where that cannot be done, and nothing was."""
+        ...
+
+    def watch(self, on_disconnect: Callable[[], object] | None) -> None:
+        """Call this once when the client disconnects; None: no longer."""
+        ...
 
 
 class ClientGone(Exception):
@@ -45,6 +58,12 @@ def exchange_of(scope: Scope) -> Exchange:
     """What `Observe` notes about this request."""
     exchange: Exchange = scope["state"][EXCHANGE]
     return exchange
+
+
+def direct_of(scope: Scope) -> Direct | None:
+    """What the connection offers beyond ASGI, if it is ours."""
+    found: Direct | None = scope.get("extensions", {}).get(DIRECT)
+    return found
 
 
 def request_id_of(headers: Headers) -> str | None:
@@ -101,33 +120,52 @@ async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> byt
         body += chunk
 
 
-@contextmanager
-def watching(receive: Receive) -> Iterator[None]:
+class Watching:
     """Cancel what runs inside when the client disconnects, and raise ClientGone then. The body must have been read."""
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
 
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
+    __slots__ = ("_direct", "_gone", "_receive", "_task", "_watcher")
 
-    watcher = asyncio.get_running_loop().create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if gone and not task.uncancel():
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._direct = direct_of(scope)
+        self._receive = receive
+        self._gone = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        if self._direct is not None:
+            self._direct.watch(self._leave)
+        else:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._direct is not None:
+            self._direct.watch(None)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if kind is asyncio.CancelledError and self._gone and not self._task.uncancel():
             raise ClientGone from None
-        raise
-    finally:
-        watcher.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._leave()
+
+    def _leave(self) -> None:
+        self._gone = True
+        self._task.cancel()
 
 
-async def send_reply(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Send a whole reply at once."""
-    headers = [*headers, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+async def send_reply(
+    scope: Scope, send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]
+) -> None:
+    """Send a whole reply that carries the request's id, in one write where the connection is ours."""
+    exchange, direct = exchange_of(scope), direct_of(scope)
+    named = [*headers, (b"content-length", b"%d" % len(body)), (b"x-request-id", exchange.request_id.encode())]
+    if direct is not None and direct.reply(status, named, body):
+        exchange.status = status
+        return
+    await send({"type": "http.response.start", "status": status, "headers": named[:-1]})  # `Observe` adds the id
     await send({"type": "http.response.body", "body": body})

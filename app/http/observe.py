@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import random
 import time
 import traceback
-import uuid
 from collections.abc import Collection
 
 import structlog
+from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import InternalError, TooLarge
-from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, request_id_of
+from app.errors import InternalError, ServiceError, TooLarge
+from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, request_id_of, send_reply
 from app.http.problems import problem_response
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog
@@ -23,6 +25,15 @@ UNMATCHED = "unmatched"
 OTHER = "other"
 
 log = structlog.get_logger("app.http.observe")
+_ids = random.Random(
+    os.urandom(32)
+)  # unlike uuid4, no system call an id, in which the engine thread takes the interpreter lock
+os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(32)))
+
+
+def new_request_id() -> str:
+    """32 hex digits, unlike those of any other request or process. Not a secret."""
+    return f"{_ids.getrandbits(128):032x}"
 
 
 class Observe:
@@ -41,6 +52,7 @@ class Observe:
         self.routes = frozenset(routes)
         self.request_log = request_log
         self.tracer = tracer
+        self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,12 +72,17 @@ class Observe:
         except ClientGone:
             pass
         except Exception as error:
-            started = exchange.status != 0
-            exchange.status, exchange.code = InternalError.status, InternalError.code
-            _log_fault(error, exchange)
-            if started:
+            is_begun = exchange.status != 0
+            problem = error if isinstance(error, ServiceError) and not is_begun else InternalError()
+            exchange.code = problem.code
+            if problem is not error:
+                _log_fault(error, exchange)
+            if is_begun:
+                exchange.status = problem.status
                 raise  # half a reply cannot be mended: the connection must end
-            await problem_response(InternalError(), exchange.request_id)(scope, receive, send_named)
+            response = problem_response(problem, exchange.request_id)
+            headers = [field for field in response.raw_headers if field[0] != b"content-length"]
+            await send_reply(scope, send_named, response.status_code, bytes(response.body), headers)
         finally:
             self._end(exchange, scope)
 
@@ -73,7 +90,7 @@ class Observe:
         method, path = scope["method"], scope["path"]
         sent = request_id_of(dict(scope["headers"]))
         exchange = Exchange(
-            request_id=sent or uuid.uuid4().hex,
+            request_id=sent or new_request_id(),
             is_named_by_caller=sent is not None,
             started=time.perf_counter(),
             method=method if method in METHODS else OTHER,
@@ -85,14 +102,23 @@ class Observe:
     def _end(self, exchange: Exchange, scope: Scope) -> None:
         seconds = time.perf_counter() - exchange.started
         exchange.status = exchange.status or CLIENT_GONE
-        self.metrics.http_requests.labels(exchange.method, exchange.route, str(exchange.status)).inc()
-        self.metrics.http_seconds.labels(exchange.method, exchange.route).observe(seconds)
+        requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
+        requests.inc()
+        duration.observe(seconds)
         if exchange.code == TooLarge.code:
             self.metrics.rejected.labels("too_large").inc()
         trace_id = None
         if self.tracer is not None:
             trace_id = self.tracer.record(exchange, seconds, dict(scope["headers"]))
         self.request_log.write(exchange, seconds, trace_id)
+
+    def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+        """The counter and the histogram of these labels, looked up once."""
+        found = self._series.get((method, route, status))
+        if found is None:
+            counter = self.metrics.http_requests.labels(method, route, str(status))
+            found = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
+        return found
 
 
 def _log_fault(error: Exception, exchange: Exchange) -> None:

@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from app.http.asgi import (
     ClientGone,
+    Watching,
     check_media_type,
     exchange_of,
     read_body,
     send_reply,
     timeout_seconds_of,
-    watching,
 )
 from app.http.auth import KeyRing
 from app.interface import Ranked, ServedModel, Service, Ticket
@@ -167,10 +167,10 @@ class RankEndpoint:
         job = ranking.prepare(ranking.decode(raw, exchange), deadline, exchange)
         if job.request.request_id is not None and not exchange.is_named_by_caller:
             exchange.request_id = job.request.request_id
-        with watching(receive):
+        with Watching(scope, receive):
             ranked = await ranking.rank(job)
         body = await ranking.render(job, ranked, exchange.stages["parse"], exchange)
-        await send_reply(send, 200, body, ranking.headers(job.model, [ranked], exchange))
+        await send_reply(scope, send, 200, body, ranking.headers(job.model, [ranked], exchange))
 
 
 def _add(exchange: Exchange, stage: str, seconds: float) -> None:

@@ -10,7 +10,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from app.errors import Overloaded, ServiceError
-from app.http.asgi import exchange_of, send_reply, watching
+from app.http.asgi import Watching, exchange_of, send_reply
 from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel
 from app.request.body import BatchDecoder
@@ -44,13 +44,13 @@ class BatchEndpoint:
         if deadline is None:  # one for all of them, from the start
             deadline = service.clock() + service.default_deadline_seconds
         run = Run(ranking, self.batching, deadline, exchange)
-        with watching(receive):
+        with Watching(scope, receive):
             answers = await run.all(items)
         models = [answer.model for answer in answers if answer.model is not None]
         results = [answer.ranked for answer in answers if answer.ranked is not None]
         headers = ranking.headers(models[-1] if models else service.model, results, exchange)
         body = b"[%b]" % b",".join(answer.body for answer in answers)
-        await send_reply(send, 200, body if is_bare else b'{"results":%b}' % body, headers)
+        await send_reply(scope, send, 200, body if is_bare else b'{"results":%b}' % body, headers)
 
 
 class Run:

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
+import math
 import socket
 import struct
 import termios
@@ -37,6 +39,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from app.server.direct import DIRECT, Direct
 from app.server.refusals import refusal_reply, without_upgrade
 from app.settings import Connections
 from app.telemetry.metrics import Metrics
@@ -45,6 +48,7 @@ MAX_HEADERS = 100
 MAX_PIPELINED = 16
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
+CLOCK_SECONDS = 0.001  # resolution of uvloop's clock
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
 
 LINGER_BYTES = 64 * 2**20  # thrown away of what comes after a reply: several times what honest clients send by mistake
@@ -100,7 +104,10 @@ class StrictProtocol(HttpToolsProtocol):
         self.limits = limits
         self.observer = observer
         self.state = State.IDLE
-        self.deadline: asyncio.TimerHandle | None = None  # of the present state
+        self.deadline = math.inf  # of the present state, in seconds of the loop's clock
+        self.at_deadline: Callable[[], None] = _nothing
+        self.timer: asyncio.TimerHandle | None = None  # looks at the deadline, then or before
+        self.timer_ends = math.inf
         self.pending: list[RequestResponseCycle] = []  # requests without a complete reply, oldest first
         self.begun = self.idle_since = self.loop.time()
         self.header_bytes = 0  # received while the headers were not complete
@@ -183,6 +190,7 @@ class StrictProtocol(HttpToolsProtocol):
             return  # llhttp would take the body for another protocol: see `_decline`
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
+        cast(Any, self.scope)["extensions"] = {DIRECT: Direct(self.cycle)}
         self.pending.append(self.cycle)
         if self.observer.draining:
             self._close_after_last()
@@ -318,15 +326,34 @@ class StrictProtocol(HttpToolsProtocol):
 
     def _enter(self, state: State) -> None:
         self.state = state
-        if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
+        self.deadline = math.inf
+        if state is State.CLOSED:
+            self._set_timer(None)
 
     def _arm(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
-        """Set the deadline of the present state."""
-        if self.deadline is not None:
-            self.deadline.cancel()
-        self.deadline = self.loop.call_later(seconds, act, *arguments)
+        """Set the deadline of the present state. The timer of an earlier state stays if it runs out in time: most never do."""
+        self.deadline = self.loop.time() + seconds
+        self.at_deadline = functools.partial(act, *arguments)
+        if self.deadline < self.timer_ends:
+            self._set_timer(self.deadline)
+
+    def _set_timer(self, until: float | None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = None if until is None else self.loop.call_at(until, self._look_at_deadline)
+        self.timer_ends = math.inf if until is None else until
+
+    def _look_at_deadline(self) -> None:
+        now = self.loop.time()
+        if now >= self.deadline:
+            self._set_timer(None)
+            self.deadline = math.inf
+            self.at_deadline()
+        else:
+            self._set_timer(max(self.deadline, now + CLOCK_SECONDS) if self.deadline < math.inf else None)
+
+
+def _nothing() -> None: ...
 
 
 class _ReplyTransport:
@@ -343,8 +370,7 @@ class _ReplyTransport:
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
     """The application is told that the client disconnected."""
-    cycle.disconnected = True
-    cycle.message_event.set()
+    cast(Any, cycle.scope)["extensions"][DIRECT].disconnect()
 
 
 def has_unread(transport: asyncio.Transport) -> bool:

@@ -205,7 +205,8 @@ class RankingService:
             raise
         finally:
             timer.cancel()
-            job.worker.cancel(job)
+            if job.served < job.candidates:  # else nothing of it is left there, and the worker's lock is contended
+                job.worker.cancel(job)
             job.release()
         started = job.arrived if job.started is None else job.started
         return Ranked(scores, job.cache, started - job.arrived, job.forward_seconds)

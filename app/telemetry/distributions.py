@@ -20,16 +20,17 @@ class ReplyProbabilities(Collector):
     """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, ...], tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
+        self._counts: dict[tuple[str, ...], tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]] = {}
 
     def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
         """Count a reply's probabilities, float32 `[C, A]`."""
         if action_names not in self._counts:
             buckets = np.zeros((len(action_names), len(BOUNDS) + 1), np.int64)
-            self._counts[action_names] = buckets, np.zeros(len(action_names))
-        counts, sums = self._counts[action_names]
-        means = probabilities.mean(0)
-        counts[np.arange(len(means)), np.searchsorted(BOUNDS, means)] += 1
+            row_starts = np.arange(len(action_names)) * buckets.shape[1]
+            self._counts[action_names] = buckets, np.zeros(len(action_names)), row_starts
+        counts, sums, row_starts = self._counts[action_names]
+        means = np.add.reduce(probabilities, 0) / len(probabilities)
+        counts.ravel()[row_starts + BOUNDS.searchsorted(means)] += 1
         sums += means
 
     def describe(self) -> Iterable[Metric]:
@@ -39,7 +40,7 @@ class ReplyProbabilities(Collector):
     def collect(self) -> Iterator[Metric]:
         """One series an action name, whichever checkpoints had it."""
         totals: dict[str, tuple[NDArray[np.int64], float]] = {}
-        for names, (counts, sums) in self._counts.items():
+        for names, (counts, sums, _) in self._counts.items():
             for action, row, total in zip(names, counts, sums, strict=True):
                 before, spent = totals.get(action, (np.zeros_like(row), 0.0))
                 totals[action] = before + row, spent + float(total)

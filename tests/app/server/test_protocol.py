@@ -22,7 +22,10 @@ METHODS: dict[type, str] = {
 }
 ATTRIBUTES: dict[type, str] = {
     HttpToolsProtocol: "loop parser transport flow headers cycle pipeline server_state",
-    RequestResponseCycle: "transport message_event disconnected keep_alive response_started response_complete",
+    RequestResponseCycle: (
+        "transport message_event disconnected keep_alive response_started response_complete"
+        " default_headers flow on_response scope waiting_for_100_continue"
+    ),
     ServerState: "connections tasks",
     Server: "config server_state started should_exit",
 }

@@ -1,0 +1,29 @@
+"""Request ids are 32 hex digits, and no two processes give the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+
+from app.http.observe import new_request_id
+
+
+def test_ids_differ_and_are_well_formed() -> None:
+    ids = {new_request_id() for _ in range(10_000)}
+    assert len(ids) == 10_000
+    assert all(re.fullmatch(r"[0-9a-f]{32}", found) for found in ids)
+
+
+def test_a_forked_process_gives_other_ids() -> None:
+    plain = random.Random(1)  # the control: without a new seed both processes go on alike
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, f"{new_request_id()} {plain.getrandbits(128)}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    theirs, control = os.read(reader, 1000).decode().split()
+    os.close(reader)
+    os.close(writer)
+    assert int(control) == plain.getrandbits(128)
+    assert theirs != new_request_id()

@@ -1,0 +1,145 @@
+"""What the server offers beyond ASGI: one write a reply, disconnects as a call, one timer a connection."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from app.server.direct import Direct
+from app.server.protocol import StrictProtocol
+from loadtest.generate.payload import rank_request
+from loadtest.soak.fake_engine import FakeEngine
+from tests.app.fakes import Gate
+from tests.reliability.live import Live, connect, exchange, live, one_reply, statuses, wait_until
+
+
+class Recorded:
+    """A transport that notes what is written."""
+
+    def __init__(self, transport: Any, writes: list[bytes]) -> None:
+        self._transport = transport
+        self._writes = writes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._writes.append(bytes(data))
+        self._transport.write(data)
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Every write of the connections that are made from now on."""
+    writes: list[bytes] = []
+    made = StrictProtocol.connection_made
+    monkeypatch.setattr(
+        StrictProtocol, "connection_made", lambda protocol, transport: made(protocol, Recorded(transport, writes))
+    )
+    return writes
+
+
+def test_a_reply_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = record(monkeypatch)
+    with live(FakeEngine()) as server:
+        last = rank_request(2, headers={"Connection": "close"})
+        replies = exchange(server.port, rank_request(1) + rank_request(-1) + last)
+        assert statuses(replies) == [200, 422, 200]
+        assert b"".join(writes) == replies
+        assert [write.count(b"\r\n\r\n{") for write in writes] == [1, 1, 1]  # head and body
+        assert [b"\r\nconnection: close\r\n" in write for write in writes] == [False, False, True]
+        assert all(b"\r\ndate: " in write and b"\r\nx-request-id: " in write for write in writes)
+
+
+def test_messages_give_the_same_reply_in_more_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = record(monkeypatch)
+    with live(FakeEngine()) as server:
+        direct = exchange(server.port, rank_request(1, headers={"Connection": "close"}))
+        monkeypatch.setattr(Direct, "reply", lambda *_: False)
+        plain = exchange(server.port, rank_request(1, headers={"Connection": "close"}))
+        assert names(plain) == names(direct)
+        assert len(writes) == 3
+
+
+def names(reply: bytes) -> list[bytes]:
+    """The names of a reply's headers, sorted."""
+    return sorted(line.partition(b":")[0] for line in reply.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:])
+
+
+def leave(server: Live, gate: Gate) -> float:
+    """One request holds the engine, and the client of another disconnects; how many were cancelled in the queue."""
+    value = server.service.metrics.registry.get_sample_value
+    with connect(server.port) as first:
+        first.sendall(rank_request(1))
+        assert gate.entered.wait(10)
+        with connect(server.port) as second:
+            second.sendall(rank_request(2))
+            wait_until(lambda: server.service.admission.requests == 2)
+        with suppress(TimeoutError):  # not with the control
+            wait_until(lambda: server.service.admission.requests == 1, 0.5)
+        gate.opened.set()
+        assert statuses(one_reply(first)) == [200]
+        wait_until(lambda: server.service.admission.requests == 0)
+    return value("ranker_cancelled_total", {"stage": "queue"}) or 0.0
+
+
+def test_a_disconnect_cancels_what_waits() -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate)
+    with live(engine) as server:
+        assert leave(server, gate) == 1
+        assert engine.forwards == [[1]]  # never computed
+        labels = {"method": "POST", "route": "/rank", "code": "499"}
+        assert server.service.metrics.registry.get_sample_value("ranker_http_requests_total", labels) == 1
+
+
+def test_without_the_call_the_work_is_done_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Direct, "watch", lambda *_: None)
+    gate = Gate()
+    engine = FakeEngine(before=gate)
+    with live(engine) as server:
+        assert leave(server, gate) == 0
+        assert engine.forwards == [[1], [2]]
+
+
+def test_a_connection_keeps_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timer, timers = StrictProtocol._set_timer, []
+
+    def counting(protocol: StrictProtocol, until: float | None) -> None:
+        timers.append(until)
+        set_timer(protocol, until)
+
+    monkeypatch.setattr(StrictProtocol, "_set_timer", counting)
+    with live(FakeEngine()) as server, connect(server.port) as sock:
+        for user in range(20):
+            sock.sendall(rank_request(user))
+            assert statuses(one_reply(sock)) == [200]
+        assert len(timers) <= 2  # from the connect and for the first headers; later deadlines lie behind those
+
+
+def test_a_request_leaves_no_circle() -> None:
+    class Cycle:
+        scope: dict[str, Any]
+
+    cycle: Any = Cycle()
+    cycle.scope = {"extensions": {"ranker.direct": Direct(cycle)}}
+    gone = weakref.ref(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.http.operations.describe", lambda *_: 1 / 0)
+    with live(FakeEngine()) as server:
+        head = b" /info HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        assert b'"code":"internal"' in exchange(server.port, b"GET" + head)
+        reply = exchange(server.port, b"HEAD" + head)
+        assert statuses(reply) == [500]
+        assert reply.endswith(b"\r\n\r\n")
