@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
-import structlog
 import typer
 
 from app.assembly import build_app
@@ -38,8 +37,7 @@ def main(
 
 
 async def _run(requests: int, seconds: float, checkpoint: Path, seed: int, only_paths: bool) -> Tally:
-    logs.configure(Logs(level="error"))
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logs.configure(Logs(level="error"), Path(os.devnull).open("w"))
     app = build_app(Settings(checkpoint=checkpoint, logs=Logs(success_sample=0)))
     async with app.router.lifespan_context(app):
         await app.state.service.wait_ready()
