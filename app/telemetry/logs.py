@@ -111,7 +111,7 @@ class RequestLog:
             fields["event"], fields["level"] = "request", level
             line = output.render(None, level, _shorten(None, level, _stamp(None, level, fields))) + "\n"
             if succeeded and isinstance(output.stream, Sink):
-                output.stream.write_spare(line)
+                output.stream.write_droppable(line)
             else:
                 output.stream.write(line)
 
@@ -124,7 +124,8 @@ def _render(logger: Any, name: str, event: Event) -> str:
     try:
         text = json.dumps(event, default=str, ensure_ascii=True, separators=(",", ":"))
     except Exception as error:
-        text = json.dumps({"event": "unprintable", "error": type(error).__name__})
+        known = {name: str(event.get(name)) for name in ("level", "time")}
+        text = json.dumps({"event": "unprintable", "error": type(error).__name__, **known})
     return text.replace("\x7f", "\\u007f")
 
 

@@ -15,7 +15,7 @@ GATHER_SECONDS = 0.005  # the lines of this time share a system call
 RETRY_SECONDS = 0.2
 STALL_SECONDS = 1.0  # how long `drain` waits for a reader that takes nothing
 DRAIN_SECONDS = 5.0  # and for one that is slow
-SPARE = 0.75  # share of the buffer that lines of successes may fill; the rest is for all others
+DROPPABLE_SHARE = 0.75  # share of the buffer that lines of successes may fill; the rest is for all others
 SLOW, FAILED, STOPPED = REASONS = ("reader_slow", "write_failed", "stopped")
 
 
@@ -45,9 +45,9 @@ class Sink:
         self._put(text, self.max_bytes)
         return len(text)
 
-    def write_spare(self, text: str) -> int:
+    def write_droppable(self, text: str) -> int:
         """The same for a line that is the first to go when room runs out."""
-        self._put(text, int(self.max_bytes * SPARE))
+        self._put(text, int(self.max_bytes * DROPPABLE_SHARE))
         return len(text)
 
     def flush(self) -> None:

@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -103,6 +105,18 @@ def test_a_refused_checkpoint_ends_with_1(fault: str) -> None:
         began = time.monotonic()
         assert server.process.wait(15) == 1
         assert time.monotonic() - began < 1 + END_SECONDS
+
+
+@pytest.mark.parametrize(("command", "code"), [(["-m", "app"], 2), (FAULTY[1:], 3)], ids=["settings", "port taken"])
+def test_a_start_that_fails_exits_as_documented_without_space(command: list[str], code: int) -> None:
+    with socket.create_server((HOST, 0)) as taken, open("/dev/full", "wb") as log:
+        port = "none" if code == 2 else str(taken.getsockname()[1])
+        began = time.monotonic()
+        ended = subprocess.run(
+            [sys.executable, *command], stderr=log, timeout=30, env=os.environ | {"RANKER_PORT": port}
+        )
+        assert ended.returncode == code
+        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("fault", FAULTS)

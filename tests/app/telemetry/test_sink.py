@@ -111,7 +111,7 @@ def test_lines_of_successes_are_dropped_first(pipe: Pipe, has_priority: bool) ->
     """The negative control writes successes as if they mattered as much: then failures are lost."""
     pipe.stall()
     for _ in range(1000):
-        (pipe.sink.write_spare if has_priority else pipe.sink.write)("success" + LINE)
+        (pipe.sink.write_droppable if has_priority else pipe.sink.write)("success" + LINE)
     room = MAX_BYTES // 4 // (LINE_OVERHEAD_BYTES + len("failure" + LINE))
     for _ in range(room):
         pipe.sink.write("failure" + LINE)
