@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -24,9 +23,11 @@ from app.http.asgi import (
 )
 from app.http.auth import KeyRing
 from app.interface import Ranked, ServedModel, Service, Ticket
-from app.request import features, reply, strict_json, validate
+from app.request import features, reply
+from app.request.body import Body, count_items, decode
 from app.request.reply import ReplyFormat
-from app.request.validate import Request, Vocabulary
+from app.request.validate import Request, check
+from app.request.vocabulary import Vocabulary
 from app.settings import Settings
 from app.telemetry.exchange import Exchange
 from model.inputs import Candidates, Context
@@ -49,7 +50,7 @@ class Prepared:
 
 
 class Ranking:
-    """What one request and a batch share: bytes → value → prepared request → scores → bytes."""
+    """What one request and a batch share: bytes → prepared request → scores → bytes."""
 
     def __init__(self, service: Service, settings: Settings) -> None:
         self.service = service
@@ -58,8 +59,8 @@ class Ranking:
         self.metrics = service.metrics
         self._words: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
 
-    async def read(self, scope: Scope, receive: Receive, exchange: Exchange) -> tuple[Any, float | None]:
-        """The body as JSON and the deadline in seconds of the service's clock. Cheap refusals come first."""
+    async def read(self, scope: Scope, receive: Receive, exchange: Exchange) -> tuple[bytes | bytearray, float | None]:
+        """The body and the deadline in seconds of the service's clock. Cheap refusals come first."""
         headers = dict(scope["headers"])
         exchange.key = self.keys.caller(headers)
         self.service.check_open(exchange.key)
@@ -67,28 +68,35 @@ class Ranking:
         timeout_seconds = timeout_seconds_of(headers)
         deadline = None if timeout_seconds is None else self.service.clock() + timeout_seconds
         try:
-            body = await read_body(headers, receive, self.limits.max_body_bytes)
+            return await read_body(headers, receive, self.limits.max_body_bytes), deadline
         except ClientGone:
             self.metrics.cancelled.labels("body").inc()
             raise
-        started = time.perf_counter()
-        value = strict_json.parse(body)
-        exchange.stages["parse"] = time.perf_counter() - started
-        return value, deadline
 
-    def prepare(self, body: Any, deadline: float | None, exchange: Exchange) -> Prepared:
-        """Count, admit, check, make features: a request that is refused for want of room costs no checks."""
+    def decode(self, body: bytes | bytearray, exchange: Exchange) -> Body:
+        """One request's JSON with its types checked."""
+        started = time.perf_counter()
+        vocabulary, _ = self._words_of(self.service.model.manifest)
+        typed = decode(body, self.limits, vocabulary)
+        exchange.candidates += count_items(typed.candidates)
+        exchange.history += count_items(typed.history)
+        _add(exchange, "parse", time.perf_counter() - started)
+        return typed
+
+    def prepare(self, body: Body, deadline: float | None, exchange: Exchange) -> Prepared:
+        """Admit, check, make features: a request that is refused for want of room costs no checks."""
         started = time.perf_counter()
         model = self.service.model
-        shape = validate.measure(body, self.limits)
-        exchange.candidates += shape.candidates
-        exchange.history += shape.history
         ticket = self.service.admit(
-            model, candidates=shape.candidates, history=shape.history, deadline=deadline, key=exchange.key
+            model,
+            candidates=count_items(body.candidates),
+            history=count_items(body.history),
+            deadline=deadline,
+            key=exchange.key,
         )
         try:
             vocabulary, form = self._words_of(model.manifest)
-            request = validate.check(body, vocabulary)
+            request = check(body, vocabulary)
             config = model.manifest.config
             context, candidates = features.context_of(request, config), features.candidates_of(request, config)
         except BaseException:
@@ -97,7 +105,7 @@ class Ranking:
         if len(context) < len(request.history):
             self.metrics.history_truncated.inc()
         seconds = time.perf_counter() - started
-        exchange.stages["parse"] += seconds
+        _add(exchange, "parse", seconds)
         return Prepared(model, ticket, request, context, candidates, form, seconds)
 
     async def rank(self, job: Prepared) -> Ranked:
@@ -123,7 +131,7 @@ class Ranking:
         spent = exchange.stages
         for stage in ("queue", "forward"):  # requests of a batch run side by side
             spent[stage] = max(spent.get(stage, 0.0), stages[stage])
-        spent["serialize"] = spent.get("serialize", 0.0) + time.perf_counter() - started
+        _add(exchange, "serialize", time.perf_counter() - started)
         return b"".join(pieces)
 
     def headers(self, model: ServedModel, results: Sequence[Ranked], exchange: Exchange) -> list[tuple[bytes, bytes]]:
@@ -155,11 +163,15 @@ class RankEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ranking, exchange = self.ranking, exchange_of(scope)
-        value, deadline = await ranking.read(scope, receive, exchange)
-        job = ranking.prepare(value, deadline, exchange)
+        raw, deadline = await ranking.read(scope, receive, exchange)
+        job = ranking.prepare(ranking.decode(raw, exchange), deadline, exchange)
         if job.request.request_id is not None and not exchange.is_named_by_caller:
             exchange.request_id = job.request.request_id
         with Watching(scope, receive):
             ranked = await ranking.rank(job)
         body = await ranking.render(job, ranked, exchange.stages["parse"], exchange)
         await send_reply(scope, send, 200, body, ranking.headers(job.model, [ranked], exchange))
+
+
+def _add(exchange: Exchange, stage: str, seconds: float) -> None:
+    exchange.stages[stage] = exchange.stages.get(stage, 0.0) + seconds

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple
+import time
+from typing import NamedTuple
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from app.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
+from app.errors import Overloaded, ServiceError
 from app.http.asgi import Watching, exchange_of, send_reply
 from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel
+from app.request.body import BatchDecoder
 from app.settings import Batching
 from app.telemetry.exchange import Exchange
 
@@ -30,11 +32,14 @@ class BatchEndpoint:
     def __init__(self, ranking: Ranking, batching: Batching) -> None:
         self.ranking = ranking
         self.batching = batching
+        self.decoder = BatchDecoder(ranking.limits.max_batch_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ranking, service, exchange = self.ranking, self.ranking.service, exchange_of(scope)
-        value, deadline = await ranking.read(scope, receive, exchange)
-        items = self._items(value)
+        raw, deadline = await ranking.read(scope, receive, exchange)
+        started = time.perf_counter()
+        items, is_bare = self.decoder.split(raw)
+        exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
         if deadline is None:  # one for all of them, from the start
             deadline = service.clock() + service.default_deadline_seconds
@@ -45,16 +50,7 @@ class BatchEndpoint:
         results = [answer.ranked for answer in answers if answer.ranked is not None]
         headers = ranking.headers(models[-1] if models else service.model, results, exchange)
         body = b"[%b]" % b",".join(answer.body for answer in answers)
-        await send_reply(scope, send, 200, body if type(value) is list else b'{"results":%b}' % body, headers)
-
-    def _items(self, value: Any) -> list[Any]:
-        items = value.get("requests") if type(value) is dict and len(value) == 1 else value
-        if type(items) is not list or not items:
-            raise InvalidRequest([("requests", "must be a list of requests that is not empty, and nothing else")])
-        limit = self.ranking.limits.max_batch_requests
-        if len(items) > limit:
-            raise TooLarge(f"requests: {len(items)}, and at most {limit} are taken.")
-        return items
+        await send_reply(scope, send, 200, body if is_bare else b'{"results":%b}' % body, headers)
 
 
 class Run:
@@ -68,7 +64,7 @@ class Run:
         self.exchange = exchange
         self._queued: dict[asyncio.Task[Answer], Prepared] = {}
 
-    async def all(self, items: list[Any]) -> list[Answer]:
+    async def all(self, items: list[bytes]) -> list[Answer]:
         """How each of them ended, in order. Cancelling it drops what was not computed."""
         begun: list[Answer | asyncio.Task[Answer]] = []
         try:
@@ -81,12 +77,16 @@ class Run:
                 task.cancel()
             await asyncio.gather(*self._queued, return_exceptions=True)  # leaves nothing in the queue
 
-    async def _begin(self, item: Any) -> Answer | asyncio.Task[Answer]:
+    async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
+        try:
+            body = self.ranking.decode(item, self.exchange)
+        except ServiceError as error:
+            return _failed(error)
         while True:
             while self._is_enough():
                 await self._one_ends()
             try:
-                job = self.ranking.prepare(item, self.deadline, self.exchange)
+                job = self.ranking.prepare(body, self.deadline, self.exchange)
             except Overloaded as error:
                 if not self._queued:
                     return _failed(error)

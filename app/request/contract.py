@@ -1,6 +1,6 @@
 """What a request and a reply are, as pydantic models: the plain definition behind `/docs`. Not on the path of a request.
 
-`schema` checks requests column by column and takes names, defaults and bounds from here; tests hold the two to the same verdict.
+`body` and `validate` check requests by the same bounds; tests hold them to the same verdict.
 """
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ ROWS_IN_A_PIECE = 1024  # about 2 ms
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """What all replies of one checkpoint have in common. `scales` float32 `[Z]`: continuous outputs in their units."""
+    """What all replies of one checkpoint have in common.
+
+    `scales` float32 `[Z]`: continuous outputs in their units. `before_continuous`: what is written before each of them.
+    """
 
     model: dict[str, str]
     action_names: tuple[str, ...]
@@ -33,12 +36,14 @@ class ReplyFormat:
     @classmethod
     def of(cls, manifest: Manifest) -> ReplyFormat:
         """From a checkpoint's manifest."""
-        keys = [b"%b:" % orjson.dumps(output.name) for output in manifest.continuous]
+        names = [orjson.dumps(output.name) for output in manifest.continuous]
         return cls(
             model={"name": manifest.name, "version": manifest.version},
             action_names=manifest.action_names,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
-            before_continuous=tuple((b"" if place == 0 else b",") + key for place, key in enumerate(keys)),
+            before_continuous=tuple(
+                b"%b%b:" % (b"," if place else b'],"continuous":{', name) for place, name in enumerate(names)
+            ),
         )
 
 
@@ -62,7 +67,7 @@ def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:
 def render(
     request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, float]
 ) -> Iterator[bytes]:
-    """The JSON reply, in pieces of at most `ROWS_IN_A_PIECE` candidates, so that others may go between.
+    """The JSON reply, in pieces of at most `ROWS_IN_A_PIECE` candidates, so that other requests are served in between.
 
     `timings_ms` is written as it is; the scores must be finite.
     """
@@ -105,19 +110,15 @@ def _candidates(
     form: ReplyFormat,
 ) -> bytes:
     """One object a candidate, comma between them."""
-    outputs = len(form.before_continuous)
-    values = _column(continuous.ravel())
+    keys, values = form.before_continuous, _column(continuous.ravel())
     columns = [
         (b'{"post_id":', _column(echo_ids)),
         (b',"score":', _column(scores)),
         (b',"rank":', _column(ranks)),
         (b',"probabilities":[', _rows(probabilities)),
+        *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),
     ]
-    columns += [(key, values[place::outputs]) for place, key in enumerate(form.before_continuous)]
-    if outputs:
-        columns[4] = (b'],"continuous":{' + columns[4][0], columns[4][1])
-    end = b"}}," if outputs else b'],"continuous":{}},'
-    return _weave(columns, end)[:-1]
+    return _weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
 
 
 def _weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:

@@ -1,15 +1,13 @@
-"""Strict JSON: bytes → values, in time linear in the bytes. Not for what the values mean: that is `schema`."""
+"""Strict JSON: bytes → plain values, in time linear in the bytes. Requests that are right never come here: see `body`."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+import numpy as np
 import orjson
 
 from app.errors import MalformedJson
-
-_ESCAPE = re.compile(rb"\\(?:(u003[aA])|.)", re.DOTALL)
 
 
 def parse(body: bytes | bytearray) -> Any:
@@ -26,16 +24,24 @@ def parse(body: bytes | bytearray) -> Any:
             f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
         ) from None
     try:
-        kept = orjson.dumps(value).count(b":")
+        refuse_duplicates(body, orjson.dumps(value))
     except orjson.JSONEncodeError:
         raise MalformedJson("The body is nested too deeply.") from None
-    # Written back, every member costs one colon and every string keeps its own: only a dropped duplicate loses some.
-    if kept != body.count(b":") + _escaped_colons(body):
-        raise MalformedJson("An object in the body has the same key twice.")
     return value
 
 
-def _escaped_colons(body: bytes | bytearray) -> int:
-    if b"\\u003" not in body:
-        return 0
-    return sum(match[1] is not None for match in _ESCAPE.finditer(body))
+def refuse_duplicates(body: bytes | bytearray, written: bytes) -> None:
+    """Raise MalformedJson when an object in the body has the same key twice, given what was parsed, `written` back as JSON.
+
+    Every member has one colon and every string keeps its own, so only a dropped duplicate loses some.
+    """
+    colons = _colons(body)
+    if b"\\" in body and b"\\u003" in body:
+        unescaped = body.replace(b"\\\\", b"")  # what is left of a backslash begins an escape
+        colons += unescaped.count(b"\\u003a") + unescaped.count(b"\\u003A")
+    if _colons(written) != colons:
+        raise MalformedJson("An object in the body has the same key twice.")
+
+
+def _colons(text: bytes | bytearray) -> int:
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(":")))

@@ -1,60 +1,31 @@
-"""What a request may be: a parsed JSON value → a checked `Request` in columns. Not for features: it knows no window and no model.
+"""A typed body → a checked `Request` in columns: ids in range, known names, equal lengths. Not for features: it knows no window.
 
-Both shapes of history and candidates become the same columns, so there is one set of checks. Names, required fields and
-bounds come from `contract`; what depends on the checkpoint comes from `Vocabulary`.
+Both shapes of history and candidates become the same columns. Whatever is not right here is told by `explain`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain, repeat
+from typing import Any
 
+import msgspec
 import numpy as np
+import orjson
+from msgspec import UNSET, Struct
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from app.errors import InvalidRequest, TooLarge
-from app.request import columns
-from app.request.columns import ACTION_RULE, NO_ACTIONS, ActionCells, Problems
-from app.request.contract import MAX_TIME, MAX_WEIGHT, Candidate, HistoryItem, RankRequest, is_request_id
-from app.request.tables import Table, read_table, refuse_unknown
-from app.settings import Limits
-from weights.format.manifest import Manifest
+from app.request.body import Body, CandidateArrays, HistoryArrays
+from app.request.contract import MAX_ID, is_request_id
+from app.request.explain import explain, is_id
+from app.request.strict_json import parse
+from app.request.vocabulary import Vocabulary
 
-REQUEST_FIELDS = tuple(RankRequest.model_fields)
-REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
-TIME_RULE = f"must be Unix seconds, an integer between 0 and {MAX_TIME}"
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a checkpoint lets a request say. `index` maps action names and decimal strings to columns."""
-
-    action_names: tuple[str, ...]
-    index: Mapping[str, int]
-    product_surfaces: int
-    weights: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Vocabulary:
-        """From a checkpoint's manifest."""
-        names = manifest.action_names
-        index = {str(column): column for column in range(len(names))} | {
-            name: column for column, name in enumerate(names)
-        }
-        weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
-        return cls(names, index, manifest.config.product_surfaces, weights)
-
-    def knows(self, name: Any) -> bool:
-        """Whether a JSON value names an action."""
-        return type(name) is str and name in self.index
-
-
-class Shape(NamedTuple):
-    """How much work a request asks for, known before it is checked."""
-
-    candidates: int
-    history: int
+Column = Any  # a sequence with one entry an item, or UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +38,19 @@ class Posts:
 
     def __len__(self) -> int:
         return len(self.post_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCells:
+    """The actions of a history, as cells of its `[h, A]` matrix: item `rows[i]` has `values[i]` in column `columns[i]`."""
+
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+NO_HISTORY, NO_CANDIDATES = HistoryArrays([], []), CandidateArrays([], [])
+NO_ACTIONS = ActionCells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,122 +75,106 @@ class Request:
     request_id: str | None
 
 
-def measure(body: Any, limits: Limits) -> Shape:
-    """Count candidates and history items without looking at them. Raises InvalidRequest, or TooLarge beyond the limits."""
-    if type(body) is not dict:
-        raise InvalidRequest([("", "must be a JSON object")])
-    shape = Shape(_count(body.get("candidates")), _count(body.get("history")))
-    for name, count, limit in (
-        ("candidates", shape.candidates, limits.max_candidates),
-        ("history", shape.history, limits.max_history),
+def check(body: Body, vocabulary: Vocabulary) -> Request:
+    """Check what the types leave open. Raises InvalidRequest with the first ten problems, or MalformedJson for endless integers."""
+    with suppress(ValueError, OverflowError, KeyError):
+        return _checked(body, vocabulary)
+    raise explain(parse(msgspec.json.encode(body)), vocabulary)
+
+
+def _checked(body: Body, vocabulary: Vocabulary) -> Request:
+    """Raises ValueError, OverflowError or KeyError where the body is not right."""
+    posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
+    history = _posts(posts, authors, surfaces, vocabulary)
+    echo_ids, authors, surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
+    candidates = _posts(echo_ids, authors, surfaces, vocabulary)
+    weights, wanted = vocabulary.weights, None
+    if body.weights is not UNSET:
+        weights = np.zeros(len(vocabulary.action_names))
+        weights[_distinct(body.weights, vocabulary.index)] = list(body.weights.values())
+    if body.actions_wanted is not UNSET:
+        wanted = _distinct(body.actions_wanted, vocabulary.index)
+    top_k, request_id = body.top_k or None, body.request_id
+    if not (
+        is_id(body.user_id)
+        and echo_ids
+        and (top_k is None or top_k <= MAX_ID)
+        and (request_id is UNSET or is_request_id(request_id))
     ):
-        if count > limit:
-            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
-    return shape
-
-
-def _count(items: Any) -> int:
-    if type(items) is dict:
-        return max((len(column) for column in items.values() if type(column) is list), default=0)
-    return len(items) if type(items) is list else 0
-
-
-def check(body: dict[str, Any], vocabulary: Vocabulary) -> Request:
-    """Check everything. Raises InvalidRequest with the first ten problems."""
-    problems = Problems()
-    refuse_unknown(body, REQUEST_FIELDS, "", problems)
-    user_id = _required(body, "user_id", columns.is_id, columns.ID_RULE, problems)
-    impression_ts = _optional(body, "impression_ts", _is_time, TIME_RULE, problems)
-    history = read_table(body.get("history", []), "history", HistoryItem, problems)
-    noted = len(problems.found)
-    candidates = read_table(body.get("candidates", []), "candidates", Candidate, problems)
-    if not candidates.length and len(problems.found) == noted:
-        problems.add("candidates", "must not be empty" if "candidates" in body else "is required")
-    history_posts, actions, dwell = _history(history, vocabulary, problems)
-    request = Request(
-        user_id=user_id,
-        history=history_posts,
-        actions=actions,
-        dwell_seconds=dwell,
-        candidates=_posts(candidates, vocabulary, problems),
-        created_at=candidates.integers("created_at", problems, high=MAX_TIME),
-        echo_ids=candidates.columns.get("post_id", []),
-        impression_ts=impression_ts or 0,
-        weights=_weights(body, vocabulary, problems),
-        top_k=_optional(
-            body, "top_k", lambda value: type(value) is int and value >= 1, "must be an integer of at least 1", problems
-        ),
-        wanted=_wanted(body, vocabulary, problems),
-        request_id=_optional(body, "request_id", is_request_id, REQUEST_ID_RULE, problems),
-    )
-    problems.check()
-    return request
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_TIME
-
-
-def _required(body: dict[str, Any], name: str, is_good: Callable[[Any], bool], rule: str, problems: Problems) -> int:
-    if name in body and is_good(body[name]):
-        return int(body[name])
-    problems.add(name, rule if name in body else "is required")
-    return 0
-
-
-def _optional(body: dict[str, Any], name: str, is_good: Callable[[Any], bool], rule: str, problems: Problems) -> Any:
-    if name not in body:
-        return None
-    if not is_good(body[name]):
-        problems.add(name, rule)
-    return body[name]
-
-
-def _posts(table: Table, vocabulary: Vocabulary, problems: Problems) -> Posts:
-    return Posts(
-        table.ids("post_id", problems),
-        table.ids("author_id", problems),
-        table.integers("product_surface", problems, high=vocabulary.product_surfaces - 1),
+        raise ValueError
+    return Request(
+        user_id=int(body.user_id),
+        history=history,
+        actions=_cells(actions, vocabulary.index),
+        dwell_seconds=_numbers("d", dwell_times, len(history)),
+        candidates=candidates,
+        created_at=_numbers("q", created_at, len(candidates)),
+        echo_ids=list(echo_ids),
+        impression_ts=body.impression_ts or 0,
+        weights=weights,
+        top_k=top_k,
+        wanted=wanted,
+        request_id=request_id or None,
     )
 
 
-def _history(
-    table: Table, vocabulary: Vocabulary, problems: Problems
-) -> tuple[Posts, ActionCells, NDArray[np.float64]]:
-    posts = _posts(table, vocabulary, problems)
-    given = table.columns.get("actions")
-    where = table.where("actions")
-    cells = NO_ACTIONS if given is None else columns.actions(given, vocabulary.index, where, problems)
-    return posts, cells, table.numbers("dwell_time", problems)
+def _columns(items: Sequence[Struct] | Struct) -> Any:
+    """The fields of either shape, each with one entry an item. An optional one may be UNSET, as a whole or in places."""
+    if type(items) is list:
+        return zip(*map(astuple, items), strict=True)
+    columns = astuple(items)  # type: ignore[arg-type]
+    if len({len(column) for column in columns if column is not UNSET}) > 1:
+        raise ValueError
+    return columns
 
 
-def _weights(body: dict[str, Any], vocabulary: Vocabulary, problems: Problems) -> NDArray[np.float64]:
-    if "weights" not in body:
-        return vocabulary.weights
-    given, weights = body["weights"], np.zeros(len(vocabulary.action_names))
-    if type(given) is not dict:
-        problems.add("weights", "must be a map of action to number")
-        return weights
-    named = [vocabulary.index[name] for name in given if name in vocabulary.index]
-    values = columns.numbers(list(given.values()), lambda _: "weights", problems, low=-MAX_WEIGHT, high=MAX_WEIGHT)
-    if len(named) < len(given):
-        problems.add("weights", f"every name {ACTION_RULE}")
-    elif len(set(named)) < len(named):
-        problems.add("weights", "names one action twice, by name and by index")
-    elif len(values) == len(named):
-        weights[named] = values
-    return weights
+def _posts(post_ids: Column, author_ids: Column, surfaces: Column, vocabulary: Vocabulary) -> Posts:
+    found = Posts(_ids(post_ids), _ids(author_ids), _numbers("q", surfaces, len(post_ids)))
+    if found.surfaces.max(initial=0) >= vocabulary.product_surfaces:
+        raise ValueError
+    return found
 
 
-def _wanted(body: dict[str, Any], vocabulary: Vocabulary, problems: Problems) -> list[int] | None:
-    if "actions_wanted" not in body:
-        return None
-    given = body["actions_wanted"]
-    if type(given) is not list:
-        problems.add("actions_wanted", "must be a list of action names")
-        return None
-    problems.locate(given, lambda place: f"actions_wanted[{place}]", vocabulary.knows, ACTION_RULE)
-    wanted = [vocabulary.index[name] for name in given if vocabulary.knows(name)]
-    if len(set(wanted)) < len(wanted):
-        problems.add("actions_wanted", "names one action twice")
-    return wanted
+def _ids(values: Column) -> NDArray[np.uint64]:
+    """uint64 `[n]` from integers and decimal strings. Strings are read in one go, as one JSON list."""
+    with suppress(TypeError):
+        return np.asarray(array("Q", values))
+    try:
+        decimals = ",".join(values).encode()
+    except TypeError:  # some of each
+        decimals = ",".join(map(str, values)).encode()
+    if decimals.translate(None, b"0123456789,"):
+        raise ValueError
+    numbers = orjson.loads(b"[%b]" % decimals)  # refuses empty strings and leading zeros
+    if len(numbers) != len(values) or float in map(type, numbers):  # a comma in a string; 2^64 and more
+        raise ValueError
+    return np.asarray(array("Q", numbers))
+
+
+def _numbers(code: str, values: Column, count: int) -> NDArray[Any]:
+    """`[n]` of a numpy type code, 0 where nothing was sent."""
+    return np.zeros(count, code) if values is UNSET else np.array([value or 0 for value in values], code)
+
+
+def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
+    """The columns of names of different actions."""
+    columns = [index[name] for name in names]
+    if len(set(columns)) < len(columns):
+        raise ValueError
+    return columns
+
+
+def _cells(column: Column, index: Mapping[str, int]) -> ActionCells:
+    if column is UNSET:
+        return NO_ACTIONS
+    items: list[Any] = [item or () for item in column]
+    rows = [row for row, item in enumerate(items) for _ in item]
+    columns = [index[name] for item in items for name in item]
+    values = np.ones(len(columns))
+    if dict in map(type, items):
+        pairs = (item.values() if type(item) is dict else repeat(1.0, len(item)) for item in items)
+        values = np.fromiter(chain.from_iterable(pairs), np.float64, len(columns))
+        for item in items:
+            if type(item) is dict:
+                _distinct(item, index)
+    return ActionCells(np.array(rows, np.int64), np.array(columns, np.int64), values)

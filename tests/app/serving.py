@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from app.http.application import create_app
+from app.request.body import decode
+from app.request.validate import Request, check
+from app.request.vocabulary import Vocabulary
 from app.service.service import RankingService
-from app.settings import Settings
+from app.settings import Limits, Settings
 from app.telemetry.metrics import Metrics
-from tests.app.fakes import FakeEngine, loader
+from tests.app.fakes import FakeEngine, loaded, loader
 
 GOOD: dict[str, Any] = {
     "user_id": "1868434417286410240",
@@ -55,6 +59,12 @@ def served(engine: Any = None, settings: Settings | None = None) -> Iterator[tup
                 break
             time.sleep(0.01)
         yield client, service
+
+
+def checked(body: Any, vocabulary: Vocabulary | None = None) -> Request:
+    """What the service makes of a body, by default around the fake engine's checkpoint. Raises what it raises."""
+    vocabulary = vocabulary or Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
+    return check(decode(json.dumps(body).encode(), Limits(), vocabulary), vocabulary)
 
 
 def value_of(exposition: str, series: str) -> float:

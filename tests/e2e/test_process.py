@@ -69,7 +69,7 @@ def test_every_example_of_the_documentation_works(client: httpx.Client) -> None:
     assert tried == 3
 
 
-def test_a_candidates_bits_do_not_depend_on_company(client: httpx.Client, example: dict[str, Any]) -> None:
+def test_a_candidates_bits_do_not_depend_on_the_batch(client: httpx.Client, example: dict[str, Any]) -> None:
     whole = numbers(client.post("/rank", json=example).json()["candidates"])
     for change in (
         lambda items: items[::-1],

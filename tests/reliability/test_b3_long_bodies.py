@@ -15,6 +15,7 @@ from itertools import repeat
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from app.scheduling.loop_lag import LoopLag
 from app.server import protocol
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
@@ -120,7 +121,7 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
         patched.setitem(HEADERS, "Content-Type", "text/plain")
         assert outcomes(ask, opened.port, 2) == {"415": 2}
     with monkeypatch.context() as patched:
-        patched.setattr(opened.service.loop_clock.lag, "refuses", lambda seconds: True)
+        patched.setattr(LoopLag, "refuses", lambda lag, turn_seconds: True)
         assert outcomes(ask, opened.port, 2) == {"429": 2}
     with monkeypatch.context() as patched:
         patched.setattr(opened.service, "_refusing", True)

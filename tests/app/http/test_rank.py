@@ -12,8 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from loadtest.fuzz.bodies import in_arrays
-from tests.app.fakes import FakeEngine, expected, loaded
-from tests.app.serving import good, served, value_of
+from tests.app.fakes import FakeEngine, expected
+from tests.app.serving import checked, good, served, value_of
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,10 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
 
 
 def test_scores_are_the_engines(client: TestClient) -> None:
-    from app.request import features, validate
-    from app.request.validate import Vocabulary
+    from app.request import features
 
     body = good(actions_wanted=..., top_k=..., weights=...)
-    request = validate.check(body, Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest))
+    request = checked(body)
     engine = FakeEngine()
     wanted = expected(features.context_of(request, engine.config), features.candidates_of(request, engine.config))
     for shaped in (body, body | {"history": in_arrays(body["history"]), "candidates": in_arrays(body["candidates"])}):

@@ -9,20 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from app.request import validate
 from app.request.features import candidates_of, context_of
-from app.request.validate import Vocabulary
+from app.request.vocabulary import Vocabulary
 from loadtest.fuzz import bodies
 from loadtest.fuzz.bodies import in_arrays
 from tests.app.fakes import CONFIG, FakeEngine, loaded
-from tests.app.serving import good
+from tests.app.serving import checked, good
 
-VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
+INDEX = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest).index
 CONFIG = replace(CONFIG, has_post_age=True)
-
-
-def checked(body: dict[str, Any]) -> validate.Request:
-    return validate.check(body, VOCABULARY)
 
 
 @settings(max_examples=100, deadline=None)
@@ -40,7 +35,7 @@ def test_every_event_in_the_window_arrives_whole(body: dict[str, Any]) -> None:
         values = named if isinstance(named, dict) else dict.fromkeys(named, 1)
         wanted = np.zeros(CONFIG.actions, np.float32)
         for name, value in values.items():
-            wanted[VOCABULARY.index[name]] = value
+            wanted[INDEX[name]] = value
         assert np.array_equal(context.actions[row], wanted)
 
 

@@ -1,4 +1,4 @@
-"""Replies: exact numbers, ranks, columns, and bits that do not depend on company."""
+"""Replies: exact numbers, ranks, columns, and bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from app.request import validate
 from app.request.reply import ReplyFormat, combine, order_of, render
-from app.request.validate import Vocabulary
+from app.request.validate import Request
 from model.inputs import Scores
 from tests.app.fakes import FakeEngine, loaded
-from tests.app.serving import good
+from tests.app.serving import checked, good
 
 MANIFEST = loaded(FakeEngine()).checkpoint.manifest
 FORM = ReplyFormat.of(MANIFEST)
@@ -26,10 +25,10 @@ BARE = replace(FORM, scales=np.zeros(0, np.float32), before_continuous=())
 unit = st.floats(0, 1, width=32)
 
 
-def request(count: int, **changes: Any) -> validate.Request:
+def request(count: int, **changes: Any) -> Request:
     candidates = [{"post_id": str(place) if place % 2 else place, "author_id": 1} for place in range(count)]
     body = good(candidates=candidates, top_k=..., actions_wanted=..., request_id=...) | changes
-    return validate.check(body, Vocabulary.of(MANIFEST))
+    return checked(body)
 
 
 def scores(count: int, seed: int = 0) -> Scores:
@@ -40,7 +39,7 @@ def scores(count: int, seed: int = 0) -> Scores:
     )
 
 
-def rendered(asked: validate.Request, given: Scores, form: ReplyFormat = FORM) -> dict[str, Any]:
+def rendered(asked: Request, given: Scores, form: ReplyFormat = FORM) -> dict[str, Any]:
     pieces = render(asked, given, form, history_used=1, timings_ms={"parse": 0.1})
     reply: dict[str, Any] = orjson.loads(b"".join(pieces))
     return reply
@@ -67,7 +66,7 @@ def test_every_number_survives_the_round_trip(count: int, form: ReplyFormat) -> 
 
 @settings(max_examples=100, deadline=None)
 @given(npst.arrays(np.float32, st.tuples(st.integers(1, 70), st.just(3)), elements=unit), st.data())
-def test_a_score_does_not_depend_on_company(probabilities: Any, data: st.DataObject) -> None:
+def test_a_score_does_not_depend_on_the_batch(probabilities: Any, data: st.DataObject) -> None:
     weights = np.array(data.draw(st.lists(st.floats(-1e9, 1e9), min_size=3, max_size=3)))
     together = combine(probabilities, weights)
     alone = np.concatenate([combine(probabilities[place : place + 1], weights) for place in range(len(probabilities))])
@@ -76,7 +75,7 @@ def test_a_score_does_not_depend_on_company(probabilities: Any, data: st.DataObj
     assert combine(probabilities[order], weights).tobytes() == together[order].tobytes()
 
 
-def test_a_matrix_product_would_depend_on_company() -> None:
+def test_a_matrix_product_would_depend_on_the_batch() -> None:
     random = np.random.default_rng(0)
     probabilities, weights = random.random((512, 19), dtype=np.float32), random.normal(size=19)
     together = probabilities.astype(np.float64) @ weights

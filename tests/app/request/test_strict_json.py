@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import MalformedJson
+from app.request.body import decode
 from app.request.strict_json import parse
+from app.request.vocabulary import Vocabulary
+from app.settings import Limits
+from tests.app.fakes import FakeEngine, loaded
+
+VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 
 REFUSED = {
     "empty": b"",
@@ -50,10 +57,11 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("read", [parse, lambda body: decode(body, Limits(), VOCABULARY)], ids=["plain", "typed"])
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED.keys())
-def test_refused(body: bytes) -> None:
+def test_refused(body: bytes, read: Callable[[bytes], Any]) -> None:
     with pytest.raises(MalformedJson):
-        parse(body)
+        read(body)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from app.request.features import candidates_of, context_of
-from app.request.validate import Vocabulary, check
+from app.request.vocabulary import Vocabulary
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
+from tests.app.serving import checked
 from tests.e2e.process import serving
 from weights.checkpoint import Checkpoint, load_checkpoint
 
@@ -45,7 +46,7 @@ def engine(checkpoint: Checkpoint) -> Iterator[Engine]:
 def scores(engine: Engine, checkpoint: Checkpoint, body: dict[str, Any]) -> list[float]:
     """The combined score of every candidate of a request, under the checkpoint's own weights."""
     manifest = checkpoint.manifest
-    request = check(body, Vocabulary.of(manifest))
+    request = checked(body, Vocabulary.of(manifest))
     item = Item(context_of(request, manifest.config), candidates_of(request, manifest.config))
     probabilities = engine.forward([item])[0].scores.probabilities
     weights = [manifest.score_weights.get(name, 0.0) for name in manifest.action_names]

@@ -1,0 +1,165 @@
+"""What is wrong with a refused request, as dotted paths and sentences that hold nothing the caller sent.
+
+A rule takes a value and returns its problems as (path below the value, sentence). Rules of objects and arrays are made of the
+rules of what they hold, and stop after about ten problems.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from app.errors import MAX_PROBLEMS, InvalidRequest
+from app.request.contract import MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, is_request_id
+from app.request.vocabulary import Vocabulary
+
+Problem = tuple[str, str]
+Rule = Callable[[Any], Sequence[Problem]]
+Rules = Mapping[str, Rule]
+
+REQUIRED = ("user_id", "candidates", "post_id", "author_id")
+MAX_ID_DIGITS = len(str(MAX_ID))
+MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
+ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
+ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
+NAMED_TWICE = ("", "names one action twice, by name and by index")
+
+
+def explain(body: Any, vocabulary: Vocabulary) -> InvalidRequest:
+    """The error for a JSON value that is no valid request."""
+    problems = _request(vocabulary)(body)
+    assert problems, "a request was refused that has nothing wrong with it"
+    return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
+
+
+def is_id(value: Any) -> bool:
+    """Whether one JSON value is an id."""
+    if type(value) is int:
+        return 0 <= value <= MAX_ID
+    if type(value) is not str or len(value) > MAX_ID_DIGITS or not (value.isascii() and value.isdigit()):
+        return False
+    return (value[0] != "0" or value == "0") and (len(value) < MAX_ID_DIGITS or int(value) <= MAX_ID)
+
+
+def _request(vocabulary: Vocabulary) -> Rule:
+    post = {
+        "post_id": _value(is_id, ID_RULE),
+        "author_id": _value(is_id, ID_RULE),
+        "product_surface": _integer(0, vocabulary.product_surfaces - 1),
+    }
+    time, names = _integer(0, MAX_TIME), _names(vocabulary.index)
+    event = post | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
+    return _object(
+        {
+            "user_id": _value(is_id, ID_RULE),
+            "history": _posts(event, least=0),
+            "candidates": _posts(post | {"created_at": time}, least=1),
+            "impression_ts": time,
+            "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
+            "top_k": _value(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1"),
+            "actions_wanted": lambda value: names(value) or _named_twice(value, vocabulary.index),
+            "request_id": _value(is_request_id, "must be 1 to 128 letters, digits or any of _ . : @ / + = -"),
+        }
+    )
+
+
+def _value(is_good: Callable[[Any], bool], sentence: str) -> Rule:
+    problem = [("", sentence)]
+    return lambda value: () if is_good(value) else problem
+
+
+def _integer(low: int, high: int) -> Rule:
+    problem = [("", f"must be an integer between {low} and {high}")]
+    return lambda value: () if type(value) is int and low <= value <= high else problem
+
+
+def _number(low: float, high: float) -> Rule:
+    bounds = f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}"
+    problem = [("", f"must be a number {bounds}")]
+    return lambda value: () if type(value) in (int, float) and low <= value <= high else problem
+
+
+def _object(rules: Rules) -> Rule:
+    def problems(value: Any) -> list[Problem]:
+        if type(value) is not dict:
+            return [("", "must be a JSON object")]
+        found: list[Problem] = []
+        if not value.keys() <= rules.keys():
+            unknown = islice(value.keys() - rules.keys(), MAX_PROBLEMS)
+            found = [("", _unknown_field(name, rules)) for name in unknown]
+        for name, rule in rules.items():
+            if name in value:
+                if below := rule(value[name]):
+                    found += [(f".{name}{path}", sentence) for path, sentence in below]
+            elif name in REQUIRED:
+                found.append((f".{name}", "is required"))
+        return found
+
+    return problems
+
+
+def _unknown_field(name: str, known: Collection[str]) -> str:
+    """The unknown name may be anything, so only the nearest known one is shown."""
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_HINTED_NAME else []
+    return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
+
+
+def _array(rule: Rule) -> Rule:
+    def problems(value: Any) -> list[Problem]:
+        if type(value) is not list:
+            return [("", "must be an array")]
+        found: list[Problem] = []
+        for place, entry in enumerate(value):
+            if below := rule(entry):
+                found += [(f"[{place}]{path}", sentence) for path, sentence in below]
+                if len(found) >= MAX_PROBLEMS:
+                    break
+        return found
+
+    return problems
+
+
+def _posts(rules: Rules, least: int) -> Rule:
+    objects, arrays = _array(_object(rules)), _object({name: _array(rule) for name, rule in rules.items()})
+
+    def problems(value: Any) -> Sequence[Problem]:
+        if type(value) is list:
+            found, count = [*objects(value)], len(value)
+        elif type(value) is dict:
+            found = [*arrays(value)]
+            lengths = {len(column) for column in value.values() if type(column) is list}
+            if len(lengths) > 1:
+                found.append(("", "must hold arrays of equal length"))
+            count = max(lengths, default=0)
+        else:
+            return [("", "must be a list of objects or one object of equal-length arrays")]
+        return found or ([("", "must not be empty")] if count < least else ())
+
+    return problems
+
+
+def _names(index: Mapping[str, int]) -> Rule:
+    return _array(_value(lambda name: type(name) is str and name in index, ACTION_RULE))
+
+
+def _named_twice(names: Collection[str], index: Mapping[str, int]) -> Sequence[Problem]:
+    return [NAMED_TWICE] if len({index[name] for name in names}) < len(names) else ()
+
+
+def _action_map(index: Mapping[str, int], number: Rule) -> Rule:
+    def problems(value: Any) -> Sequence[Problem]:
+        if type(value) is not dict:
+            return [("", "must be a map of action to number")]
+        if not value.keys() <= index.keys():
+            return [("", f"every name {ACTION_RULE}")]
+        return _named_twice(value, index) or [problem for entry in value.values() for problem in number(entry)]
+
+    return problems
+
+
+def _actions(index: Mapping[str, int]) -> Rule:
+    names, values = _names(index), _action_map(index, _number(0, MAX_ACTION_VALUE))
+    neither = [("", "must be a list of names or a map of name to value")]
+    return lambda value: names(value) if type(value) is list else values(value) if type(value) is dict else neither

@@ -1,0 +1,31 @@
+"""What one checkpoint lets a request say: its action names, its product surfaces, its default weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.format.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`index` maps action names and decimal strings to columns; `weights` float64 `[A]`."""
+
+    action_names: tuple[str, ...]
+    index: Mapping[str, int]
+    product_surfaces: int
+    weights: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Vocabulary:
+        """From a checkpoint's manifest."""
+        names = manifest.action_names
+        index = {str(column): column for column in range(len(names))} | {
+            name: column for column, name in enumerate(names)
+        }
+        weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
+        return cls(names, index, manifest.config.product_surfaces, weights)
