@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -21,7 +22,8 @@ def main() -> int:
         structlog.get_logger("app").info("settings", **settings.effective())
         return run(settings)
     except SettingsProblem as error:
-        print(f"python -m app: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the exit code holds without a reader
+            os.write(2, f"python -m app: {error}\n".encode(errors="backslashreplace"))
         return EXIT_USAGE
 
 
@@ -32,7 +34,7 @@ def run(settings: Settings) -> int:
     try:
         return assembly.run(settings)
     except SystemExit as ended:  # uvicorn cannot listen; loading has begun meanwhile, in native code that nothing stops
-        sys.stderr.flush()
+        logs.process_sink().drain()
         os._exit(ended.code if isinstance(ended.code, int) else 1)
 
 

@@ -184,6 +184,8 @@ class Logs(Group):
     """One JSON object a line, or lines for people; `auto` is for people on a terminal."""
     success_sample: float = Field(default=1.0, ge=0, le=1)
     """Share of successful requests that get a line; failures always do."""
+    buffer_bytes: int = Field(default=2**20, ge=2**14)
+    """Lines that may wait for the reader of standard error; beyond it lines are dropped and counted, those of successes first."""
 
 
 class Tracing(Group):

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ctypes
 import statistics
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,9 +23,13 @@ from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
 from loadtest.machine import machine
 from loadtest.servers.launch import ranking_server
+from model.engine import Item
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
-from model.synthetic import random_ranker
+from model.synthetic import random_ranker, random_request
+from weights.checkpoint import load_checkpoint
+
+DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"
 
 # In the order of the kernel's own list, model/native/stages.h.
 KERNEL_STAGES = (
@@ -63,6 +70,53 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
     return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))
 
 
+def lock_table(seconds: float = 1.0) -> str:
+    """An event loop of 100 µs turns of Python and an engine thread with the demo checkpoint: each alone, and both at once."""
+    ranker = load_checkpoint(DEMO).ranker
+    engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=CACHE_BYTES, threads=1)
+    columns = {}
+    for count, history, candidates in ((1, 17, 7), (16, 17, 7), (1, 63, 64)):
+        items = [Item(*random_request(ranker.config, history, candidates, seed)) for seed in range(count)]
+        engine.forward(items)
+        turns, _ = _at_once(None, [], seconds)
+        _, forwards = _at_once(engine, items, seconds, turn=0.0)
+        turns_beside, forwards_beside = _at_once(engine, items, seconds)
+        columns[f"{count} × C={candidates}"] = {
+            "one forward, the loop asleep": 1e6 / forwards,
+            "one forward, the loop busy": 1e6 / forwards_beside,
+            "what a forward takes from the loop": 1e6 * (1 - turns_beside / turns) / forwards_beside,
+        }
+    return _table("The interpreter lock, demo, one engine thread, cached, µs", columns, total=False)
+
+
+def _at_once(engine: NativeEngine | None, items: list[Item], seconds: float, turn: float = 1e-4) -> tuple[float, float]:
+    """Turns and forwards a second; a turn of 0 seconds is a loop that sleeps."""
+    done = threading.Event()
+    forwards = turns = 0
+
+    def compute() -> None:
+        nonlocal forwards
+        while engine is not None and not done.is_set():
+            finite = [outcome.scores.is_finite() for outcome in engine.forward(items)]
+            forwards += all(finite)
+
+    async def handle() -> None:
+        nonlocal turns
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for _ in range(round(turn / 5e-6)):
+                sum(range(250))  # about 5 µs
+            turns += 1
+            await asyncio.sleep(0 if turn else seconds)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    asyncio.run(handle())
+    done.set()
+    thread.join()
+    return turns / seconds, forwards / seconds
+
+
 def service_table(requests: int) -> str:
     """One request through HTTP, one client, mini, contexts of the traffic model."""
     columns = {}
@@ -75,7 +129,7 @@ def service_table(requests: int) -> str:
     return _table(f"POST /rank, mini, one client, two threads, µs (median of {requests})", columns)
 
 
-def _table(title: str, columns: dict[str, dict[str, float]]) -> str:
+def _table(title: str, columns: dict[str, dict[str, float]], *, total: bool = True) -> str:
     rows = next(iter(columns.values()))
     lines = [f"### {title}", "", f"| stage | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     lines += [
@@ -83,7 +137,8 @@ def _table(title: str, columns: dict[str, dict[str, float]]) -> str:
         for row in rows
         if _shown(row, columns)
     ]
-    lines.append(f"| **all** | {' | '.join(f'{sum(column.values()):,.0f}' for column in columns.values())} |")
+    if total:
+        lines.append(f"| **all** | {' | '.join(f'{sum(column.values()):,.0f}' for column in columns.values())} |")
     return "\n".join([*lines, ""])
 
 
@@ -103,6 +158,7 @@ def main() -> None:
     )
     for table in kernel_tables(options.rounds):
         print(table)
+    print(lock_table())
     print(service_table(options.requests))
 
 

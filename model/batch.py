@@ -91,8 +91,13 @@ def pad(values: NDArray[np.generic], length: int) -> NDArray[np.generic]:
 
 def history_positions(length: int, config: ModelConfig) -> NDArray[np.int64]:
     """RoPE positions of history items, oldest first: `1 …`, or ending at `history_length` when right-anchored."""
-    first = config.history_length + 1 - length if config.right_anchored else 1
+    first = history_start(length, config)
     return np.arange(first, first + length, dtype=np.int64)
+
+
+def history_start(length: int, config: ModelConfig) -> int:
+    """RoPE position of the oldest of so many history items."""
+    return config.history_length + 1 - length if config.right_anchored else 1
 
 
 def slot_positions(candidates: Candidates, config: ModelConfig, mode: CandidatePositions) -> NDArray[np.int64]:
@@ -100,7 +105,10 @@ def slot_positions(candidates: Candidates, config: ModelConfig, mode: CandidateP
 
     A right-anchored checkpoint was trained with one position for all, so both modes are the same there.
     """
-    if mode == "shared" or config.right_anchored:
-        return np.full(len(candidates), config.candidate_position, np.int64)
     slots = np.arange(candidates.first_slot, candidates.first_slot + len(candidates), dtype=np.int64)
-    return config.candidate_position + slots % config.candidate_length
+    return config.candidate_position + slots % slot_period(config, mode)
+
+
+def slot_period(config: ModelConfig, mode: CandidatePositions) -> int:
+    """After how many slots the positions of candidates repeat."""
+    return 1 if mode == "shared" or config.right_anchored else config.candidate_length

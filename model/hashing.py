@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +17,7 @@ def hash_rows(ids: NDArray[np.uint64], spec: HashSpec) -> NDArray[np.int64]:
     modulo; `row = raw mod (vocab_size - 1) + 1`. Ids above 2^63 are reinterpreted as negative int64.
     """
     signed = np.ascontiguousarray(ids, dtype=np.uint64).view(np.int64)[..., None]
-    scales, biases = (np.array([_wrapped(v) for v in values], dtype=np.int64) for values in (spec.scales, spec.biases))
+    scales, biases = hash_functions(spec)
     with np.errstate(over="ignore"):
         raw = np.mod(signed * scales + biases, np.int64(spec.modulus))
     rows: NDArray[np.int64] = np.mod(raw, np.int64(spec.vocab_size - 1)) + 1
@@ -23,6 +25,8 @@ def hash_rows(ids: NDArray[np.uint64], spec: HashSpec) -> NDArray[np.int64]:
     return rows
 
 
-def _wrapped(value: int) -> int:
-    """The int64 with the same low 64 bits."""
-    return (value + 2**63) % 2**64 - 2**63
+@functools.cache
+def hash_functions(spec: HashSpec) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Scales and biases, `[count]` each: the int64 with the same low 64 bits."""
+    scales, biases = (np.array([value % 2**64 for value in values], np.uint64) for values in (spec.scales, spec.biases))
+    return scales.view(np.int64), biases.view(np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,12 +43,11 @@ class Context:
             self.dwell_seconds[cut],
         )
 
-    def events(self, config: ModelConfig) -> bytes:
-        """The exact bytes of every history item that this checkpoint can see, oldest first: equal bytes, equal tokens."""
-        columns = [self.post_ids[:, None], self.author_ids[:, None], self.actions, self.surfaces[:, None]]
-        if config.has_dwell:
-            columns.append(self.dwell_seconds[:, None])
-        return np.concatenate([np.ascontiguousarray(column).view(np.uint8) for column in columns], axis=1).tobytes()
+    def events(self, config: ModelConfig) -> tuple[bytes, ...]:
+        """The exact bytes of every column of the history that this checkpoint can see, oldest first: equal bytes, equal tokens."""
+        posts, authors, actions = self.post_ids.tobytes(), self.author_ids.tobytes(), self.actions.tobytes()
+        dwell = (self.dwell_seconds.tobytes(),) if config.has_dwell else ()
+        return posts, authors, actions, self.surfaces.tobytes(), *dwell
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,12 +78,13 @@ class Candidates:
 class Scores:
     """`logits` float32 `[C, A]`; `probabilities` float32 `[C, A]`, their sigmoid; `continuous` float32 `[C, Z]`, in 0 … 1.
 
-    Z is 0 for a checkpoint without a continuous head.
+    Z is 0 for a checkpoint without a continuous head. `finite`: whether an engine has seen that every number is.
     """
 
     logits: NDArray[np.float32]
     probabilities: NDArray[np.float32]
     continuous: NDArray[np.float32]
+    finite: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.logits)
@@ -95,7 +95,7 @@ class Scores:
 
     def is_finite(self) -> bool:
         """Whether every number may be shown to a caller."""
-        return bool(np.isfinite(self.logits).all() and np.isfinite(self.continuous).all())
+        return self.finite or bool(np.isfinite(self.logits).all() and np.isfinite(self.continuous).all())
 
     @staticmethod
     def concatenate(chunks: list[Scores]) -> Scores:

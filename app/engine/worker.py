@@ -58,7 +58,8 @@ class RankJob(Job):
         """Candidates `start … stop - 1` as the engine takes them."""
         assert self.context is not None
         assert self.items is not None
-        return Item(self.context, self.items.chunk(start, stop), self.state)
+        whole = stop - start == len(self.items)
+        return Item(self.context, self.items if whole else self.items.chunk(start, stop), self.state)
 
     def settle(self, error: ServiceError | None) -> None:
         """Answer the caller, unless that has happened: with the scores, or with this error."""

@@ -19,7 +19,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -47,10 +46,11 @@ log = structlog.get_logger("app.server.process")
 def serve(server: RankingServer) -> int:
     """Run a server until its end; returns the exit code of the process."""
     logs.configure(server.settings.logs)
+    server.service.metrics.watch_log(logs.process_sink())
     _raise_file_limit()
     server.run()
     if server.service.has_running_threads():
-        sys.stderr.flush()
+        logs.process_sink().drain()
         os._exit(server.exit_code)  # a thread that loads or hangs in native code does not survive an orderly end
     return server.exit_code
 
@@ -142,6 +142,7 @@ class RankingServer(uvicorn.Server):
         """First signal: drain. Second: end at once."""
         self._signals += 1
         if self._signals > 1:
+            logs.process_sink().drain()
             os._exit(128 + sig)
         if self._loop is None:
             self.should_exit = True

@@ -2,46 +2,78 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import logging
+import os
 import random
 import sys
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
+import orjson
 import structlog
 
 from app.settings import Logs
 from app.telemetry.exchange import Exchange
+from app.telemetry.sink import Sink
 
 MAX_TEXT = 512  # characters of one value; nothing of ours is longer
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 Event = MutableMapping[str, Any]
 
+_stamp = structlog.processors.TimeStamper(fmt="iso", utc=True, key="time")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where lines go, and how: structlog's factory of loggers, found again by `RequestLog`, which goes round structlog."""
+
+    stream: TextIO | Sink
+    render: Callable[[Any, str, Event], str]
+    level: int
+
+    def __call__(self, *names: str) -> structlog.WriteLogger:
+        """A logger that writes there."""
+        return structlog.WriteLogger(self.stream)  # type: ignore[arg-type]  # it needs `write` and `flush`
+
+
+@functools.cache
+def process_sink() -> Sink:
+    """The one over standard error, drained when the process ends; without a standard error its lines go nowhere."""
+    sink = Sink(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY))
+    atexit.register(sink.drain)
+    return sink
+
 
 def configure(settings: Logs, stream: TextIO | None = None) -> None:
-    """Set up structlog and the standard library's loggers for this process: JSON lines, or colours on a terminal."""
-    stream = sys.stderr if stream is None else stream
-    for_people = settings.format == "console" or (settings.format == "auto" and stream.isatty())
-    shared: list[Any] = [
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
-        structlog.processors.format_exc_info,
-        _shorten,
-    ]
+    """Set up structlog and the standard library's loggers for this process: JSON lines, or colours on a terminal.
+
+    They go to the process's sink, or straight to a stream.
+    """
+    if stream is None:
+        process_sink().max_bytes = settings.buffer_bytes
+    is_terminal = os.isatty(2) if stream is None else stream.isatty()
+    for_people = settings.format == "console" or (settings.format == "auto" and is_terminal)
+    shared: list[Any] = [structlog.stdlib.add_log_level, _stamp, structlog.processors.format_exc_info, _shorten]
     renderer: Any = structlog.dev.ConsoleRenderer() if for_people else _render
+    output = Output(stream or process_sink(), renderer, LEVELS[settings.level])
     structlog.configure(
         processors=[*shared, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[settings.level]),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        wrapper_class=structlog.make_filtering_bound_logger(output.level),
+        logger_factory=output,
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(output.stream)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=shared))
+    logging.raiseExceptions = False  # else a line that cannot be formatted is told to standard error, past the sink
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(max(LEVELS[settings.level], logging.WARNING))  # libraries speak only when something is wrong
+    root.setLevel(max(output.level, logging.WARNING))  # libraries speak only when something is wrong
 
 
 class RequestLog:
@@ -54,9 +86,10 @@ class RequestLog:
 
     def write(self, exchange: Exchange, seconds: float, trace_id: str | None = None) -> None:
         """One line for a request that took that long. Server errors are errors, refusals and odd clients are warnings."""
-        if exchange.status < 400 and self.success_sample < 1 and self._draw() >= self.success_sample:
+        succeeded = exchange.status < 400
+        if succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
             return
-        fields: dict[str, Any] = {
+        fields: Event = {
             "request_id": exchange.request_id,
             "method": exchange.method,
             "route": exchange.route,
@@ -70,13 +103,29 @@ class RequestLog:
             fields["stages_ms"] = {stage: round(value * 1e3, 3) for stage, value in exchange.stages.items()}
         if trace_id is not None:
             fields["trace_id"] = trace_id
-        level = "error" if exchange.status >= 500 else "warning" if exchange.status >= 400 else "info"
-        getattr(self._log, level)("request", **fields)
+        level = "info" if succeeded else "warning" if exchange.status < 500 else "error"
+        output = structlog.get_config()["logger_factory"]
+        if not isinstance(output, Output):
+            getattr(self._log, level)("request", **fields)
+        elif LEVELS[level] >= output.level:
+            fields["event"], fields["level"] = "request", level
+            line = output.render(None, level, _shorten(None, level, _stamp(None, level, fields))) + "\n"
+            if succeeded and isinstance(output.stream, Sink):
+                output.stream.write_spare(line)
+            else:
+                output.stream.write(line)
 
 
 def _render(logger: Any, name: str, event: Event) -> str:
-    """ASCII only, so that no terminal or log viewer finds a control character."""
-    return json.dumps(event, default=str, ensure_ascii=True, separators=(",", ":")).replace("\x7f", "\\u007f")
+    """ASCII only, so that no terminal or log viewer finds a control character. It never raises."""
+    with contextlib.suppress(TypeError):  # what orjson does not know, such as half of a surrogate pair
+        if (line := orjson.dumps(event)).isascii():
+            return line.replace(b"\x7f", b"\\u007f").decode()
+    try:
+        text = json.dumps(event, default=str, ensure_ascii=True, separators=(",", ":"))
+    except Exception as error:
+        text = json.dumps({"event": "unprintable", "error": type(error).__name__})
+    return text.replace("\x7f", "\\u007f")
 
 
 def _shorten(logger: Any, name: str, event: Event) -> Event:

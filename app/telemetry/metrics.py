@@ -15,6 +15,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from app.telemetry.distributions import ReplyProbabilities
+from app.telemetry.sink import Sink
 from model.engine import CacheStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -104,6 +105,10 @@ class Metrics:
         """Read this source at each scrape from now on."""
         self.registry.register(_SnapshotCollector(source))
 
+    def watch_log(self, sink: Sink) -> None:
+        """Read at each scrape what this sink has dropped."""
+        self.registry.register(_DroppedLines(sink))
+
     def record_batch(self, report: BatchReport) -> None:
         """A forward finished."""
         candidates, rows = sum(report.candidates), len(report.candidates)
@@ -161,6 +166,19 @@ class _SnapshotCollector(Collector):
         if now.device_memory_bytes is not None:
             text = "Device memory held by tensors."
             yield GaugeMetricFamily("ranker_device_memory_bytes", text, value=now.device_memory_bytes)
+
+
+class _DroppedLines(Collector):
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+
+    def collect(self) -> Iterator[Metric]:
+        lines = CounterMetricFamily(
+            "ranker_log_lines_dropped", "Lines that standard error did not take in time.", labels=["reason"]
+        )
+        for reason, count in self.sink.dropped.items():
+            lines.add_metric([reason], count)
+        yield lines
 
 
 def add_stats(left: CacheStats, right: CacheStats, *, keep_gauges: bool = False) -> CacheStats:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
-import structlog
 import typer
 
 from app.assembly import build_app
@@ -30,7 +29,9 @@ def main(
     ] = False,
 ) -> None:
     """Exit code 1 when a promise was broken; the calls that broke it go to standard error."""
-    tally = asyncio.run(_run(requests, seconds, checkpoint, seed, only_paths))
+    with open(os.devnull, "w") as nowhere:
+        logs.configure(Logs(), nowhere)
+        tally = asyncio.run(_run(requests, seconds, checkpoint, seed, only_paths))
     rows = [row for row in tally.rows() if not only_paths or row.row == "B9"]
     for row in rows:
         print(row.to_json(), flush=True)
@@ -38,8 +39,6 @@ def main(
 
 
 async def _run(requests: int, seconds: float, checkpoint: Path, seed: int, only_paths: bool) -> Tally:
-    logs.configure(Logs(level="error"))
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     app = build_app(Settings(checkpoint=checkpoint, logs=Logs(success_sample=0)))
     async with app.router.lifespan_context(app):
         await app.state.service.wait_ready()

@@ -54,7 +54,8 @@ class Engine {
         for (Index i = 0; i < pool_.size(); ++i) scratch_.emplace_back(*this);
     }
 
-    void forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* candidates, Index n_candidates);
+    // Whether every score is finite.
+    bool forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* jobs, Index n_jobs, const Candidates& all);
     Pool& pool() { return pool_; }
 
   private:
@@ -95,11 +96,11 @@ class Engine {
     std::vector<Tile> cut(Index job, Index rows, Index tiles_wanted) const;
 
     void context_task(const ContextJob& job, Work& work, Index tile, Index layer, Scratch& s);
-    void candidate_tile(const CandidateJob& job, const Tile& tile, Scratch& s);
+    bool candidate_tile(const CandidateJob& job, const Candidates& all, const Tile& tile, Scratch& s);
 
-    void gather(const Entity& entity, const Index* rows, float* out) const;
+    void gather(const Entity& entity, Id id, float* out) const;
     void context_tokens(const ContextJob& job, const Tile& tile, float* hidden, Scratch& s) const;
-    void candidate_tokens(const CandidateJob& job, const Tile& tile, float* hidden, Scratch& s) const;
+    void candidate_tokens(const Candidates& all, Index first, Index rows, float* hidden, Scratch& s) const;
     void add(float* row, const float* other, float factor = 1.0f) const {
         for (Index i = 0; i < padded_; i += LANES) store(row + i, fma(load(other + i), broadcast(factor), load(row + i)));
     }

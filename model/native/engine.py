@@ -12,15 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.batch import history_positions, slot_positions
+from model.batch import history_start
 from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
-from model.hashing import hash_rows
-from model.inputs import Candidates, Context, Scores
+from model.inputs import Context, Scores
 from model.native.build import KernelUnavailable
 from model.native.kernel import Kernel, load_kernel
-from model.native.packing import LANES, PANEL, CandidateJob, ContextJob, pack, round_up
+from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, LANES, PANEL, pack, round_up
 from model.ranker import Ranker
 from model.selftest import check_isolation
 
@@ -30,6 +29,7 @@ class Keys:
     """Packed keys and values of every layer for `rows` context tokens, room for `blocks` blocks of 64."""
 
     buffer: NDArray[np.uint8]
+    address: int
     rows: int
     blocks: int
 
@@ -56,7 +56,6 @@ class NativeEngine:
         kernel: Kernel | None = None,
     ) -> None:
         self.config = ranker.config
-        self._positions = candidate_positions
         self._kernel = kernel or load_kernel(kernel_directory)
         if only_if_fast and self._kernel.vector_bits() < 512:
             raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
@@ -64,7 +63,7 @@ class NativeEngine:
         measured = self._kernel.probe()
         if dtype is None:
             dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
-        self._packed = pack(ranker, dtype)
+        self._packed = pack(ranker, dtype, candidate_positions)
         wanted = threads or torch.get_num_threads()
         self._handle: ctypes.c_void_p | None
         self._handle, threads = self._kernel.create(self._packed.model, wanted, bf16=dtype is torch.bfloat16)
@@ -93,9 +92,31 @@ class NativeEngine:
 
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes in the order of the items; contexts that several items share are computed once."""
+        if self._handle is None:
+            raise EngineError("the engine is closed")
+        if not items:
+            return []
         plan = _Plan(self, items)
-        plan.run()
-        return plan.outcomes()
+        lists = [item.candidates for item in items]
+        columns = (
+            b"".join([candidates.post_ids.tobytes() for candidates in lists]),
+            b"".join([candidates.author_ids.tobytes() for candidates in lists]),
+            b"".join([candidates.surfaces.tobytes() for candidates in lists]),
+            b"".join([candidates.age_buckets.tobytes() for candidates in lists]),
+        )
+        widths = (self.config.actions, self.config.actions, self.config.continuous_actions)
+        logits, probabilities, continuous = (np.empty((plan.rows, width), np.float32) for width in widths)
+        finite = self._kernel.forward(
+            self._handle, plan.contexts, plan.jobs, columns, (logits, probabilities, continuous)
+        )
+        for key, (_, keys) in plan.made.items():
+            self._cache.insert(key, keys, keys.buffer.nbytes)
+        outcomes, stop = [], 0
+        for candidates, (keys, result) in zip(lists, plan.results, strict=True):
+            start, stop = stop, stop + len(candidates)
+            scores = Scores(logits[start:stop], probabilities[start:stop], continuous[start:stop], finite=finite)
+            outcomes.append(Outcome(scores, keys, result))
+        return outcomes
 
     def cache_stats(self) -> CacheStats:
         """Safe to call from any thread."""
@@ -120,36 +141,26 @@ class NativeEngine:
                 (key_bytes * blocks, key_bytes * older.blocks, value_bytes * older.blocks),
             ):
                 buffer[:, start : start + size] = older.buffer[:, old_start : old_start + size]
-        return Keys(buffer, rows, blocks)
+        return Keys(buffer, buffer.ctypes.data, rows, blocks)
 
 
 class _Plan:
-    """One forward: which contexts must be made, and the C jobs with the arrays they point into."""
+    """One forward: which contexts must be made, and the kernel's jobs."""
 
     def __init__(self, engine: NativeEngine, items: Sequence[Item]) -> None:
         self._engine = engine
-        self._arrays: list[NDArray[Any]] = []
-        self._contexts: list[ctypes.Structure] = []
-        self._candidates: list[ctypes.Structure] = []
-        self._made: dict[ContextKey, tuple[int, Keys]] = {}
-        self._results: list[tuple[Scores, Keys, CacheResult]] = []
+        self._arrays: list[NDArray[Any]] = []  # what the contexts' jobs point into
+        self.contexts: list[bytes] = []
+        self.jobs: list[bytes] = []
+        self.made: dict[ContextKey, tuple[int, Keys]] = {}
+        self.results: list[tuple[Keys, CacheResult]] = []
+        self.rows = 0  # candidates of all items
         for item in items:
-            keys, job, result = self._keys_of(item)
-            scores = self._add_candidates(item.candidates, keys, job)
-            self._results.append((scores, keys, result))
-
-    def run(self) -> None:
-        """Compute, then keep the new contexts."""
-        engine = self._engine
-        if engine._handle is None:
-            raise EngineError("the engine is closed")
-        engine._kernel.forward(engine._handle, self._contexts, self._candidates)
-        for key, (_, keys) in self._made.items():
-            engine._cache.insert(key, keys, keys.buffer.nbytes)
-
-    def outcomes(self) -> list[Outcome]:
-        """What `run` has filled in."""
-        return [Outcome(scores, keys, result) for scores, keys, result in self._results]
+            keys, context, result = self._keys_of(item)
+            rows, slot = len(item.candidates), item.candidates.first_slot
+            self.jobs.append(CANDIDATE_JOB(rows, self.rows, slot, keys.rows, keys.blocks, context, keys.address))
+            self.results.append((keys, result))
+            self.rows += rows
 
     def _keys_of(self, item: Item) -> tuple[Keys, int, CacheResult]:
         """The keys of an item's context, the index of the job that will make them (or -1), and what the cache said."""
@@ -157,76 +168,32 @@ class _Plan:
             return item.state, -1, "hit"
         engine = self._engine
         key = ContextKey.of(item.context, engine.config)
-        if key in self._made:
-            job, keys = self._made[key]
+        if key in self.made:
+            job, keys = self.made[key]
             return keys, job, "hit"
         found = engine._cache.find(key)
         if found is not None:
             return found, -1, "hit"
         older = engine._cache.find_prefix(key)
         keys, job = self._add_context(item.context, older)
-        self._made[key] = (job, keys)
+        self.made[key] = (job, keys)
         return keys, job, "miss" if older is None else "prefix"
 
     def _add_context(self, context: Context, older: Keys | None) -> tuple[Keys, int]:
-        config = self._engine.config
-        present = np.flatnonzero(context.post_ids)
+        present = np.flatnonzero(context.post_ids)  # padding is left out, and positions are carried along
         has_user = int(context.user_id != 0)
         start = older.rows if older else 0
         keys = self._engine._allocate(has_user + len(present), older)
-        # Padding is left out and positions are carried along; slot 0 of each array stands for the user's row.
-        fresh = present[max(start - has_user, 0) :]
+        first_position = history_start(len(context), self._engine.config)
         with_user = has_user and start == 0
-        rows = np.concatenate(([0], fresh))[0 if with_user else 1 :]
-        positions = np.concatenate(([0], history_positions(len(context), config)[fresh]))[0 if with_user else 1 :]
-        if len(rows) == 0:
+        positions = np.concatenate(([0] * with_user, present[max(start - has_user, 0) :] + first_position))
+        if len(positions) == 0:
             return keys, -1
-        size = len(context)
-
-        def column(values: NDArray[Any], *shape: int) -> NDArray[Any]:
-            return values[rows] if size else np.zeros((len(rows), *shape), values.dtype)
-
-        posts, authors = column(context.post_ids), column(context.author_ids)
-        self._contexts.append(
-            ContextJob(
-                rows=len(rows),
-                start=start,
-                blocks=keys.blocks,
-                has_user=with_user,
-                keys=keys.buffer.ctypes.data,
-                user_rows=self._keep(hash_rows(np.array([context.user_id], np.uint64), config.user_hashes)),
-                post_rows=self._keep(hash_rows(posts, config.post_hashes)),
-                author_rows=self._keep(hash_rows(authors, config.author_hashes)),
-                surfaces=self._keep(column(context.surfaces)),
-                positions=self._keep(positions),
-                actions=self._keep(column(context.actions, config.actions)),
-                dwell_seconds=self._keep(column(context.dwell_seconds)),
-            )
-        )
-        return keys, len(self._contexts) - 1
-
-    def _add_candidates(self, candidates: Candidates, keys: Keys, job: int) -> Scores:
-        config, count = self._engine.config, len(candidates)
-        widths = (config.actions, config.actions, config.continuous_actions)
-        scores = Scores(*(np.empty((count, width), np.float32) for width in widths))
-        self._candidates.append(
-            CandidateJob(
-                rows=count,
-                keys_count=keys.rows,
-                blocks=keys.blocks,
-                context=job,
-                keys=keys.buffer.ctypes.data,
-                post_rows=self._keep(hash_rows(candidates.post_ids, config.post_hashes)),
-                author_rows=self._keep(hash_rows(candidates.author_ids, config.author_hashes)),
-                surfaces=self._keep(candidates.surfaces),
-                ages=self._keep(candidates.age_buckets),
-                positions=self._keep(slot_positions(candidates, config, self._engine._positions)),
-                logits=scores.logits.ctypes.data,
-                probabilities=scores.probabilities.ctypes.data,
-                continuous=scores.continuous.ctypes.data,
-            )
-        )
-        return scores
+        columns = (context.post_ids, context.author_ids, context.surfaces, context.actions, context.dwell_seconds)
+        pointers = [self._keep(array) for array in (positions.astype(np.int64), *columns)]
+        sizes = (len(positions), start, keys.blocks, with_user, first_position)
+        self.contexts.append(CONTEXT_JOB(*sizes, context.user_id, keys.address, *pointers))
+        return keys, len(self.contexts) - 1
 
     def _keep(self, array: NDArray[Any]) -> int:
         array = np.ascontiguousarray(array)

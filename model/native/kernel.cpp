@@ -68,16 +68,21 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
     work.layers_written[index].store(layer + 1, std::memory_order_release);
 }
 
+// Whether every score is finite.
 template <class T>
-void Engine<T>::candidate_tile(const CandidateJob& job, const Tile& tile, Scratch& s) {
+bool Engine<T>::candidate_tile(const CandidateJob& job, const Candidates& all, const Tile& tile, Scratch& s) {
+    const Index first = job.first + tile.first;
+    Index positions[MAX_TILE_ROWS];
+    for (Index r = 0; r < tile.rows; ++r)
+        positions[r] = m_.candidate_position + (job.first_slot + tile.first + r) % m_.candidate_slots;
     const Index elements = job.blocks * block_elements(), width = m_.head_width, kv = m_.kv_heads * width;
     const Index group = m_.query_heads / m_.kv_heads;
     const CappedExp capped(m_.attention_multiplier, m_.attention_cap);
     float* hidden = s.hidden.get();
     mark(TOKENS);
-    candidate_tokens(job, tile, hidden, s);
+    candidate_tokens(all, first, tile.rows, hidden, s);
     for (Index layer = 0; layer < m_.layers; ++layer) {
-        query_key_value(m_.layer[layer], hidden, tile.rows, job.positions + tile.first, s.queries.get(), s);
+        query_key_value(m_.layer[layer], hidden, tile.rows, positions, s.queries.get(), s);
         for (Index n = 0; n < m_.query_heads; ++n) {
             const Index g = n / group;
             const T* head_keys = static_cast<const T*>(job.keys) + (layer * m_.kv_heads + g) * elements;
@@ -104,15 +109,20 @@ void Engine<T>::candidate_tile(const CandidateJob& job, const Tile& tile, Scratc
     norm(hidden, tile.rows, m_.final_norm, s.normed.get());
     for (Index i = 0; i < tile.rows * padded_; ++i) hidden[i] = widen(s.normed.get()[i]);
     multiply(static_cast<const float*>(hidden), padded_, tile.rows, m_.heads, padded_, head_columns_, s.wide.get(), head_columns_);
+    const auto are_finite = [](const float* values, Index n) { return std::all_of(values, values + n, [](float x) { return std::isfinite(x); }); };
+    bool finite = true;
     for (Index r = 0; r < tile.rows; ++r) {
         float* outputs = s.wide.get() + r * head_columns_;
-        const Index row = tile.first + r;
-        std::copy_n(outputs, m_.actions, job.logits + row * m_.actions);
+        const Index row = first + r;
+        finite &= are_finite(outputs, m_.actions);
+        std::copy_n(outputs, m_.actions, all.logits + row * m_.actions);
         for (Index i = 0; i < head_columns_; i += LANES)
             store(outputs + i, reciprocal(1.0f + exp2(load(outputs + i) * -LOG2_E)));
-        std::copy_n(outputs, m_.actions, job.probabilities + row * m_.actions);
-        std::copy_n(outputs + m_.actions, m_.continuous, job.continuous + row * m_.continuous);
+        finite &= are_finite(outputs + m_.actions, m_.continuous);
+        std::copy_n(outputs, m_.actions, all.probabilities + row * m_.actions);
+        std::copy_n(outputs + m_.actions, m_.continuous, all.continuous + row * m_.continuous);
     }
+    return finite;
 }
 
 // Nearly equal tiles, at least `tiles_wanted` of them where there are rows enough.
@@ -125,7 +135,7 @@ std::vector<typename Engine<T>::Tile> Engine<T>::cut(Index job, Index rows, Inde
 }
 
 template <class T>
-void Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* candidates, Index n_candidates) {
+bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* jobs, Index n_jobs, const Candidates& all) {
     const Index threads = pool_.size();
     std::vector<Work> works(n_contexts);
     struct Step {
@@ -144,9 +154,10 @@ void Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
             for (Index t = 0; t < Index(works[c].tiles.size()); ++t) steps.push_back({c, t, layer});
     std::vector<Tile> tiles;
     for (const bool context_is_made : {true, false})  // candidates that need not wait go first
-        for (Index c = 0; c < n_candidates; ++c)
-            if ((candidates[c].context < 0) == context_is_made)
-                for (const Tile& tile : cut(c, candidates[c].rows, (threads + n_candidates - 1) / n_candidates)) tiles.push_back(tile);
+        for (Index c = 0; c < n_jobs; ++c)
+            if ((jobs[c].context < 0) == context_is_made)
+                for (const Tile& tile : cut(c, jobs[c].rows, (threads + n_jobs - 1) / n_jobs)) tiles.push_back(tile);
+    std::atomic<bool> finite{true};
     const Index n_steps = Index(steps.size());
     pool_.run(n_steps + Index(tiles.size()), [&](long index, long thread) {
         if (index < n_steps) {
@@ -156,14 +167,15 @@ void Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
         }
         mark(WAIT);
         const Tile& tile = tiles[index - n_steps];
-        const CandidateJob& job = candidates[tile.job];
+        const CandidateJob& job = jobs[tile.job];
         if (job.context >= 0)
             for (Index t = 0; t < Index(works[job.context].tiles.size()); ++t)
                 for (long spins = 0; works[job.context].layers_written[t].load(std::memory_order_acquire) < m_.layers; ++spins)
                     pause_briefly(spins);
-        candidate_tile(job, tile, scratch_[thread]);
+        if (!candidate_tile(job, all, tile, scratch_[thread])) finite = false;
         mark(OUTSIDE);
     });
+    return finite;
 }
 
 template <class T>
@@ -189,7 +201,7 @@ struct Handle {
 };
 
 // What every call returns that can fail. No exception leaves the library: a caller in C could not catch it.
-enum Status : std::int64_t { DONE, OUT_OF_MEMORY, FAILED };
+enum Status : std::int64_t { DONE, OUT_OF_MEMORY, FAILED, NOT_FINITE };
 
 template <class Body>
 Status guarded(Body body) noexcept {
@@ -251,18 +263,28 @@ std::int64_t ranker_create(const ranker::Model* model, std::int64_t use_bf16, st
 
 void ranker_destroy(void* handle) noexcept { delete static_cast<ranker::Handle*>(handle); }
 
+// NOT_FINITE: all is computed, and some score is not a finite number.
 std::int64_t ranker_forward(void* handle, const ranker::ContextJob* contexts, std::int64_t n_contexts,
-                            const ranker::CandidateJob* candidates, std::int64_t n_candidates) noexcept {
-    return ranker::guarded([&] {
+                            const ranker::CandidateJob* jobs, std::int64_t n_jobs, const ranker::Id* post_ids,
+                            const ranker::Id* author_ids, const std::int64_t* surfaces, const std::int64_t* ages, float* logits,
+                            float* probabilities, float* continuous) noexcept {
+    const ranker::Candidates all{post_ids, author_ids, surfaces, ages, logits, probabilities, continuous};
+    bool finite = false;
+    const ranker::Status status = ranker::guarded([&] {
         auto* engines = static_cast<ranker::Handle*>(handle);
-        if (engines->half)
-            engines->half->forward(contexts, n_contexts, candidates, n_candidates);
-        else
-            engines->single->forward(contexts, n_contexts, candidates, n_candidates);
+        finite = engines->half ? engines->half->forward(contexts, n_contexts, jobs, n_jobs, all)
+                               : engines->single->forward(contexts, n_contexts, jobs, n_jobs, all);
     });
+    return status == ranker::DONE && !finite ? ranker::NOT_FINITE : status;
 }
 
 #if defined(RANKER_TEST_HOOKS)
+// The rows of ids under every hash function of an entity.
+void ranker_hash_rows(const ranker::Entity* entity, const ranker::Id* ids, std::int64_t n, std::int64_t* rows) noexcept {
+    for (ranker::Index i = 0; i < n; ++i)
+        for (ranker::Index j = 0; j < entity->hashes; ++j) rows[i * entity->hashes + j] = ranker::hash_row(*entity, ids[i], j);
+}
+
 // The allocation or thread after so many others fails; below 0, none does.
 void ranker_fail_after(std::int64_t steps) noexcept { ranker::steps_to_failure = steps; }
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from model.engine import EngineError
 from model.native.build import KernelUnavailable, build_kernel
-from model.native.packing import STRUCTS, CandidateJob, ContextJob
+from model.native.packing import STRUCTS
 
-Int64 = ctypes.c_int64
-OUT_OF_MEMORY = 1  # of `Status` in kernel.cpp
+Int64, Pointer = ctypes.c_int64, ctypes.c_void_p
+OUT_OF_MEMORY, NOT_FINITE = 1, 3  # of `Status` in kernel.cpp
 
 
 class _Member(ctypes.Structure):
@@ -32,6 +35,8 @@ class Kernel:
         self.library.ranker_members.restype = ctypes.POINTER(_Member)
         for name in ("vector_bits", "enable_amx", "probe", "create", "forward"):
             getattr(self.library, f"ranker_{name}").restype = Int64
+        self._forward = self.library.ranker_forward
+        self._forward.argtypes = (Pointer, Pointer, Int64, Pointer, Int64, *[Pointer] * 7)
         self._compare_structs()
 
     def vector_bits(self) -> int:
@@ -59,17 +64,24 @@ class Kernel:
         return handle, given.value
 
     def forward(
-        self, handle: ctypes.c_void_p, contexts: Sequence[ctypes.Structure], candidates: Sequence[ctypes.Structure]
-    ) -> None:
-        """Run the jobs of one forward."""
-        status = self.library.ranker_forward(
-            handle,
-            (ContextJob * len(contexts))(*contexts),
-            Int64(len(contexts)),
-            (CandidateJob * len(candidates))(*candidates),
-            Int64(len(candidates)),
+        self,
+        handle: ctypes.c_void_p,
+        contexts: Sequence[bytes],
+        jobs: Sequence[bytes],
+        columns: Iterable[bytes],
+        scores: Iterable[NDArray[np.float32]],
+    ) -> bool:
+        """Run the jobs of one forward; whether every score is finite.
+
+        `contexts`, `jobs`: packed structs. `columns`: post ids, author ids, surfaces and age buckets of all candidates.
+        `scores`: logits, probabilities and continuous scores, to be filled.
+        """
+        addresses = [array.ctypes.data for array in scores]
+        status = self._forward(
+            handle, b"".join(contexts), len(contexts), b"".join(jobs), len(jobs), *columns, *addresses
         )
-        _check(status, "run a forward")
+        _check(status if status != NOT_FINITE else 0, "run a forward")
+        return bool(status == 0)
 
     def destroy(self, handle: ctypes.c_void_p) -> None:
         """End the engine's threads and free its memory."""

@@ -7,6 +7,7 @@
 namespace ranker {
 
 using Index = std::int64_t;
+using Id = std::uint64_t;
 
 inline Index round_up(Index n, Index step) { return (n + step - 1) / step * step; }
 
@@ -20,12 +21,14 @@ struct Layer {
 };
 
 struct Entity {
-    const void* table;  // [rows, width] fp32 or bf16, never copied
-    Index hashes;
+    const void* table;  // [vocab_size, width] fp32 or bf16, never copied
+    const Index *scales, *biases;  // [hashes]
+    Index hashes, modulus, vocab_size;
 };
 
 struct Model {
     Index width, layers, query_heads, kv_heads, head_width, ffn_width, actions, continuous, tables_bf16, bidirectional;
+    Index candidate_position, candidate_slots;  // of slot s: candidate_position + s % candidate_slots
     float attention_multiplier, attention_cap, norm_epsilon;
     const Layer* layer;
     Entity user, post, author;
@@ -40,15 +43,25 @@ struct Model {
 // Rows of a context that are not in its keys yet. `keys` holds the rows before `start` already.
 struct ContextJob {
     Index rows, start, blocks, has_user;  // blocks: capacity of `keys`; has_user: the first row is the user
+    Index first_position;                 // of item 0
+    Id user_id;
     void* keys;
-    const Index *user_rows, *post_rows, *author_rows, *surfaces, *positions;  // per row; the user row's history entries unread
+    const Index* positions;           // per row; a row at position p is history item p - first_position, the user's is at 0
+    const Id *post_ids, *author_ids;  // these and what follows: per item of the whole history
+    const Index* surfaces;
     const float *actions, *dwell_seconds;
 };
 
 struct CandidateJob {
-    Index rows, keys_count, blocks, context;  // context: index of the job that makes the keys, or -1
+    Index rows, first, first_slot;     // first: the row of `Candidates` where the job begins; first_slot: its slot
+    Index keys_count, blocks, context;  // context: index of the job that makes the keys, or -1
     const void* keys;
-    const Index *post_rows, *author_rows, *surfaces, *ages, *positions;
+};
+
+// The candidates of all jobs of a forward, and where their scores go.
+struct Candidates {
+    const Id *post_ids, *author_ids;
+    const Index *surfaces, *ages;
     float *logits, *probabilities, *continuous;
 };
 
@@ -62,21 +75,21 @@ struct Member {
 constexpr Member MEMBERS[] = {
     WHOLE(Layer), AT(Layer, attention_norm), AT(Layer, attention_post_norm), AT(Layer, ffn_norm), AT(Layer, ffn_post_norm),
     AT(Layer, query_key_value), AT(Layer, output), AT(Layer, gate_value), AT(Layer, ffn_output),
-    WHOLE(Entity), AT(Entity, table), AT(Entity, hashes),
+    WHOLE(Entity), AT(Entity, table), AT(Entity, scales), AT(Entity, biases), AT(Entity, hashes), AT(Entity, modulus),
+    AT(Entity, vocab_size),
     WHOLE(Model), AT(Model, width), AT(Model, layers), AT(Model, query_heads), AT(Model, kv_heads), AT(Model, head_width),
     AT(Model, ffn_width), AT(Model, actions), AT(Model, continuous), AT(Model, tables_bf16), AT(Model, bidirectional),
-    AT(Model, attention_multiplier), AT(Model, attention_cap), AT(Model, norm_epsilon), AT(Model, layer), AT(Model, user),
+    AT(Model, candidate_position), AT(Model, candidate_slots), AT(Model, attention_multiplier), AT(Model, attention_cap), AT(Model, norm_epsilon), AT(Model, layer), AT(Model, user),
     AT(Model, post), AT(Model, author), AT(Model, user_projection), AT(Model, history_projection),
     AT(Model, candidate_projection), AT(Model, action_tokens), AT(Model, history_surfaces), AT(Model, candidate_surfaces),
     AT(Model, dwell_input), AT(Model, dwell_output), AT(Model, post_ages), AT(Model, final_norm), AT(Model, heads),
     AT(Model, cosines), AT(Model, sines),
     WHOLE(ContextJob), AT(ContextJob, rows), AT(ContextJob, start), AT(ContextJob, blocks), AT(ContextJob, has_user),
-    AT(ContextJob, keys), AT(ContextJob, user_rows), AT(ContextJob, post_rows), AT(ContextJob, author_rows),
-    AT(ContextJob, surfaces), AT(ContextJob, positions), AT(ContextJob, actions), AT(ContextJob, dwell_seconds),
-    WHOLE(CandidateJob), AT(CandidateJob, rows), AT(CandidateJob, keys_count), AT(CandidateJob, blocks),
-    AT(CandidateJob, context), AT(CandidateJob, keys), AT(CandidateJob, post_rows), AT(CandidateJob, author_rows),
-    AT(CandidateJob, surfaces), AT(CandidateJob, ages), AT(CandidateJob, positions), AT(CandidateJob, logits),
-    AT(CandidateJob, probabilities), AT(CandidateJob, continuous),
+    AT(ContextJob, first_position), AT(ContextJob, user_id), AT(ContextJob, keys), AT(ContextJob, positions),
+    AT(ContextJob, post_ids), AT(ContextJob, author_ids), AT(ContextJob, surfaces), AT(ContextJob, actions),
+    AT(ContextJob, dwell_seconds),
+    WHOLE(CandidateJob), AT(CandidateJob, rows), AT(CandidateJob, first), AT(CandidateJob, first_slot),
+    AT(CandidateJob, keys_count), AT(CandidateJob, blocks), AT(CandidateJob, context), AT(CandidateJob, keys),
     {nullptr, 0, 0},
 };
 #undef WHOLE

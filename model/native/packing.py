@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from struct import Struct
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.batch import slot_period
+from model.config import CandidatePositions, HashSpec
+from model.hashing import hash_functions
 from model.layers import rope_tables
 from model.ranker import Ranker
 
 LANES, PANEL = 16, 64
-Int64, Pointer, Float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+Int64, UInt64, Pointer, Float = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_float
 
 
 def structure(name: str, *kinds: tuple[type, str]) -> type[ctypes.Structure]:
@@ -27,10 +31,11 @@ Layer = structure(
     "Layer",
     (Pointer, "attention_norm attention_post_norm ffn_norm ffn_post_norm query_key_value output gate_value ffn_output"),
 )
-Entity = structure("Entity", (Pointer, "table"), (Int64, "hashes"))
+Entity = structure("Entity", (Pointer, "table scales biases"), (Int64, "hashes modulus vocab_size"))
 Model = structure(
     "Model",
     (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional"),
+    (Int64, "candidate_position candidate_slots"),
     (Float, "attention_multiplier attention_cap norm_epsilon"),
     (Pointer, "layer"),
     (Entity, "user post author"),
@@ -40,15 +45,21 @@ Model = structure(
 )
 ContextJob = structure(
     "ContextJob",
-    (Int64, "rows start blocks has_user"),
-    (Pointer, "keys user_rows post_rows author_rows surfaces positions actions dwell_seconds"),
+    (Int64, "rows start blocks has_user first_position"),
+    (UInt64, "user_id"),
+    (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds"),
 )
-CandidateJob = structure(
-    "CandidateJob",
-    (Int64, "rows keys_count blocks context"),
-    (Pointer, "keys post_rows author_rows surfaces ages positions logits probabilities continuous"),
-)
+CandidateJob = structure("CandidateJob", (Int64, "rows first first_slot keys_count blocks context"), (Pointer, "keys"))
 STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
+
+
+def writer(struct: type[ctypes.Structure]) -> Callable[..., bytes]:
+    """Writes a job of 64-bit members from their values in order: a fifth of the time that a ctypes object takes."""
+    letters = {Int64: "q", UInt64: "Q", Pointer: "Q"}
+    return Struct("".join(letters[field[1]] for field in struct._fields_)).pack
+
+
+CONTEXT_JOB, CANDIDATE_JOB = writer(ContextJob), writer(CandidateJob)
 
 
 @dataclass(slots=True)
@@ -88,7 +99,7 @@ def gate_and_value(gate: Tensor, value: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def pack(ranker: Ranker, dtype: torch.dtype) -> Packed:
+def pack(ranker: Ranker, dtype: torch.dtype, candidate_positions: CandidatePositions) -> Packed:
     """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied."""
     config, tokens, heads = ranker.config, ranker.tokens, ranker.heads
     width = round_up(config.width, LANES)
@@ -112,9 +123,10 @@ def pack(ranker: Ranker, dtype: torch.dtype) -> Packed:
         "bidirectional": config.context_attention == "bidirectional",
         "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap,
         "norm_epsilon": config.norm_epsilon, "layer": ctypes.addressof(packed.layers),
-        "user": Entity(keep(ranker.tables.user.detach().contiguous()), config.user_hashes.count),
-        "post": Entity(keep(ranker.tables.post.detach().contiguous()), config.post_hashes.count),
-        "author": Entity(keep(ranker.tables.author.detach().contiguous()), config.author_hashes.count),
+        "candidate_position": config.candidate_position, "candidate_slots": slot_period(config, candidate_positions),
+        "user": entity(ranker.tables.user, config.user_hashes, keep),
+        "post": entity(ranker.tables.post, config.post_hashes, keep),
+        "author": entity(ranker.tables.author, config.author_hashes, keep),
         "user_projection": keep(panels(tokens.user_projection, len(tokens.user_projection), torch.float32)),
         "final_norm": keep(pad(heads.norm[None], 1, width)),
         "heads": keep(panels(torch.cat(outputs, 1), width, torch.float32)),
@@ -125,6 +137,12 @@ def pack(ranker: Ranker, dtype: torch.dtype) -> Packed:
     for name, value in values.items():
         setattr(packed.model, name, value)
     return packed
+
+
+def entity(table: Tensor, spec: HashSpec, keep: Callable[[Tensor], int]) -> ctypes.Structure:
+    """A table with the hash functions that lead into it."""
+    functions = (keep(torch.from_numpy(values)) for values in hash_functions(spec))
+    return Entity(keep(table.detach().contiguous()), *functions, spec.count, spec.modulus, spec.vocab_size)
 
 
 def _layers(ranker: Ranker, dtype: torch.dtype, keep: Callable[[Tensor], int]) -> Iterator[ctypes.Structure]:

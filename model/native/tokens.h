@@ -1,20 +1,28 @@
-// Users, history items and candidates as tokens: embedding rows gathered in place, projected, small features added.
+// Users, history items and candidates as tokens: ids hashed, embedding rows gathered in place, projected, small features added.
 #pragma once
 
 #include "engine.h"
 
 namespace ranker {
 
+// The table's row under hash function j, as model/hashing.py defines it: wrapping int64, a modulo that is never negative.
+inline Index hash_row(const Entity& entity, Id id, Index j) {
+    if (id == 0) return 0;
+    const Index raw = Index(id * Id(entity.scales[j]) + Id(entity.biases[j])) % entity.modulus;
+    return (raw < 0 ? raw + entity.modulus : raw) % (entity.vocab_size - 1) + 1;
+}
+
 template <class T>
-void Engine<T>::gather(const Entity& entity, const Index* rows, float* out) const {
+void Engine<T>::gather(const Entity& entity, Id id, float* out) const {
     for (Index j = 0; j < entity.hashes; ++j, out += m_.width) {
-        if (rows[j] == 0) {
+        const Index row = hash_row(entity, id, j);
+        if (row == 0) {
             std::fill_n(out, m_.width, 0.0f);
         } else if (m_.tables_bf16) {
-            const bf16* row = static_cast<const bf16*>(entity.table) + rows[j] * m_.width;
-            for (Index i = 0; i < m_.width; ++i) out[i] = widen(row[i]);
+            const bf16* values = static_cast<const bf16*>(entity.table) + row * m_.width;
+            for (Index i = 0; i < m_.width; ++i) out[i] = widen(values[i]);
         } else {
-            std::memcpy(out, static_cast<const float*>(entity.table) + rows[j] * m_.width, m_.width * sizeof(float));
+            std::memcpy(out, static_cast<const float*>(entity.table) + row * m_.width, m_.width * sizeof(float));
         }
     }
 }
@@ -31,49 +39,48 @@ void Engine<T>::context_tokens(const ContextJob& job, const Tile& tile, float* h
     const Index depth = (m_.post.hashes + m_.author.hashes) * m_.width;
     const Index user = job.has_user && tile.first == 0;
     float* wide = s.wide.get();
+    const auto item_of = [&](Index r) { return job.positions[tile.first + r] - job.first_position; };
     for (Index r = user; r < tile.rows; ++r) {
-        const Index row = tile.first + r;
-        gather(m_.post, job.post_rows + row * m_.post.hashes, s.tokens.get() + r * depth);
-        gather(m_.author, job.author_rows + row * m_.author.hashes, s.tokens.get() + r * depth + m_.post.hashes * m_.width);
+        gather(m_.post, job.post_ids[item_of(r)], s.tokens.get() + r * depth);
+        gather(m_.author, job.author_ids[item_of(r)], s.tokens.get() + r * depth + m_.post.hashes * m_.width);
     }
     multiply(s.tokens.get() + user * depth, depth, tile.rows - user, m_.history_projection, depth, out_columns_,
              wide + user * out_columns_, out_columns_);
     for (Index r = user; r < tile.rows; ++r) {
-        const Index row = tile.first + r;
+        const Index item = item_of(r);
         float* token = wide + r * out_columns_;
-        const float* actions = job.actions + row * m_.actions;
+        const float* actions = job.actions + item * m_.actions;
         if (std::any_of(actions, actions + m_.actions, [](float a) { return a != 0; }))
             for (Index a = 0; a < m_.actions; ++a) add(token, m_.action_tokens + a * padded_, 2 * actions[a] - 1);
-        add(token, m_.history_surfaces + job.surfaces[row] * padded_);
+        add(token, m_.history_surfaces + job.surfaces[item] * padded_);
         if (m_.dwell_input) {
-            const float fraction = std::min(std::max(job.dwell_seconds[row], 0.0f), 30.0f) / 30.0f;
+            const float fraction = std::min(std::max(job.dwell_seconds[item], 0.0f), 30.0f) / 30.0f;
             float hidden_dwell[DWELL_HIDDEN];
             for (Index i = 0; i < DWELL_HIDDEN; i += LANES) store(hidden_dwell + i, gelu(load(m_.dwell_input + i) * fraction));
             for (Index i = 0; i < DWELL_HIDDEN; ++i) add(token, m_.dwell_output + i * padded_, hidden_dwell[i]);
         }
     }
     if (user) {
-        gather(m_.user, job.user_rows, s.tokens.get());
+        gather(m_.user, job.user_id, s.tokens.get());
         multiply(s.tokens.get(), 0, 1, m_.user_projection, m_.user.hashes * m_.width, out_columns_, wide, out_columns_);
     }
     round_rows<T>(wide, out_columns_, tile.rows, padded_, hidden);
 }
 
 template <class T>
-void Engine<T>::candidate_tokens(const CandidateJob& job, const Tile& tile, float* hidden, Scratch& s) const {
+void Engine<T>::candidate_tokens(const Candidates& all, Index first, Index rows, float* hidden, Scratch& s) const {
     const Index depth = (m_.post.hashes + m_.author.hashes) * m_.width;
-    for (Index r = 0; r < tile.rows; ++r) {
-        const Index row = tile.first + r;
-        gather(m_.post, job.post_rows + row * m_.post.hashes, s.tokens.get() + r * depth);
-        gather(m_.author, job.author_rows + row * m_.author.hashes, s.tokens.get() + r * depth + m_.post.hashes * m_.width);
+    for (Index r = 0; r < rows; ++r) {
+        gather(m_.post, all.post_ids[first + r], s.tokens.get() + r * depth);
+        gather(m_.author, all.author_ids[first + r], s.tokens.get() + r * depth + m_.post.hashes * m_.width);
     }
     float* wide = s.wide.get();
-    multiply(s.tokens.get(), depth, tile.rows, m_.candidate_projection, depth, out_columns_, wide, out_columns_);
-    for (Index r = 0; r < tile.rows; ++r) {
-        add(wide + r * out_columns_, m_.candidate_surfaces + job.surfaces[tile.first + r] * padded_);
-        if (m_.post_ages) add(wide + r * out_columns_, m_.post_ages + job.ages[tile.first + r] * padded_);
+    multiply(s.tokens.get(), depth, rows, m_.candidate_projection, depth, out_columns_, wide, out_columns_);
+    for (Index r = 0; r < rows; ++r) {
+        add(wide + r * out_columns_, m_.candidate_surfaces + all.surfaces[first + r] * padded_);
+        if (m_.post_ages) add(wide + r * out_columns_, m_.post_ages + all.ages[first + r] * padded_);
     }
-    round_rows<T>(wide, out_columns_, tile.rows, padded_, hidden);
+    round_rows<T>(wide, out_columns_, rows, padded_, hidden);
 }
 
 }  // namespace ranker

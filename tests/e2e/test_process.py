@@ -16,6 +16,7 @@ import pytest
 from phoenix_ranker_client import Candidate, RankerClient
 
 from tests.e2e.process import DEMO, ROOT, Server, serving
+from tests.reliability.live import wait_until
 
 LIMIT = 65_536
 MIB = 2**20
@@ -128,7 +129,7 @@ def test_every_request_has_one_line_without_its_history(
     marked = copy.deepcopy(example) | {"user_id": 424242424242, "weights": {"no\r\nsuch\x1b[31m": 1}}
     assert client.post("/rank", json=marked, headers={"x-request-id": name}).status_code == 422
     assert client.get("/livez", headers={"x-request-id": "x" * 200}).status_code == 200
-    client.get("/readyz")
+    wait_until(lambda: name in server.raw)
     lines = [line for line in server.lines if line.get("request_id") == name]
     assert [line["status"] for line in lines] == [422]
     text = "".join(server.raw)

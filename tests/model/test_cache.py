@@ -22,12 +22,12 @@ from model.cache import ENTRY_BYTES, ContextCache, ContextKey
 from model.native.engine import NativeEngine
 from tests.model.builders import random_config, random_context, random_ranker
 
-EVENT = b"12345678"
+POST, SURFACE = b"12345678", b"abcd"
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def key(user_id: int, length: int) -> ContextKey:
-    return ContextKey(user_id, EVENT * length)
+    return ContextKey(user_id, (POST * length, SURFACE * length))
 
 
 def test_every_feature_that_the_checkpoint_sees_is_in_the_key() -> None:
@@ -56,7 +56,8 @@ def test_only_growth_by_new_events_is_a_prefix() -> None:
     assert not key(1, 5).grew_from(key(1, 5))
     assert not key(1, 3).grew_from(key(1, 5))
     assert not key(2, 5).grew_from(key(1, 3))
-    assert not ContextKey(1, b"x" * 40).grew_from(key(1, 3))
+    assert not ContextKey(1, (b"x" * 40, SURFACE * 5)).grew_from(key(1, 3))
+    assert not ContextKey(1, (POST * 5, b"x" * 20)).grew_from(key(1, 3))
 
 
 def test_prefixes_can_be_forbidden() -> None:
@@ -82,7 +83,7 @@ def test_behaves_as_a_plain_least_recently_used_dictionary(steps: list[tuple[boo
     for number, (insert, user, length, size) in enumerate(steps):
         wanted = key(user, length)
         if insert:
-            total = size + len(wanted.events) + ENTRY_BYTES
+            total = size + sum(map(len, wanted.events)) + ENTRY_BYTES
             cache.insert(wanted, number, size)
             if total <= budget:
                 plain.pop(wanted, None)
@@ -101,11 +102,13 @@ def test_behaves_as_a_plain_least_recently_used_dictionary(steps: list[tuple[boo
         assert cache.stats().entries == len(plain)
 
 
-def fill(cache: ContextCache[Any], allocate: Callable[[], Any], size: Callable[[Any], int], events: bytes) -> None:
+def fill(
+    cache: ContextCache[Any], allocate: Callable[[], Any], size: Callable[[Any], int], events: tuple[bytes, ...]
+) -> None:
     """More contexts than the budget holds; each has bytes of its own, as those of different requests do."""
-    for user in range(2 * cache.byte_budget // (size(allocate()) + len(events) + 250)):
+    for user in range(2 * cache.byte_budget // (size(allocate()) + sum(map(len, events)) + 250)):
         state = allocate()
-        cache.insert(ContextKey(2**40 + user, bytes(bytearray(events))), state, size(state))
+        cache.insert(ContextKey(2**40 + user, tuple(bytes(bytearray(column)) for column in events)), state, size(state))
 
 
 @pytest.mark.parametrize("history", [0, 1, 37])
@@ -134,7 +137,7 @@ config = random_config()
 engine = SplitEngine(random_ranker(config), capacity=64, cache_bytes=32 * 2**20)
 context = replace(random_context(config, 0), user_id=0)
 before = resident()
-fill(engine._cache, lambda: engine._allocate(context, None), lambda state: state.nbytes, b"")
+fill(engine._cache, lambda: engine._allocate(context, None), lambda state: state.nbytes, ())
 print((resident() - before) / engine._cache.byte_budget)
 """
 

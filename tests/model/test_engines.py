@@ -13,6 +13,7 @@ import torch
 from loadtest.bits import run, small_config
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
+from model.hashing import hash_rows
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
 from model.selftest import check_isolation, same_bits
@@ -189,3 +190,12 @@ def test_nan_weights_give_nan_scores_not_numbers(build: Build) -> None:
     ranker.trunk.decoder_layers()[0].value[3, 3] = float("nan")
     scores = build(ranker, torch.float32).forward([Item(*random_request(ranker.config, 5, 3))])[0].scores
     assert not scores.is_finite()
+
+
+@ENGINES
+def test_only_the_item_with_nan_is_not_finite(build: Build) -> None:
+    ranker = random_ranker(random_config())
+    (context, good), (_, bad) = random_request(ranker.config, 5, 3), random_request(ranker.config, 5, 3, seed=1)
+    ranker.tables.post[hash_rows(bad.post_ids[1:2], ranker.config.post_hashes)[0, 0]] = float("nan")
+    outcomes = build(ranker, torch.float32).forward([Item(context, good), Item(context, bad)])
+    assert [outcome.scores.is_finite() for outcome in outcomes] == [True, False]

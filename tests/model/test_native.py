@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loadtest.bits import Compositions, small_config
+from model.config import HashSpec
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
+from model.hashing import hash_rows
 from model.native import packing
 from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
@@ -25,6 +32,35 @@ def test_no_bit_depends_on_threads(threads: int) -> None:
     draws = Compositions(NativeEngine(ranker, torch.bfloat16, threads=1), seed=1)
     engine = NativeEngine(ranker, torch.bfloat16, threads=threads, cache_bytes=10**6)
     assert sum(draws.check(engine)[1] for _ in range(50)) == 0
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Any:
+    """The library with what tests call."""
+    return load_kernel(None, "RANKER_TEST_HOOKS").library
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1), min_size=1, max_size=20),
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=3),
+    st.integers(1, 2**63 - 1),
+    st.integers(2, 2**31 - 1),
+)
+def test_ids_are_hashed_as_the_definition_hashes_them(
+    hooks: Any, ids: list[int], functions: list[tuple[int, int]], modulus: int, vocab_size: int
+) -> None:
+    spec = HashSpec(tuple(s for s, _ in functions), tuple(b for _, b in functions), modulus, vocab_size)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> int:
+        kept.append(tensor)
+        return tensor.data_ptr()
+
+    entity = packing.entity(torch.empty(0), spec, keep)
+    given_ids = np.array(ids, np.uint64)
+    rows = np.empty((len(ids), spec.count), np.int64)
+    hooks.ranker_hash_rows(ctypes.byref(entity), given_ids.ctypes, ctypes.c_int64(len(ids)), rows.ctypes)
+    assert rows.tolist() == hash_rows(given_ids, spec).tolist()
 
 
 @pytest.mark.parametrize("width", [48, 80])
@@ -57,10 +93,9 @@ def test_without_a_compiler_auto_takes_the_torch_engine(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("struct", "members", "named"),
     [
-        ("ContextJob", "rows start blocks has_user keys post_rows user_rows author_rows surfaces positions actions dwell_seconds",
-         "ContextJob.post_rows, ContextJob.user_rows"),
-        ("ContextJob", "rows start", "ContextJob, ContextJob.actions, ContextJob.author_rows, ContextJob.blocks"),
-        ("Entity", "table hashes unused", "Entity, Entity.unused"),
+        ("CandidateJob", "rows first_slot first keys_count blocks context keys", "CandidateJob.first, CandidateJob.first_slot$"),
+        ("ContextJob", "rows start", "ContextJob, ContextJob.actions, ContextJob.author_ids, ContextJob.blocks"),
+        ("Entity", "table scales biases hashes modulus vocab_size unused", "Entity, Entity.unused$"),
     ],
 )  # fmt: skip
 def test_structs_that_are_not_the_kernels_are_refused(

@@ -66,3 +66,12 @@ def test_whatever_a_value_holds_the_line_stays_one_line_of_plain_ascii(text: str
 def test_a_long_value_is_cut(lines: io.StringIO) -> None:
     RequestLog().write(exchange(code="x" * 65536), 0.001)
     assert len(lines.getvalue()) < 1000
+
+
+def test_a_value_that_cannot_be_printed_costs_its_line_and_nothing_else(lines: io.StringIO) -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise ValueError
+
+    structlog.get_logger("app").info("said", value=Odd())
+    assert json.loads(lines.getvalue()) == {"event": "unprintable", "error": "ValueError"}

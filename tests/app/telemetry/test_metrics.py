@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from app.engine.worker import BatchReport
 from app.telemetry.metrics import LATENCY_SECONDS, Metrics, add_stats
+from app.telemetry.sink import Sink
 from model.engine import CacheStats
 from tests.app.fakes import FakeEngine, rank, run, running
 
@@ -46,6 +49,16 @@ def test_every_series_of_the_contract_is_exposed() -> None:
         assert series in text, series
     assert 'ranker_model_info{checkpoint="' in text
     assert "ranker_device_memory_bytes" not in text  # there is no device
+
+
+def test_dropped_log_lines_are_exposed_by_reason() -> None:
+    sink = Sink(os.open(os.devnull, os.O_WRONLY))
+    metrics = Metrics()
+    metrics.watch_log(sink)
+    sink.dropped["reader_slow"] = 7
+    text = metrics.render().decode()
+    assert 'ranker_log_lines_dropped_total{reason="reader_slow"} 7.0' in text
+    assert 'ranker_log_lines_dropped_total{reason="write_failed"} 0.0' in text  # there from the start, for the alert
 
 
 def test_the_buckets_are_those_of_the_contract() -> None:
