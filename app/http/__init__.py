@@ -5,7 +5,7 @@ A request to /rank passes these stations in this order; a refusal raises a `Serv
 | station | where | may refuse with |
 |---|---|---|
 | id, log line, metrics, span | `observe` | 500 for a fault of ours |
-| HEAD as GET, route | `asgi.HeadAsGet`, FastAPI | 404, 405 |
+| route | `application.Application`; else HEAD as GET and FastAPI | 404, 405 |
 | API key | `auth` | 401 |
 | is the service open? | `Service.check_open` | 429, 503 |
 | media type, deadline | `asgi` | 415, 422 |

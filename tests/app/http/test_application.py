@@ -26,7 +26,7 @@ CALLS: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "media type": ("/rank", b"{}", {"content-type": "text/plain"}),
     "deadline": ("/rank", b"{}", {"x-request-timeout-ms": "soon"}),
     "no requests": ("/rank/batch", b"[]", {}),
-    "fault": ("/rank", json.dumps(good(candidates="fault")).encode(), {}),
+    "fault": ("/rank", json.dumps(good(request_id="fault")).encode(), {}),
 }
 
 
@@ -60,7 +60,7 @@ def test_the_direct_route_answers_as_fastapi_does(
     app: Application, call: tuple[str, bytes, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if b'"fault"' in call[1]:
-        monkeypatch.setattr("app.request.validate.measure", lambda *_: 1 / 0)
+        monkeypatch.setattr("app.http.rank.features.context_of", lambda *_: 1 / 0)
     before = counted(app, call[0])
     direct = reply(app, *call)
     assert counted(app, call[0]) == before + 1
