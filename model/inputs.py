@@ -63,6 +63,12 @@ class Candidates:
     age_buckets: NDArray[np.int64]
     first_slot: int = 0
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for columns of unequal length or other width: engines join the columns of many requests as bytes."""
+        columns = (self.post_ids, self.author_ids, self.surfaces, self.age_buckets)
+        if any(column.nbytes != 8 * len(self.post_ids) for column in columns):
+            raise ValueError("the columns of candidates must be equally long and 64 bits wide")
+
     def __len__(self) -> int:
         return len(self.post_ids)
 

@@ -14,6 +14,7 @@ from loadtest.bits import run, small_config
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
 from model.hashing import hash_rows
+from model.inputs import Candidates
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
 from model.selftest import check_isolation, same_bits
@@ -199,3 +200,13 @@ def test_only_the_item_with_nan_is_not_finite(build: Build) -> None:
     ranker.tables.post[hash_rows(bad.post_ids[1:2], ranker.config.post_hashes)[0, 0]] = float("nan")
     outcomes = build(ranker, torch.float32).forward([Item(context, good), Item(context, bad)])
     assert [outcome.scores.is_finite() for outcome in outcomes] == [True, False]
+
+
+@pytest.mark.parametrize("short", ["author_ids", "surfaces", "age_buckets"])
+def test_candidates_with_columns_of_unequal_length_reach_no_engine(short: str) -> None:
+    """Joined with others as bytes, they would shift their neighbours' columns."""
+    columns = {name: np.ones(3, np.int64) for name in ("post_ids", "author_ids", "surfaces", "age_buckets")}
+    Candidates(**columns)
+    for wrong in (columns[short][:2], columns[short].astype(np.int32)):
+        with pytest.raises(ValueError, match="equally long"):
+            Candidates(**columns | {short: wrong})
