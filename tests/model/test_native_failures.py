@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch  # noqa: F401  # its processes need it: without it these tests are left out
+
 ROOT = Path(__file__).resolve().parents[2]
 
 START = """
