@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from app.errors import ServiceError
 from app.telemetry.metrics import Metrics
 from model.engine import CacheResult, EngineInfo
 from model.inputs import Candidates, Context, Scores
@@ -77,12 +78,22 @@ class Service(Protocol):
         """Reserve room for one request on `model`. Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
         ...
 
-    async def rank(self, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
-        """Scores in the order of the candidates. Raises DeadlineExceeded, NonFiniteScores or EngineDown."""
+    def rank(
+        self,
+        ticket: Ticket,
+        context: Context,
+        candidates: Candidates,
+        done: Callable[[Ranked | ServiceError], None],
+    ) -> None:
+        """`done` is called once, later, in the event loop."""
         ...
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
+        ...
+
+    async def exposition(self) -> bytes:
+        """Every metric, of all processes of the service. Raises EngineDown where they cannot be had."""
         ...
 
     def start(self) -> None:

@@ -44,9 +44,12 @@ class RankJob(Job):
     abandoned: bool = False
     started: float | None = None
     forward_seconds: float = 0.0
+    task: Any = None
 
     def release(self) -> None:
         """Free the place; a second time does nothing."""
+        if self.task is not None:
+            self.task.cancel()
         if self.reserved:
             self.reserved = False
             self.on_release(self)

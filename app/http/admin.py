@@ -27,6 +27,7 @@ from weights.errors import CheckpointError
 
 PATH = "/admin/reload"
 MAX_BODY_BYTES = 4096
+NO_CHECKPOINT = "No checkpoint of that name lies below the configured root."
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -61,6 +62,8 @@ def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Sta
             model = await reloads.reload(path)
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
+        except CheckpointNotFound:
+            raise NotFound(NO_CHECKPOINT) from None
         except (CheckpointError, EngineError) as error:
             raise ReloadRefused(str(error)) from error
         manifest = model.manifest
@@ -88,4 +91,4 @@ async def _requested(request: Request, reloads: Reloads) -> Path | None:
     try:
         return reloads.resolve(wanted["checkpoint"])
     except CheckpointNotFound:
-        raise NotFound("No checkpoint of that name lies below the configured root.") from None
+        raise NotFound(NO_CHECKPOINT) from None

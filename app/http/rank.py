@@ -110,7 +110,21 @@ class Ranking:
 
     async def rank(self, job: Prepared) -> Ranked:
         """The scores. Raises what `Service.rank` raises."""
-        return await self.service.rank(job.ticket, job.context, job.candidates)
+        future = asyncio.get_running_loop().create_future()
+
+        def done(result):  # type: ignore
+            if not future.done():
+                if isinstance(result, Ranked):
+                    future.set_result(result)
+                else:
+                    future.set_exception(result)
+
+        self.service.rank(job.ticket, job.context, job.candidates, done)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            job.ticket.release()
+            raise
 
     async def render(self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> bytes:
         """The reply to one request. A long one yields to other requests between its pieces."""

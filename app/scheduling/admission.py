@@ -98,6 +98,10 @@ class Admission:
             self.offered.observe(self.clock())
         return refusal
 
+    def closed(self) -> Refusal | None:
+        """Whether even the smallest request of a key that has nothing here would be refused; as a look, not as a request."""
+        return self._no_room(Job(candidates=1, context_tokens=1, deadline=float("inf"))) if self.requests else None
+
     def refusal(self, job: Job) -> Refusal | None:
         """None when the job may join now."""
         self.offered.observe(self.clock(), forwards_of(1, job.candidates, job.context_tokens, self.batching))

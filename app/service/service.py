@@ -184,7 +184,17 @@ class RankingService:
 
     # ranking
 
-    async def rank(self, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
+    def rank(self, ticket, context, candidates, done):  # type: ignore
+        task = asyncio.get_running_loop().create_task(self._rank(ticket, context, candidates))
+
+        def ended(task):  # type: ignore
+            if not task.cancelled():
+                done(task.exception() or task.result())
+
+        task.add_done_callback(ended)
+        ticket.task = task
+
+    async def _rank(self, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
         """Scores in the order of the candidates. Cancelling it drops the work unless it is being computed.
 
         Raises DeadlineExceeded, NonFiniteScores, EngineDown.
@@ -205,6 +215,7 @@ class RankingService:
             raise
         finally:
             timer.cancel()
+            job.task = None
             if job.served < job.candidates:  # else nothing of it is left there, and the worker's lock is contended
                 job.worker.cancel(job)
             job.release()
@@ -220,6 +231,10 @@ class RankingService:
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""
         return any(thread.name == ENGINE_THREAD for thread in threading.enumerate())
+
+    async def exposition(self) -> bytes:
+        """Every metric of this process."""
+        return self.metrics.render()
 
     def snapshot(self) -> Snapshot:
         """For a scrape of the metrics."""

@@ -1,0 +1,23 @@
+"""All ports of a process that speaks HTTP: the service, and where they are set probes and admin."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp
+
+from app.http.admin import create_admin_app
+from app.http.application import create_app, create_probe_app
+from app.interface import Reloads, Service
+from app.server.process import RankingServer
+from app.settings import Settings
+
+
+def build_server(
+    settings: Settings, service: Service, reloads: Reloads, kind: type[RankingServer] = RankingServer
+) -> RankingServer:
+    """A server that listens once it runs, on `settings.addresses()` in this order."""
+    side_apps: dict[tuple[str, int], ASGIApp] = {}
+    if settings.probes.port is not None:
+        side_apps[settings.probes.host, settings.probes.port] = create_probe_app(settings, service)
+    if settings.admin.port is not None:
+        side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, reloads, service.metrics)
+    return kind(create_app(settings, service), side_apps, service, reloads, settings)
