@@ -85,28 +85,37 @@ class EngineHost:
         service.on_fatal = self._fatal
 
     async def serve(self, path: str) -> int:
-        """Listen on a socket until the end; the exit code."""
+        """Serve until SIGTERM or the loss of the engine; the exit code. SIGHUP reads the present checkpoint again."""
         loop = asyncio.get_running_loop()
-        for number, call in (
-            (signal.SIGTERM, self.drain), (signal.SIGHUP, self.reloads.reload_soon), (signal.SIGINT, _nothing)
-        ):  # fmt: skip
-            loop.add_signal_handler(number, call)
+        loop.add_signal_handler(signal.SIGTERM, self.drain)
+        loop.add_signal_handler(signal.SIGHUP, self.reloads.reload_soon)
+        server = await self.start(path)
+        await self._ended.wait()
+        server.close()
+        await self.stop()
+        log.info("stopped", exit_code=self.exit_code)
+        return self.exit_code
+
+    async def start(self, path: str) -> asyncio.Server:
+        """Begin to load, and listen on a socket."""
         self.service.start()
         if self.settings.reload.watch_seconds:
             self.reloads.watch(self.settings.reload.watch_seconds)
-        server = await loop.create_unix_server(self._link, path)
+        server = await asyncio.get_running_loop().create_unix_server(self._link, path)
         self._keep(self._look_on())
-        await self._ended.wait()
-        server.close()
+        return server
+
+    async def stop(self) -> None:
+        """Answer what was admitted, then end every link."""
         self.reloads.stop()
-        finished = await self.service.stop(self.settings.drain.timeout_seconds)
+        if not await self.service.stop(self.settings.drain.timeout_seconds):
+            self.exit_code = self.exit_code or EXIT_FAILED
         self._look()
         for link in self._links:
             link.close()
         await _until(lambda: not self._links, LAST_WORDS_SECONDS)
-        self.exit_code = self.exit_code or (0 if finished else EXIT_FAILED)
-        log.info("stopped", exit_code=self.exit_code)
-        return self.exit_code
+        for task in self._tasks:
+            task.cancel()
 
     def drain(self) -> None:
         """Lose readiness, serve the fronts that are linked, and end with the last of them. A second time does nothing."""
@@ -308,6 +317,3 @@ async def _until(condition: Callable[[], bool], seconds: float) -> None:
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110  # rare, and every end of it short
                 await asyncio.sleep(WAIT_SECONDS)
-
-
-def _nothing() -> None: ...

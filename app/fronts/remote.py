@@ -249,7 +249,6 @@ class RemoteService:
             raise ValueError("this ticket was used before")
         place, number = ticket, next(self._ids)
         place.id, place.done, place.candidates = number, done, len(candidates)
-        self._is_sent(place.version)
         self._pending[number] = place
         if place.link is not self._link:  # lost since it was admitted
             lost = EngineDown(ENDED, retry_after_seconds=RETRY_AFTER_SECONDS)
@@ -262,6 +261,7 @@ class RemoteService:
                 len(candidates), words, floats,
             )
         )  # fmt: skip
+        self._is_sent(place.version)
 
     def drop(self, place: Place) -> None:
         """For `Place.release`."""
