@@ -136,6 +136,7 @@ class Supervisor:
             with contextlib.suppress(BrokenPipeError):
                 os.write(spare.assignment, b"%d" % number)
             os.close(spare.assignment)
+            log.info("front_started", front=number, process=spare.process.pid)
             code = await spare.process.wait()
             del self._fronts[number]
             if self._ending.is_set():
