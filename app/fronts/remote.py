@@ -64,9 +64,7 @@ class Place(Ticket):
 
     __slots__ = ("candidates", "deadline", "done", "history", "id", "key", "link", "service", "version")
 
-    def __init__(
-        self, service: RemoteService, link: Link, version: Version, deadline: float, key: str | None
-    ) -> None:
+    def __init__(self, service: RemoteService, link: Link, version: Version, deadline: float, key: str | None) -> None:
         self.service = service
         self.link = link
         self.version = version

@@ -184,7 +184,9 @@ class Supervisor:
             return
         self._note(code)
         self._ending.set()
-        for sockets in self._listening.values():  # before the fronts close theirs: what is held here alone is never accepted
+        for (
+            sockets
+        ) in self._listening.values():  # before the fronts close theirs: what is held here alone is never accepted
             for listener in sockets:
                 listener.close()
         for process in self._fronts.values():

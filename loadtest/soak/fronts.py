@@ -126,8 +126,18 @@ def front_kills(kills: int, spared: bool = False) -> list[Row]:
     lost = sum(asked.status == 0 for asked in clients.asked)
     tried = sum(asked.status == 200 for asked in clients.asked)
     return [
-        Row("P1", f"fronts killed: {lost} requests in flight lost, none of another front", kills, foreign, left, 0, "left"),
-        Row("P1", "requests that failed with the clients' retries", tried, clients.given_up, slowest, BACK_SECONDS, "s"),
+        Row(
+            "P1",
+            f"fronts killed: {lost} requests in flight lost, none of another front",
+            kills,
+            foreign,
+            left,
+            0,
+            "left",
+        ),
+        Row(
+            "P1", "requests that failed with the clients' retries", tried, clients.given_up, slowest, BACK_SECONDS, "s"
+        ),
     ]
 
 

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from app.fronts import frames
-from app.fronts.frames import Answer, Rank, columns_of, encode, from_engine, from_front, inputs_of, scores_bytes, scores_of
+from app.fronts.frames import (
+    Answer,
+    Rank,
+    columns_of,
+    encode,
+    from_engine,
+    from_front,
+    inputs_of,
+    scores_bytes,
+    scores_of,
+)
 from model.inputs import Candidates, Context, Scores
 
 ACTIONS = 3
@@ -88,7 +98,11 @@ def test_a_frame_can_be_written_without_us() -> None:
     assert encode(frame) == struct.pack("<I", len(body)) + body
     context, candidates = inputs_of(frame, ACTIONS)
     assert (frame.id, frame.model, frame.deadline, frame.key, context.user_id) == (5, 2, 99.5, None, 2**63)
-    assert [column.tolist() for column in (context.post_ids, context.author_ids, context.surfaces)] == [[11], [12], [13]]
+    assert [column.tolist() for column in (context.post_ids, context.author_ids, context.surfaces)] == [
+        [11],
+        [12],
+        [13],
+    ]
     assert context.actions.tolist() == [[1.0, 0.0, 0.5]]
     assert context.dwell_seconds.tolist() == [2.5]
     assert candidates.age_buckets.tolist() == [24]

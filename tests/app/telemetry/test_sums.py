@@ -53,7 +53,9 @@ def test_the_sums_of_several_processes_are_those_of_one_that_did_all() -> None:
 
 def _rounded(lines: list[str]) -> list[str]:
     """Sums of floats depend on the order in the last digit."""
-    return [f"{line.rpartition(' ')[0]} {float(line.rpartition(' ')[2]):.9g}" if line[0] != "#" else line for line in lines]
+    return [
+        f"{line.rpartition(' ')[0]} {float(line.rpartition(' ')[2]):.9g}" if line[0] != "#" else line for line in lines
+    ]
 
 
 def test_buckets_of_a_series_stand_in_their_order() -> None:
@@ -61,7 +63,9 @@ def test_buckets_of_a_series_stand_in_their_order() -> None:
     metrics.http_seconds.labels("GET", "/livez").observe(0.1)
     sums.add(1, Deltas(metrics.registry).take())
     lines = ranker(sums.render(Metrics().registry))
-    edges = [line.split('le="')[1].split('"')[0] for line in lines if "duration_seconds_bucket{" in line and "/livez" in line]
+    edges = [
+        line.split('le="')[1].split('"')[0] for line in lines if "duration_seconds_bucket{" in line and "/livez" in line
+    ]
     assert len(edges) == 19
     assert [float(edge) for edge in edges] == sorted(float(edge) for edge in edges)
 
