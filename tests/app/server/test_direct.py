@@ -57,7 +57,11 @@ def test_a_reply_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_asgi_gives_the_same_reply() -> None:
     with live(FakeEngine()) as server:
-        for request in (rank_request(1), rank_request(-1), b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n{"):
+        for request in (
+            rank_request(1),
+            rank_request(-1),
+            b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n{",
+        ):
             direct, asgi = (
                 exchange(server.port, sent.replace(b"Host:", b"Connection: close\r\nHost:"))
                 for sent in (request, request.replace(b"POST /rank ", b"POST /rank?by=asgi "))
