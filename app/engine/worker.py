@@ -64,6 +64,7 @@ class EngineWorker:
         self._alone: deque[Chunk[RankJob]] = deque()  # of a batch that failed: each is tried by itself
         self._running: list[Chunk[RankJob]] = []
         self._running_since = self._collated = 0.0
+        self._candidates = self._tokens = 0  # of what runs
         self._queue_seconds: list[float] = []  # of the jobs whose first forward runs
         self._busy_since = 0.0  # clock seconds when work came to an engine without any
         self._last_forward = 0.0  # clock seconds when one last finished
@@ -105,12 +106,9 @@ class EngineWorker:
 
     def running(self) -> Running:
         """What is being computed right now."""
-        chunks = self._running
-        if not chunks:
+        if not self._running:
             return Running()
-        candidates = sum([chunk.stop - chunk.start for chunk in chunks])
-        tokens = sum([chunk.context_tokens for chunk in chunks])
-        return Running(len(chunks), candidates, tokens, self.clock() - self._running_since)
+        return Running(len(self._running), self._candidates, self._tokens, self.clock() - self._running_since)
 
     def silent_seconds(self) -> float:
         """How long work has been waiting while no forward finished; 0 while there is no work."""
@@ -135,6 +133,8 @@ class EngineWorker:
         if chunks:
             self._running, self._running_since = chunks, now
             first = [chunk.job for chunk in chunks if chunk.job.started is None]
+            self._candidates = sum([chunk.stop - chunk.start for chunk in chunks])
+            self._tokens = sum([chunk.context_tokens for chunk in chunks])
             self._queue_seconds = [now - job.arrived for job in first]
             for job in first:
                 job.started = now
@@ -155,7 +155,7 @@ class EngineWorker:
         ended = self._failed(chunks, result) if isinstance(result, BaseException) else self._keep(chunks, result)
         report = BatchReport(
             [chunk.stop - chunk.start for chunk in chunks],
-            sum([chunk.cost for chunk in chunks]),
+            self._candidates + self._tokens,
             self._queue_seconds,
             self._collated - self._running_since,
             finished - self._collated,
