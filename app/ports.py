@@ -20,4 +20,5 @@ def build_server(
         side_apps[settings.probes.host, settings.probes.port] = create_probe_app(settings, service)
     if settings.admin.port is not None:
         side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, reloads, service.metrics)
-    return kind(create_app(settings, service), side_apps, service, reloads, settings)
+    app = create_app(settings, service)
+    return kind(app, side_apps, service, reloads, settings, {(b"POST", b"/rank"): app.rank})

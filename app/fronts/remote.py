@@ -24,7 +24,7 @@ from app.errors import (
 )
 from app.fronts import frames
 from app.fronts.link import Link
-from app.interface import Health, Ranked, ServedModel, Ticket
+from app.interface import Done, Health, Ranked, ServedModel, Ticket
 from app.service.loop_clock import LoopClock
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -41,8 +41,6 @@ GRACE_SECONDS = 0.25  # after a deadline, for the engine process to say so itsel
 SILENT_SECONDS = 4.0  # without a sign of life, of which there is one a second
 SCRAPE_SECONDS = 5.0
 ENDED = "The engine process has ended."
-
-Done = Callable[[Ranked | ServiceError], None]
 
 log = structlog.get_logger("app.fronts.remote")
 

@@ -115,10 +115,12 @@ def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path
 
 def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
     """Also where the other one would share it, as another supervisor does."""
-    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
-        with process("app", fronts="2", port=str(taken.getsockname()[1])) as server:
-            assert server.popen.wait(20) == 3
-            assert server.event("cannot_listen")["reason"] == "Address already in use"
+    with (
+        socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken,
+        process("app", fronts="2", port=str(taken.getsockname()[1])) as server,
+    ):
+        assert server.popen.wait(20) == 3
+        assert server.event("cannot_listen")["reason"] == "Address already in use"
 
 
 @pytest.mark.parametrize("policy", ["exit", "restart"])
