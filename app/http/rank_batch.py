@@ -13,17 +13,21 @@ from app.errors import Overloaded, ServiceError
 from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
 from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel, ranked
-from app.request.body import BatchDecoder
+from app.request.body import BatchDecoder, Body
 from app.settings import Batching
 from app.telemetry.exchange import Exchange
 
 
 class Answer(NamedTuple):
-    """One request of a batch as it ended: its reply or problem, and what computed it."""
+    """One request of a batch as it ended: its reply or problem, and what computed it.
+
+    `again`: it was refused while others of the batch were queued, and may be tried when they are not.
+    """
 
     body: bytes
     model: ServedModel | None = None
     ranked: Ranked | None = None
+    again: Body | None = None
 
 
 class BatchEndpoint:
@@ -77,7 +81,8 @@ class Run:
             for item in items:
                 begun.append(await self._begin(item))
                 await asyncio.sleep(0)  # lets other callers' requests in between
-            return [answer if isinstance(answer, Answer) else await answer for answer in begun]
+            answers = [answer if isinstance(answer, Answer) else await answer for answer in begun]
+            return [answer if answer.again is None else await self._alone(answer.again) for answer in answers]
         finally:
             for task in self._queued:
                 task.cancel()
@@ -88,6 +93,13 @@ class Run:
             body = self.ranking.decode(item, self.exchange)
         except ServiceError as error:
             return _failed(error)
+        return await self._queue(body)
+
+    async def _alone(self, body: Body) -> Answer:
+        begun = await self._queue(body)
+        return begun if isinstance(begun, Answer) else await begun
+
+    async def _queue(self, body: Body) -> Answer | asyncio.Task[Answer]:
         while True:
             while self._is_enough():
                 await self._one_ends()
@@ -100,13 +112,15 @@ class Run:
             except ServiceError as error:
                 return _failed(error)
             else:
-                task = asyncio.get_running_loop().create_task(self._finish(job))
+                task = asyncio.get_running_loop().create_task(self._finish(job, body))
                 self._queued[task] = job
                 return task
 
-    async def _finish(self, job: Prepared) -> Answer:
+    async def _finish(self, job: Prepared, body: Body) -> Answer:
         try:
             result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
+        except Overloaded as error:  # by an engine process; in one process `prepare` is refused
+            return _failed(error, body if len(self._queued) > 1 else None)
         except ServiceError as error:
             return _failed(error)
         pieces = []
@@ -128,5 +142,5 @@ class Run:
             del self._queued[task]
 
 
-def _failed(error: ServiceError) -> Answer:
-    return Answer(orjson.dumps({"error": error.problem()}))
+def _failed(error: ServiceError, again: Body | None = None) -> Answer:
+    return Answer(orjson.dumps({"error": error.problem()}), again=again)

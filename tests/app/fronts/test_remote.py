@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -11,12 +12,13 @@ import structlog
 from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
 from app.fronts import remote
 from app.fronts.remote import RemoteReloads
+from app.http.application import create_app
 from app.interface import CheckpointNotFound
 from app.settings import Batching, Queue
 from loadtest.soak.fake_engine import FakeEngine
 from tests.app.fakes import Gate, loader, request, right, run, until
 from tests.app.fronts.linked import begin, linked
-from tests.app.serving import value_of
+from tests.app.serving import ask, chunk, good, value_of
 
 
 def test_scores_are_the_same_bits_as_without_a_link() -> None:
@@ -339,5 +341,19 @@ def test_metrics_are_the_sums_over_fronts_whichever_is_asked() -> None:
                 assert value_of((await front.exposition()).decode(), series) == 111
             await found.fronts[0].stop(1.0)
             assert value_of((await found.fronts[1].exposition()).decode(), series) == 111
+
+    run(main())
+
+
+def test_a_batch_is_not_refused_because_of_its_own_requests() -> None:
+    async def main() -> None:
+        engine = FakeEngine(before=lambda items: time.sleep(0.005))
+        queue, batching = Queue(max_requests=2, max_wait_seconds=0), Batching(max_requests=1)
+        async with linked(engine, queue=queue, batching=batching) as found:
+            app = create_app(found.settings, found.fronts[0])
+            body = json.dumps({"requests": [good(user_id=user) for user in range(1, 13)]}).encode()
+            messages = await ask(app, [chunk(body, False)], path="/rank/batch")
+            results = json.loads(messages[1]["body"])["results"]
+            assert [result.get("error") for result in results] == [None] * 12
 
     run(main())
