@@ -61,6 +61,7 @@ class Supervisor:
         self._listening: dict[int, list[socket.socket]] = {}
         self._fronts: dict[int, asyncio.subprocess.Process] = {}
         self._engine: asyncio.subprocess.Process | None = None
+        self._started: list[asyncio.subprocess.Process] = []  # all that may still run
         self._spare: Spare | None = None
         self._starting = asyncio.Lock()  # one spare at a time
         self._path = ""
@@ -84,6 +85,7 @@ class Supervisor:
             await self._all_end(engine, fronts)
         finally:
             self._kill()
+            await asyncio.gather(*(process.wait() for process in self._started))
             shutil.rmtree(directory, ignore_errors=True)
         log.info("stopped", exit_code=self.exit_code)
         return self.exit_code
@@ -107,13 +109,17 @@ class Supervisor:
         inherited = [descriptor for descriptors in role.listening.values() for descriptor in descriptors]
         if role.assignment is not None:
             inherited.append(role.assignment)
-        return await asyncio.create_subprocess_exec(*command, env=role.environment(), pass_fds=inherited)
+        process = await asyncio.create_subprocess_exec(*command, env=role.environment(), pass_fds=inherited)
+        self._started = [other for other in self._started if other.returncode is None] + [process]
+        return process
 
     async def _keep_engine(self) -> None:
         while True:
             began = time.monotonic()
             self._engine = await self._start(self._commands[0], Role(self._path, os.getpid()))
             log.info("engine_started", process=self._engine.pid)
+            if self._ending.is_set():
+                _send(self._engine, signal.SIGTERM)
             code = await self._engine.wait()
             self._engine = None
             if self._ending.is_set():
@@ -132,6 +138,8 @@ class Supervisor:
         while not self._ending.is_set():
             began = time.monotonic()
             spare = await self._take_spare()
+            if self._ending.is_set():
+                return
             self._fronts[number] = spare.process
             with contextlib.suppress(BrokenPipeError):
                 os.write(spare.assignment, b"%d" % number)
@@ -207,9 +215,7 @@ class Supervisor:
         self.exit_code = code if code == EXIT_ENGINE_LOST else self.exit_code or code
 
     def _kill(self) -> None:
-        spare = [] if self._spare is None else [self._spare.process]
-        engine = [] if self._engine is None else [self._engine]
-        for process in (*self._fronts.values(), *spare, *engine):
+        for process in self._started:
             _send(process, signal.SIGKILL)
 
 

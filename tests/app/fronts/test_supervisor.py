@@ -107,8 +107,8 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
 
 
 def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path: Path) -> None:
-    (tmp_path / "opentelemetry").mkdir()
-    (tmp_path / "opentelemetry" / "__init__.py").write_text("raise ImportError('planted')")
+    missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
     with environment(PYTHONPATH=str(tmp_path)), process("app", fronts="1", tracing__enabled="true") as server:
         assert server.popen.wait(30) == 2
 
