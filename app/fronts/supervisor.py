@@ -66,6 +66,7 @@ class Supervisor:
         self._starting = asyncio.Lock()  # one spare at a time
         self._path = ""
         self._ending = asyncio.Event()
+        self._sent = signal.SIGTERM  # what tells the fronts to end
         self._signals = 0
 
     async def run(self) -> int:
@@ -188,21 +189,25 @@ class Supervisor:
             self._end(0, signal.SIGTERM)
 
     def _end(self, code: int, sent: signal.Signals = signal.SIGUSR1) -> None:
-        if self._ending.is_set():
-            return
-        self._note(code)
-        self._ending.set()
-        for (
-            sockets
-        ) in self._listening.values():  # before the fronts close theirs: what is held here alone is never accepted
+        if not self._ending.is_set():
+            self._note(code)
+            self._sent = sent
+            self._ending.set()
+
+    async def _all_end(self, engine: asyncio.Task[None], fronts: list[asyncio.Task[None]]) -> None:
+        """Before the fronts close their listening sockets nobody else may have them: what waits there would never be accepted."""
+        async with self._starting:
+            for process in self._started:
+                if process is not self._engine and process not in self._fronts.values():
+                    _send(process, signal.SIGKILL)
+                    await process.wait()
+        for sockets in self._listening.values():
             for listener in sockets:
                 listener.close()
         for process in self._fronts.values():
-            _send(process, sent)
+            _send(process, self._sent)
         if self._engine is not None:
             _send(self._engine, signal.SIGTERM)
-
-    async def _all_end(self, engine: asyncio.Task[None], fronts: list[asyncio.Task[None]]) -> None:
         drain = self.settings.drain
         patience = drain.delay_seconds + 2 * drain.timeout_seconds + PATIENCE_SECONDS
         _, late = await asyncio.wait([engine, *fronts], timeout=patience)

@@ -170,16 +170,16 @@ def _listening_at(server: Server, front: int, after: int) -> float | None:
     return None
 
 
-def engine_kills(kills: int) -> list[Row]:
+def engine_kills(kills: int, serves_seconds: float = SERVES_SECONDS, **settings: object) -> list[Row]:
     """P2: `kill -9` of the engine process. Whoever waits gets 503 at once, and another engine process serves."""
-    with fake("--forward-ms=20", **LOGGED) as server, asyncio.Runner() as runner:
-        clients, slowest, missing = runner.run(_kill_engines(server, kills))
+    with fake("--forward-ms=20", **LOGGED, **settings) as server, asyncio.Runner() as runner:
+        clients, slowest, missing = runner.run(_kill_engines(server, kills, serves_seconds))
     lost = sum(asked.status == 0 for asked in clients.asked)
     refused = sum(asked.status == 503 for asked in clients.asked)
     return [Row("P2", f"engine processes killed: {refused} × 503", kills, lost + missing, slowest, TOLD_SECONDS, "s")]
 
 
-async def _kill_engines(server: Server, kills: int) -> tuple[Clients, float, int]:
+async def _kill_engines(server: Server, kills: int, serves_seconds: float) -> tuple[Clients, float, int]:
     clients, slowest, missing = Clients(server.port, patient=True), 0.0, 0
     running = asyncio.create_task(clients.run(CLIENTS))
     for _ in range(kills):
@@ -193,7 +193,7 @@ async def _kill_engines(server: Server, kills: int) -> tuple[Clients, float, int
         missing += not waited
         served = len(clients.asked)
         is_back = lambda served=served: any(asked.status == 200 for asked in clients.asked[served:])  # noqa: E731
-        missing += not await until(is_back, SERVES_SECONDS)
+        missing += not await until(is_back, serves_seconds)
     clients.stop = True
     await running
     return clients, slowest, missing
