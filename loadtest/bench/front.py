@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ def wrk(url: str, script: Path, connections: int, seconds: float) -> tuple[float
 
 
 def measure(
-    server: Server, bodies: Sequence[bytes], candidates: int, options: argparse.Namespace
+    server: Server, fronts: Server | None, bodies: Sequence[bytes], candidates: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for each number of connections; the sides take turns, so that a busy machine slows both."""
+    """A row for each number of connections; the sides take turns, so that a busy machine slows all of them."""
     if shutil.which("wrk") is None:
         return [{"candidates": candidates, "not measured": "wrk is not installed"}]
     first = httpx.post(f"{server.url}/rank", content=bodies[0], headers={"content-type": "application/json"})
@@ -76,13 +77,18 @@ def measure(
         (script := Path(folder) / "post.lua").write_text(SCRIPT % (lines := Path(folder) / "bodies"))
         lines.write_bytes(b"\n".join(bodies))
         for connections in (1, 16):
-            read: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
+            sides = {"ours": server, "bare": other} | ({} if fronts is None else {"fronts": fronts})
+            read: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
             for _ in range(options.rounds):
-                for side, target in (("ours", server), ("bare", other)):
+                for side, target in sides.items():
                     read[side].append(wrk(target.url, script, connections, options.seconds))
-            ours, theirs = ([rate for rate, _ in read[side]] for side in ("ours", "bare"))
-            figures = {"ours_per_s": Figure.of(ours), "bare_per_s": Figure.of(theirs), "ratio": ratio(ours, theirs)}
+            rates = {side: [rate for rate, _ in found] for side, found in read.items()}
+            figures = {f"{side}_per_s": Figure.of(found) for side, found in rates.items()}
+            figures |= {"ratio": ratio(rates["ours"], rates["bare"])}
             figures["p50_ms"] = Figure.of([half for _, half in read["ours"]])
+            if fronts is not None:
+                figures["fronts_ratio"] = ratio(rates["fronts"], rates["ours"])
+                figures["fronts_p50_ms"] = Figure.of([half for _, half in read["fronts"]])
             rows.append(
                 {"candidates": candidates, "connections": connections, "target": TARGETS.get((candidates, connections))}
                 | {name: [float(f"{part:.3g}") for part in (f.median, f.low, f.high)] for name, f in figures.items()}
@@ -95,12 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench.front", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one reading")
+    parser.add_argument("--fronts", type=int, default=0, help="beside one process, so many fronts")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "weights" / "demo")
     options = parser.parse_args(arguments)
-    with ranking_server(checkpoint=options.checkpoint, logs__format="json", logs__success_sample=1) as server:
+    settings: dict[str, Any] = {"checkpoint": options.checkpoint, "logs__format": "json", "logs__success_sample": 1}
+    several = ranking_server(**settings, fronts=options.fronts) if options.fronts else nullcontext()
+    with ranking_server(**settings) as server, several as fronts:
         seven = orjson.dumps(orjson.loads((ROOT / "weights/demo/example.json").read_bytes()))
         many = [request.partition(b"\r\n\r\n")[2] for request in ranking_bodies(server.target, 64, 2000)]
-        rows = measure(server, [seven], 7, options) + measure(server, many, 64, options)
+        rows = measure(server, fronts, [seven], 7, options) + measure(server, fronts, many, 64, options)
     for row in rows:  # each figure: median, 10th and 90th percentile
         print("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in row.items()))
     print(json.dumps({**machine(), "front": rows}, ensure_ascii=False))
