@@ -125,7 +125,7 @@ class EngineHost:
 
     async def _end_with_fronts(self) -> None:
         drain = self.settings.drain
-        await _until(lambda: not self._links, drain.delay_seconds + drain.timeout_seconds)
+        await _until(lambda: not self._fronts, drain.delay_seconds + drain.timeout_seconds)
         self._ended.set()
 
     def _fatal(self, reason: str) -> None:

@@ -45,9 +45,14 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def send(self, frame: ToEngine | ToFront) -> None:
-        """Write a frame; nothing on a link that has ended. Raises ValueError for one that is too long."""
+        """Write a frame; nothing on a link that has ended. Raises ValueError for one that is too long.
+
+        A peer that has long taken nothing is cut off: what waits for it has a bound.
+        """
         if self._transport is not None:
             self._transport.write(encode(frame))
+            if self._transport.get_write_buffer_size() > MAX_BYTES:
+                self._end("takes nothing of what is sent")
 
     def close(self) -> None:
         """End it when everything is written."""
@@ -107,7 +112,7 @@ class Link(asyncio.Protocol):
         return min(start, size)
 
     def _end(self, reason: str) -> None:
-        """The peer talks nonsense, of which this end stays untouched."""
+        """The peer misbehaves, and nobody else shall feel it."""
         log.error("link_broken", reason=reason[:200])
         if self._transport is not None:
             self._transport.abort()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import structlog
 
-from app.fronts import frames
+from app.fronts import frames, link
 from app.fronts.frames import MAX_BYTES, Cancel, Hello, encode
 from app.fronts.link import Link
 from tests.app.fakes import run, until
@@ -116,6 +116,16 @@ def test_a_peer_that_reads_nothing_is_known_as_congested() -> None:
         while end.link.congested:
             await loop.sock_recv(peer, 2**20)
 
+    joined(test)
+
+
+def test_a_peer_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(end: End, peer: socket.socket) -> None:
+        for _ in range(100):
+            end.link.send(frames.Reload(1, "x" * 100_000))
+        await until(lambda: end.lost == 1)
+
+    monkeypatch.setattr(link, "MAX_BYTES", 2**20)
     joined(test)
 
 
