@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from app.errors import (
 )
 from app.fronts import frames
 from app.fronts.link import Link
+from app.fronts.uplink import Uplink
 from app.interface import Done, Health, Ranked, ServedModel, Ticket
 from app.service.loop_clock import LoopClock
 from app.settings import Settings
@@ -34,8 +34,6 @@ from weights.format.manifest import Manifest
 
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 OVERRUN_RETRY_SECONDS = 1.0
-CONNECT_SECONDS = 0.02  # between two attempts
-COUNTS_SECONDS = 0.5  # between two reports of what was counted; a front that is killed takes so much with it
 SWEEP_SECONDS = 0.1
 GRACE_SECONDS = 0.25  # after a deadline, for the engine process to say so itself
 SILENT_SECONDS = 4.0  # without a sign of life, of which there is one a second
@@ -60,7 +58,7 @@ class Version:
 class Place(Ticket):
     """A request of this front: first prepared, then sent, at last answered or released."""
 
-    __slots__ = ("candidates", "deadline", "done", "history", "id", "key", "link", "service", "version")
+    __slots__ = ("candidates", "deadline", "done", "id", "key", "link", "service", "version")
 
     def __init__(self, service: RemoteService, link: Link, version: Version, deadline: float, key: str | None) -> None:
         self.service = service
@@ -88,38 +86,29 @@ class RemoteService:
         self.clock = time.monotonic
         self.on_fatal: Callable[[str], None] = lambda reason: None  # nothing here is fatal: the supervisor decides
         self.linked = asyncio.Event()  # the engine process has said how it is
-        self._path = path
-        self._front = front
-        self._deltas = Deltas(metrics.registry)
+        self._uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
         self._loop_clock = LoopClock(self.clock)
-        self._link: Link | None = None
-        self._lost: asyncio.Event = asyncio.Event()
-        self._heard = 0.0
         self._state = frames.State(False, False, False, "The engine process is starting.", "", 0.0)
         self._versions: list[Version] = []  # that may still be asked for; the last one serves
         self._pending: dict[int, Place] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
         self._refused = 0
         self._draining = self._refusing = self._started = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._sweeper: asyncio.Task[None] | None = None
         self._take: dict[type, Callable[[Any], None]] = {
             frames.Answer: self._answer,
             frames.Failed: self._fail,
             frames.State: self._hear,
             frames.Model: self._serve,
-            frames.Flush: lambda flush: self._tell(flush.id),
-            frames.Exposition: lambda told: self._reply(told.id, told.text),
-            frames.Reloaded: lambda told: self._reply(told.id, told),
         }
 
     # life
 
     def start(self) -> None:
         """Keep a link to the engine process from now on; a second time does nothing."""
-        if not self._tasks:
-            loop = asyncio.get_running_loop()
-            self._tasks = [loop.create_task(work) for work in (self._keep_link(), self._sweep(), self._tell_counts())]
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+            self._uplink.start()
 
     def begin_drain(self) -> None:
         """Readiness is lost; requests are still served."""
@@ -132,55 +121,28 @@ class RemoteService:
         while self._pending and self.clock() < until:  # noqa: ASYNC110  # once in a life
             await asyncio.sleep(0.01)
         finished = not self._pending
-        for task in self._tasks:
-            task.cancel()
-        if self._link is not None:
-            self._tell(0)
-            self._link.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), 1.0)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await self._uplink.stop()
         return finished
 
     def has_running_threads(self) -> bool:
         """None here."""
         return False
 
-    async def _keep_link(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            self._lost = asyncio.Event()
-            link = Link(frames.from_engine, self._receive, self._made, self._end)
-            try:
-                await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
-            except OSError:  # it starts, or starts again
-                await asyncio.sleep(CONNECT_SECONDS)
-            else:
-                await self._lost.wait()
-
-    def _made(self, link: Link) -> None:
-        self._link, self._heard = link, self.clock()
-        self._deltas.tell_all()
-        link.send(frames.Hello(frames.VERSION, self._front))
-
-    def _end(self, link: Link) -> None:
+    def _lose(self) -> None:
         """The engine process has ended: whoever waits is told at once."""
-        self._link = None
         self.linked.clear()
         self._versions.clear()
         self._state = frames.State(False, True, False, ENDED, "", 0.0)
         if not self._refusing:
             log.error("engine_process_lost", requests=len(self._pending))
         pending, self._pending = self._pending, {}
-        asked, self._asked = self._asked, {}
         for place in pending.values():
             self._settle(place, self._down())
-        for future in asked.values():
-            if not future.done():
-                future.set_exception(self._down())
-        self._lost.set()
 
     def _down(self) -> ServiceError:
-        if self._state.failed or self._link is not None:
+        if self._state.failed:
             return EngineDown(self._state.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         return NotReady(self._state.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
 
@@ -224,12 +186,13 @@ class RemoteService:
         if self._refusing:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_SECONDS)
-        if self._link is None or self._state.failed:
+        link = self._uplink.link
+        if link is None or self._state.failed:
             raise self._down()
         if not self._versions:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(self._state.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
-        return self._link
+        return link
 
     def _refuse(self, reason: str, detail: str, retry_after_seconds: float) -> None:
         self._refused += 1
@@ -246,7 +209,7 @@ class RemoteService:
         place, number = ticket, next(self._ids)
         place.id, place.done, place.candidates = number, done, len(candidates)
         self._pending[number] = place
-        if place.link is not self._link:  # lost since it was admitted
+        if place.link is not self._uplink.link:  # lost since it was admitted
             lost = EngineDown(ENDED, retry_after_seconds=RETRY_AFTER_SECONDS)
             asyncio.get_running_loop().call_soon(self._finish, number, lost)
             return
@@ -264,7 +227,7 @@ class RemoteService:
         if not place.id:
             place.id = -1
             self._is_sent(place.version)
-        elif self._pending.pop(place.id, None) is not None and place.link is self._link:
+        elif self._pending.pop(place.id, None) is not None and place.link is self._uplink.link:
             place.link.send(frames.Cancel(place.id))
 
     def _is_sent(self, version: Version) -> None:
@@ -273,9 +236,9 @@ class RemoteService:
 
     def _leave(self, version: Version) -> None:
         """Tell when the last request on a replaced model was sent: it may be freed once that is answered."""
-        if not version.unsent and version in self._versions[:-1] and self._link is not None:
+        if not version.unsent and version in self._versions[:-1]:
             self._versions.remove(version)
-            self._link.send(frames.Left(version.number))
+            self._uplink.send(frames.Left(version.number))
 
     def _finish(self, number: int, result: Ranked | ServiceError) -> None:
         place = self._pending.pop(number, None)
@@ -293,8 +256,8 @@ class RemoteService:
         """Answer whom the engine process does not answer in time, and tell it what was refused."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            if self._refused and self._link is not None:
-                self._link.send(frames.Refused(self._refused))
+            if self._refused:
+                self._uplink.send(frames.Refused(self._refused))
                 self._refused = 0
             late = self.clock() - GRACE_SECONDS
             for place in [place for place in self._pending.values() if place.deadline < late]:
@@ -306,8 +269,8 @@ class RemoteService:
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
         state, failed, reason = self._state, self._state.failed, self._state.reason
-        silent = self.clock() - self._heard
-        if self._link is not None and silent > SILENT_SECONDS:
+        silent = self.clock() - self._uplink.heard
+        if self._uplink.link is not None and silent > SILENT_SECONDS:
             failed, reason = True, f"The engine process has been silent for {silent:.1f} s."
         if self._draining and not failed:
             reason = "The process is shutting down."
@@ -316,26 +279,16 @@ class RemoteService:
 
     async def exposition(self) -> bytes:
         """The metrics of all processes. Raises EngineDown while the engine process, which adds them up, is gone."""
-        self._tell(0)
+        self._uplink.tell()
         try:
-            text: bytes = await asyncio.wait_for(self._ask(frames.Scrape), SCRAPE_SECONDS)
+            told: frames.Exposition = await asyncio.wait_for(self._uplink.ask(frames.Scrape), SCRAPE_SECONDS)
         except TimeoutError:
             raise EngineDown(self.health().reason, retry_after_seconds=RETRY_AFTER_SECONDS) from None
-        return text
-
-    def _tell(self, number: int) -> None:
-        if self._link is not None:
-            self._link.send(frames.Counts(number, self._deltas.take()))
-
-    async def _tell_counts(self) -> None:
-        while True:
-            await asyncio.sleep(COUNTS_SECONDS)
-            self._tell(0)
+        return told.text
 
     # what the engine process says
 
-    def _receive(self, link: Link, frame: Any) -> None:
-        self._heard = self.clock()
+    def _receive(self, frame: Any) -> None:
         self._take[type(frame)](frame)
 
     def _answer(self, frame: frames.Answer) -> None:
@@ -359,27 +312,12 @@ class RemoteService:
         for version in self._versions[:-1]:
             self._leave(version)
 
-    # questions
-
-    async def ask_reload(self, checkpoint: str | None) -> ServedModel:
+    async def reload(self, checkpoint: str | None) -> ServedModel:
         """Have another checkpoint served. Raises what `Reloads.reload` raises, and CheckpointNotFound."""
-        told: frames.Reloaded = await self._ask(frames.Reload, checkpoint)
+        told: frames.Reloaded = await self._uplink.ask(frames.Reload, checkpoint)
         if told.failure:
             raise frames.RELOAD_FAILURES.get(told.failure, InternalError)(told.detail)
         return self.model
-
-    def _ask(self, kind: Callable[..., Any], *fields: Any) -> Awaitable[Any]:
-        if self._link is None:
-            raise self._down()
-        number, future = next(self._ids), asyncio.get_running_loop().create_future()
-        self._asked[number] = future
-        self._link.send(kind(number, *fields))
-        return future
-
-    def _reply(self, number: int, told: Any) -> None:
-        future = self._asked.pop(number, None)
-        if future is not None and not future.done():
-            future.set_result(told)
 
 
 class RemoteReloads:
@@ -394,7 +332,7 @@ class RemoteReloads:
 
     async def reload(self, path: Path | None = None) -> ServedModel:
         """As in the engine process. Raises CheckpointNotFound besides."""
-        return await self.service.ask_reload(None if path is None else str(path))
+        return await self.service.reload(None if path is None else str(path))
 
     def reload_soon(self) -> None: ...
 

@@ -218,7 +218,7 @@ def test_a_front_that_goes_keeps_no_model() -> None:
             await RemoteReloads(other).reload()
             await asyncio.sleep(0.05)
             assert not old.closed.is_set()
-            one._link.close()  # type: ignore[union-attr]
+            one._uplink.link.close()  # type: ignore[union-attr]
             await until(old.closed.is_set)
 
     run(main())
