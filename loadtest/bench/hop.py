@@ -112,7 +112,7 @@ async def measure(path: str, process: int, options: argparse.Namespace) -> list[
         for _ in range(options.rounds):
             rates.append(await front.pipelined(options.seconds))
             before = loop_seconds(process)
-            await front.paced(rates[-1] / 2, options.seconds)
+            await front.paced(options.rate or rates[-1] / 2, options.seconds)
             loops.append((loop_seconds(process) - before) / len(front.seconds) * 1e6)
             medians.append(float(np.percentile(front.seconds, 50)) * 1e3)
             lates.append(float(np.percentile(front.seconds, 99)) * 1e3)
@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench.hop", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one reading")
+    parser.add_argument("--rate", type=float, help="requests a second; by default half of what it can do")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:
         role = Role(f"{directory}/engine", os.getpid())
