@@ -14,7 +14,7 @@ from app.assembly import build_server
 from app.engine.loading import LoadedModel
 from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, NotReady, Overloaded
 from app.interface import Health, ranked
-from app.scheduling.loop_lag import TURN_SECONDS
+from app.scheduling.loop_lag import LoopLag
 from app.service.service import RankingService
 from app.settings import Batching, Deadline, Queue, Settings
 from app.telemetry.metrics import Metrics
@@ -162,14 +162,14 @@ def test_refusals_are_counted_by_their_reason() -> None:
             gate.opened.set()
             await first
             service.check_open("light")
-            service.loop_clock.lag.overrun = True
+            monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: unanswered > 0)
             service.check_open()
-            time.sleep(2 * TURN_SECONDS)  # noqa: ASYNC251  # within one turn of the loop
-            with pytest.raises(Overloaded, match="faster than they can be read") as caught:
+            ticket = service.admit(service.model, candidates=1, history=0, deadline=None)
+            with pytest.raises(Overloaded, match="faster than they can be answered") as caught:
                 service.check_open()
             assert caught.value.retry_after_seconds == 1.0
             assert (refused("queue_full"), refused("loop_overrun")) == (1, 1)
-            await asyncio.sleep(0)
+            ticket.release()
             service.check_open()
 
     run(main())
