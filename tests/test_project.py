@@ -41,9 +41,7 @@ def normal(name: str) -> str:
 def make(*arguments: str, directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
     if shutil.which("make") is None:
         pytest.skip("make is not installed here")
-    settable = re.findall(
-        r"^(\w+) \?=", MAKEFILE, re.MULTILINE
-    )  # `make test PYTHON=...` would hand them on to this make
+    settable = re.findall(r"^(\w+) \?=", MAKEFILE, re.MULTILINE)  # `make test PYTHON=...` would hand them on here
     kept = {name: value for name, value in os.environ.items() if not name.startswith("M") and name not in settable}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=directory, env=kept, capture_output=True, text=True, timeout=60)
