@@ -12,7 +12,8 @@ import pytest
 from app.engine.loading import LoadedModel
 from app.errors import EngineDown
 from app.settings import Batching
-from tests.app.fakes import FakeClock, FakeEngine, Gate, loaded, rank, request, right, run, running, until
+from model.engine import EngineError
+from tests.app.fakes import FakeClock, FakeEngine, busy, loaded, rank, request, right, run, running, until
 
 
 def test_the_reply_says_how_long_the_request_queued_and_computed() -> None:
@@ -29,28 +30,30 @@ def test_the_reply_says_how_long_the_request_queued_and_computed() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("error", [SystemExit("a thread's end"), KeyboardInterrupt()])
-def test_a_thread_that_dies_answers_everyone_and_is_fatal(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [EngineError("device lost", sticky=True), SystemExit("a thread's end"), KeyboardInterrupt("pressed")],
+    ids=repr,
+)
+def test_an_engine_that_is_lost_answers_everyone_and_is_fatal_once(error: BaseException) -> None:
+    """An error after which it can compute nothing, or one that ends its thread."""
     told: list[str] = []
 
+    def fault(items: object) -> None:
+        raise error
+
     async def main() -> None:
-        gate = Gate()
-
-        def before(items: object) -> None:
-            gate(items)
-            raise error
-
-        engine = FakeEngine(before=before)
-        async with running(engine) as service:
+        async with busy(fault) as (service, engine, gate, first):
             service.on_fatal = told.append
-            tasks = [asyncio.ensure_future(rank(service, 1))]
-            await gate.reached()
-            tasks += [asyncio.ensure_future(rank(service, user)) for user in range(2, 6)]
-            await asyncio.sleep(0)
+            others = [asyncio.ensure_future(rank(service, user)) for user in range(2, 6)]
+            await asyncio.sleep(0.01)
             gate.opened.set()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(first, *others, return_exceptions=True)
             assert all(isinstance(result, EngineDown) for result in results)
-            assert type(error).__name__ in service.health().reason
+            assert not service.health().ready
+            with pytest.raises(EngineDown):
+                service.check_open()
+            assert str(error) in service.health().reason
             assert await asyncio.to_thread(engine.closed.wait, 2)
 
     run(main())
@@ -66,11 +69,8 @@ def test_a_busy_engine_lets_the_batch_grow_and_sleeps_meanwhile() -> None:
         return time.monotonic()
 
     async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with running(engine, clock, batching=Batching(window_seconds=0.3)) as service:
-            first = asyncio.ensure_future(rank(service, 1))
-            await gate.reached()
+        window = Batching(window_seconds=0.3)
+        async with busy(clock=clock, batching=window) as (service, engine, gate, first):
             second = asyncio.ensure_future(rank(service, 2))
             await asyncio.sleep(0.01)
             gate.opened.set()

@@ -19,7 +19,7 @@ from app.service.service import RankingService
 from app.settings import Batching, Deadline, Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
-from tests.app.fakes import FakeEngine, Gate, loaded, loader, rank, request, right, run, running, until
+from tests.app.fakes import FakeEngine, Gate, busy, loaded, loader, rank, request, right, run, running, until
 from tests.app.serving import value_of
 
 
@@ -144,15 +144,12 @@ def test_a_load_that_fails_during_a_drain_exits_with_1_and_was_never_started() -
 
 def test_refusals_are_counted_by_their_reason() -> None:
     async def main() -> None:
-        gate = Gate()
         queue = Queue(max_candidates=100, key_candidates_per_second=60.0)
-        async with running(FakeEngine(before=gate), queue=queue) as service:
+        async with busy(candidates=100, key="heavy", queue=queue) as (service, _, gate, first):
 
             def refused(reason: str) -> float:
                 return value_of(service.metrics.render().decode(), f'ranker_rejected_total{{reason="{reason}"}}')
 
-            first = asyncio.ensure_future(rank(service, 1, 100, key="heavy"))
-            await gate.reached()
             with pytest.raises(Overloaded, match="rate"):
                 await rank(service, 2, 100, key="heavy")
             assert (refused("key_rate"), refused("queue_full")) == (1, 0)
@@ -197,11 +194,8 @@ def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
 
 def test_the_queue_is_bounded_in_work_and_says_when_to_come_back() -> None:
     async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with running(engine, queue=Queue(max_candidates=100, max_wait_seconds=0)) as service:
-            first = asyncio.ensure_future(rank(service, 1, 60))
-            await gate.reached()
+        queue = Queue(max_candidates=100, max_wait_seconds=0)
+        async with busy(candidates=60, queue=queue) as (service, _, gate, first):
             second = asyncio.ensure_future(rank(service, 2, 40))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded) as refused:
@@ -218,31 +212,9 @@ def test_the_queue_is_bounded_in_work_and_says_when_to_come_back() -> None:
     run(main())
 
 
-def test_a_deadline_in_the_queue_answers_at_once_and_the_request_is_never_computed() -> None:
-    async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with running(engine) as service:
-            first = asyncio.ensure_future(rank(service, 1))
-            await gate.reached()
-            with pytest.raises(DeadlineExceeded):
-                await rank(service, 2, deadline=service.clock() + 0.02)
-            assert service.admission.requests == 1
-            gate.opened.set()
-            await first
-            await rank(service, 3)
-            assert 2 not in chain.from_iterable(engine.forwards)
-
-    run(main())
-
-
 def test_a_client_that_goes_away_in_the_queue_is_never_computed_and_leaves_no_trace() -> None:
     async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with running(engine) as service:
-            first = asyncio.ensure_future(rank(service, 1))
-            await gate.reached()
+        async with busy() as (service, engine, gate, first):
             gone = [asyncio.ensure_future(rank(service, user)) for user in range(2, 50)]
             await asyncio.sleep(0.01)
             for task in (first, *gone[::2]):
@@ -277,32 +249,6 @@ def test_a_ticket_that_is_dropped_or_released_frees_its_place() -> None:
     run(main())
 
 
-def test_one_bad_request_in_a_batch_fails_alone() -> None:
-    async def main() -> None:
-        gate = Gate()
-
-        def before(items: object) -> None:
-            gate(items)
-            if any(item.context.user_id == 13 for item in items):  # type: ignore[attr-defined]
-                raise MemoryError("poison")
-
-        engine = FakeEngine(before=before)
-        async with running(engine) as service:
-            tasks = [asyncio.ensure_future(rank(service, 99))]
-            await gate.reached()
-            tasks += [asyncio.ensure_future(rank(service, user)) for user in range(10, 20)]
-            await asyncio.sleep(0.01)
-            gate.opened.set()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(results.pop(4), EngineDown)
-            users = [99, *range(10, 13), *range(14, 20)]
-            assert all(right(found, user) for user, found in zip(users, results, strict=True))
-            assert service.health().ready
-            assert "ranker_forward_failures_total 1.0" in service.metrics.render().decode()
-
-    run(main())
-
-
 def test_non_finite_scores_fail_that_request_only() -> None:
     class Nan(FakeEngine):
         def forward(self, items):  # type: ignore[no-untyped-def]
@@ -320,34 +266,6 @@ def test_non_finite_scores_fail_that_request_only() -> None:
             assert right(three, 3)
 
     run(main())
-
-
-def test_a_sticky_error_answers_everyone_and_is_fatal_once() -> None:
-    told: list[str] = []
-
-    async def main() -> None:
-        gate = Gate()
-
-        def before(items: object) -> None:
-            gate(items)
-            raise EngineError("device lost", sticky=True)
-
-        async with running(FakeEngine(before=before)) as service:
-            service.on_fatal = told.append
-            tasks = [asyncio.ensure_future(rank(service, 1))]
-            await gate.reached()
-            tasks += [asyncio.ensure_future(rank(service, user)) for user in range(2, 6)]
-            await asyncio.sleep(0.01)
-            gate.opened.set()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(result, EngineDown) for result in results)
-            assert not service.health().ready
-            with pytest.raises(EngineDown):
-                service.check_open()
-
-    run(main())
-    assert len(told) == 1
-    assert "device lost" in told[0]
 
 
 def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() -> None:
@@ -391,11 +309,8 @@ def test_a_failed_swap_leaves_the_old_model_serving() -> None:
 
 def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
     async def main() -> None:
-        gate = Gate()
         groups = {"queue": Queue(stall_seconds=0.05), "deadline": Deadline(default_seconds=0.1)}
-        async with running(FakeEngine(before=gate), **groups) as service:
-            lost = asyncio.ensure_future(rank(service, 1))
-            await gate.reached()
+        async with busy(**groups) as (service, _, gate, lost):
             assert service.health().ready
             with pytest.raises(DeadlineExceeded):
                 await lost
