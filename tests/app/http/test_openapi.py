@@ -9,13 +9,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.http.openapi import example_requests
-from tests.app.serving import served
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    with served() as (client, _):
-        yield client
 
 
 @pytest.fixture(scope="module")
