@@ -10,13 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from app.engine.worker import EngineWorker, RankJob
-from app.errors import DeadlineExceeded, EngineDown, ServiceError
-from app.scheduling.batching import Batcher
+from app.engine.rank_job import RankJob
+from app.engine.worker import Ended, EngineWorker
+from app.errors import DeadlineExceeded, EngineDown
+from app.scheduling.batching import Batcher, Chunk
 from app.service.service import RankingService
 from app.settings import Queue
 from loadtest.soak.fake_engine import FakeEngine
-from model.engine import Item, Outcome
+from model.engine import Item
 from tests.app.fakes import busy, rank, right, run, running, until
 
 
@@ -68,8 +69,8 @@ def poisoned(items: Sequence[Item]) -> None:
         raise MemoryError("planted")
 
 
-async def poison() -> list[object]:
-    """Requests 10 to 19 in one batch, of which 13 raises; what each got."""
+async def poison() -> tuple[list[object], float | None]:
+    """Requests 10 to 19 in one batch, of which 13 raises: what each got, and how many forwards failed."""
     async with busy(poisoned) as (service, _, gate, first):
         tasks = [asyncio.ensure_future(rank(service, user)) for user in range(10, 20)]
         await asyncio.sleep(0.01)
@@ -77,24 +78,22 @@ async def poison() -> list[object]:
         assert right(await first, 1)
         results = list(await asyncio.gather(*tasks, return_exceptions=True))
         assert service.health().ready
-        assert "ranker_forward_failures_total 1.0" in service.metrics.render().decode()
-        return results
+        return results, service.metrics.registry.get_sample_value("ranker_forward_failures_total")
 
 
 def test_f6_only_the_guilty_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = dict(zip(range(10, 20), run(poison()), strict=True))
+    answers, failures = run(poison())
+    assert failures == 2  # the batch, and the request that is to blame
+    results = dict(zip(range(10, 20), answers, strict=True))
     assert isinstance(results.pop(13), EngineDown)
     assert all(right(scores, user) for user, scores in results.items())
-    monkeypatch.setattr(EngineWorker, "_outcomes", _unsplit)
-    assert len([result for result in run(poison()) if isinstance(result, EngineDown)]) == 10
+    monkeypatch.setattr(EngineWorker, "_failed", _unsplit)
+    assert len([result for result in run(poison())[0] if isinstance(result, EngineDown)]) == 10
 
 
-def _unsplit(worker: EngineWorker, engine: FakeEngine, items: Sequence[Item]) -> Sequence[Outcome | ServiceError]:
+def _unsplit(worker: EngineWorker, chunks: Sequence[Chunk[RankJob]], error: BaseException) -> list[Ended]:
     """A worker that blames the whole batch."""
-    try:
-        return engine.forward(items)
-    except MemoryError:
-        return [EngineDown() for _ in items]
+    return [(chunk.job, EngineDown()) for chunk in chunks]
 
 
 class Vanishing(RuleBasedStateMachine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from app.telemetry.distributions import BOUNDS, ReplyProbabilities
+from app.telemetry.distributions import PROBABILITIES, ReplyProbabilities
 
 
 def samples(*replies: tuple[tuple[str, ...], list[list[float]]]) -> dict[tuple[str, str], float]:
@@ -30,7 +30,7 @@ def test_the_mean_over_candidates_is_counted_once_a_reply() -> None:
 def test_a_bucket_holds_its_upper_bound_and_the_last_holds_the_rest() -> None:
     found = samples((("a",), [[0.5]]), (("a",), [[np.nextafter(np.float32(0.5), np.float32(1))]]), (("a",), [[0.99]]))
     assert [found["a", bound] for bound in ("0.3", "0.5", "0.7", "0.9", "+Inf")] == [0, 1, 2, 2, 3]
-    assert list(BOUNDS) == sorted(BOUNDS)
+    assert list(PROBABILITIES) == sorted(PROBABILITIES)
 
 
 def test_a_name_that_two_checkpoints_share_is_one_series() -> None:
