@@ -28,10 +28,8 @@ from loadtest.fuzz import bodies
 from loadtest.fuzz.bodies import in_arrays
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.sources import corpus
-from tests.app.fakes import FakeEngine, loaded
-from tests.app.serving import good
+from tests.app.serving import VOCABULARY, good
 
-VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 LIMITS = Limits()
 LOOP_SECONDS = 0.010  # what one body of 64 KiB may take
 LONG_LOOP_SECONDS = (

@@ -67,7 +67,9 @@ def test_before_anything_was_answered_nothing_is_refused() -> None:
         pytest.param([(LATE, FULL - 1, 20 * STANDING_SECONDS)], id="many callers who each wait for their reply"),
         pytest.param([(ON_TIME, 100 * FULL, 20 * STANDING_SECONDS)], id="a slow engine"),
         pytest.param([(30 * LATE, 10 * FULL, STANDING_SECONDS / 2), (LATE, FULL // 2, 1.0)], id="a burst"),
-        pytest.param([(LATE, 2 * FULL, 0.08), (ON_TIME, 2 * FULL, TICK_SECONDS / 2)] * 10, id="time to spare now and then"),
+        pytest.param(
+            [(LATE, 2 * FULL, 0.08), (ON_TIME, 2 * FULL, TICK_SECONDS / 2)] * 10, id="time to spare now and then"
+        ),
         pytest.param([*OVERRUN, (ON_TIME, FULL // 4, 1.5 * RECOVERED_SECONDS)], id="nearly idle for a while"),
     ],
 )

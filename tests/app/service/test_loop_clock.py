@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from app.scheduling.loop_lag import TICK_SECONDS, WAIT_SECONDS, Work
 from app.service.loop_clock import LoopClock
-from tests.app.fakes import run, until
+from tests.app.fakes import until
+
+pytestmark = pytest.mark.anyio
 
 
-def test_callers_who_never_pause_overrun_the_loop() -> None:
+async def test_callers_who_never_pause_overrun_the_loop() -> None:
     answered = 0
 
     def busy() -> None:
@@ -23,17 +27,14 @@ def test_callers_who_never_pause_overrun_the_loop() -> None:
         if answered < 400:
             asyncio.get_running_loop().call_later(0, busy)
 
-    async def main() -> None:
-        clock.request_arrives()
-        await asyncio.sleep(5 * TICK_SECONDS)
-        assert not clock.lag.overrun
-        asyncio.get_running_loop().call_soon(busy)
-        await until(lambda: clock.lag.overrun)
-        assert clock.lag.wait_seconds(100) > WAIT_SECONDS
-        await until(lambda: not clock._is_ticking)
-        clock.request_arrives()
-        assert not clock.lag.overrun  # whatever was before the silence
-        assert clock._is_ticking
-
     clock = LoopClock(time.monotonic, lambda: Work(time.thread_time(), answered, 0, 100))
-    run(main())
+    clock.request_arrives()
+    await asyncio.sleep(5 * TICK_SECONDS)
+    assert not clock.lag.overrun
+    asyncio.get_running_loop().call_soon(busy)
+    await until(lambda: clock.lag.overrun)
+    assert clock.lag.wait_seconds(100) > WAIT_SECONDS
+    await until(lambda: not clock._is_ticking)
+    clock.request_arrives()
+    assert not clock.lag.overrun  # whatever was before the silence
+    assert clock._is_ticking
