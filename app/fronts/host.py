@@ -176,6 +176,7 @@ class EngineHost:
         if model is None or number in front.tickets:
             raise ValueError("a request on no model, or of a number that another has")
         try:
+            service.check_open(frame.key)
             front.tickets[number] = ticket = service.admit(
                 model.served, candidates=frame.candidates, history=frame.history, deadline=frame.deadline, key=frame.key
             )

@@ -25,6 +25,7 @@ from app.fronts import frames
 from app.fronts.link import Link
 from app.fronts.uplink import Uplink
 from app.interface import Done, Health, Ranked, ServedModel, Ticket
+from app.scheduling.loop_lag import Work
 from app.service.loop_clock import LoopClock
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -87,12 +88,13 @@ class RemoteService:
         self.on_fatal: Callable[[str], None] = lambda reason: None  # nothing here is fatal: the supervisor decides
         self.linked = asyncio.Event()  # the engine process has said how it is
         self._uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
-        self._loop_clock = LoopClock(self.clock)
+        self._loop_clock = LoopClock(self.clock, self._work)
         self._state = frames.State(False, False, False, "The engine process is starting.", "", 0.0)
         self._versions: list[Version] = []  # that may still be asked for; the last one serves
         self._pending: dict[int, Place] = {}
         self._ids = itertools.count(1)
-        self._refused = 0
+        self._answered = self._refused = 0
+        self._untold = 0  # of the refused, since the engine process was told of them
         self._draining = self._refusing = self._started = False
         self._sweeper: asyncio.Task[None] | None = None
         self._take: dict[type, Callable[[Any], None]] = {
@@ -163,8 +165,8 @@ class RemoteService:
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request would get now, as far as this front knows: NotReady, Draining, EngineDown or Overloaded."""
         link = self._check_able()
-        turn_seconds = self._loop_clock.request_arrives()
-        if self._loop_clock.lag.refuses(turn_seconds):
+        self._loop_clock.request_arrives()
+        if self._loop_clock.lag.refuses(len(self._pending)):
             self._refuse("loop_overrun", "requests arrive faster than they can be read", OVERRUN_RETRY_SECONDS)
         if self._state.closed:
             self._refuse("queue_full", self._state.closed, self._state.retry_after_seconds)
@@ -194,8 +196,12 @@ class RemoteService:
             raise NotReady(self._state.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
         return link
 
+    def _work(self) -> Work:
+        return Work(time.thread_time(), self._answered, self._refused, len(self._pending))
+
     def _refuse(self, reason: str, detail: str, retry_after_seconds: float) -> None:
         self._refused += 1
+        self._untold += 1
         self.metrics.rejected.labels(reason).inc()
         raise Overloaded(f"Refused on arrival: {detail}.", retry_after_seconds=retry_after_seconds)
 
@@ -247,6 +253,7 @@ class RemoteService:
 
     def _settle(self, place: Place, result: Ranked | ServiceError) -> None:
         assert place.done is not None
+        self._answered += 1
         try:
             place.done(result)
         except Exception as error:  # a fault in one request must not end the link of all
@@ -256,9 +263,9 @@ class RemoteService:
         """Answer whom the engine process does not answer in time, and tell it what was refused."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            if self._refused:
-                self._uplink.send(frames.Refused(self._refused))
-                self._refused = 0
+            if self._untold:
+                self._uplink.send(frames.Refused(self._untold))
+                self._untold = 0
             late = self.clock() - GRACE_SECONDS
             for place in [place for place in self._pending.values() if place.deadline < late]:
                 place.release()
