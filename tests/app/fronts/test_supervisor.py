@@ -8,26 +8,26 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from tests.app.server.test_process import Process, process
-
-FAULTY = "loadtest.soak.faulty_fronts"
-PLANTED = "--refused-after-seconds=1"
-
-
-def pid(server: Process, event: str, **fields: object) -> int:
-    """The process that the last such line names."""
-    server.event(event)
-    found = [line for line in server.lines if line["event"] == event and fields.items() <= line.items()]
-    return int(str(found[-1]["process"]))
+from loadtest.machine import ROOT
+from loadtest.servers.launch import HOST, Server, ranking_server
+from loadtest.soak.fronts import process_of
+from loadtest.soak.servers import FRONTED
+from tests.app.server.test_process import event, status
+from tests.reliability.live import wait_until
 
 
-def is_ready(server: Process) -> bool:
-    return server.get("/readyz") == 200
+def started(
+    *command: str, environment: dict[str, str] | None = None, **settings: object
+) -> AbstractContextManager[Server]:
+    """Two fronts as soon as their supervisor runs, with its log in JSON; `python -m app` without a command."""
+    variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    chosen = {"fronts": 2, "logs__format": "json", **settings}
+    return ranking_server(*command, ready_path=None, environment=variables, **chosen)
 
 
 def alive(process: int) -> bool:
@@ -37,121 +37,111 @@ def alive(process: int) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def environment(**changed: str) -> Iterator[None]:
-    """For processes that are started inside."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in changed.items():
-            patch.setenv(name, value)
-        yield
-
-
-def libraries(process: int) -> str:
-    return Path(f"/proc/{process}/maps").read_text()
+def processes(server: Server) -> list[int]:
+    """The fronts and the engine process."""
+    return [process_of(server, front) for front in (1, 2, None)]
 
 
 def test_a_start_a_drain_and_exit_0() -> None:
-    with process(FAULTY, fronts="2", drain__delay_seconds="0.5") as server:
-        assert server.get("/livez") == 200
-        server.wait(lambda: is_ready(server))
-        processes = [pid(server, "front_started", front=1), pid(server, "front_started", front=2), server.popen.pid]
-        for each in processes:
-            assert "libtorch" not in libraries(each)
-        assert "libtorch" in libraries(pid(server, "engine_started"))
-        server.popen.send_signal(signal.SIGTERM)
-        server.event("draining")
-        server.wait(lambda: server.get("/readyz") == 503)  # and still listening
-        assert server.get("/livez") == 200
-        assert server.popen.wait(10) == 0
-        server.wait(lambda: server.lines[-1].get("event") == "stopped")
+    with started(*FRONTED, drain__delay_seconds=0.5) as server:
+        server.wait_ready("/livez")
+        server.wait_ready()
+        torch = [
+            "libtorch" in Path(f"/proc/{each}/maps").read_text() for each in (*processes(server), server.process.pid)
+        ]
+        assert torch == [False, False, True, False]
+        began = processes(server)
+        server.process.send_signal(signal.SIGTERM)
+        event(server, "draining")
+        wait_until(lambda: status(server, "/readyz") == 503)  # and still listening
+        assert status(server, "/livez") == 200
+        assert server.process.wait(10) == 0
+        assert server.lines[-1]["event"] == "stopped"
         assert server.lines[-1]["exit_code"] == 0
-        assert not any(alive(each) for each in (*processes, pid(server, "engine_started")))
-        assert {line.get("front") for line in server.lines if line["event"] == "listening"} == {1, 2}
+        assert not any(map(alive, began))
+        assert {line["front"] for line in server.lines if line["event"] == "listening"} == {1, 2}
 
 
 def test_every_process_gets_the_signal_and_the_drain_is_one() -> None:
     """As systemd sends it: to all at once, and the supervisor hands it on."""
-    with process(FAULTY, fronts="2", drain__delay_seconds="1") as server:
-        server.wait(lambda: is_ready(server))
-        for each in (pid(server, "engine_started"), pid(server, "front_started", front=1), server.popen.pid):
+    with started(*FRONTED, drain__delay_seconds=1) as server:
+        server.wait_ready()
+        for each in (*processes(server), server.process.pid):
             os.kill(each, signal.SIGTERM)
         time.sleep(0.3)
-        assert server.get("/livez") == 200
-        assert server.popen.wait(10) == 0
+        assert status(server, "/livez") == 200
+        assert server.process.wait(10) == 0
 
 
 def test_a_second_signal_ends_all_at_once() -> None:
-    with process(FAULTY, fronts="1", drain__delay_seconds="30") as server:
-        server.wait(lambda: is_ready(server))
-        processes = [pid(server, "front_started"), pid(server, "engine_started")]
-        server.popen.send_signal(signal.SIGINT)
-        server.event("draining")
-        server.popen.send_signal(signal.SIGINT)
-        assert server.popen.wait(5) == 128 + signal.SIGINT
-        assert not any(alive(each) for each in processes)
+    with started(*FRONTED, drain__delay_seconds=30) as server:
+        server.wait_ready()
+        began = processes(server)
+        server.process.send_signal(signal.SIGINT)
+        event(server, "draining")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5) == 128 + signal.SIGINT
+        assert not any(map(alive, began))
 
 
 def test_nothing_survives_a_supervisor_that_is_killed() -> None:
-    with process(FAULTY, fronts="1") as server:
-        server.wait(lambda: is_ready(server))
-        processes = [pid(server, "front_started"), pid(server, "engine_started")]
-        os.kill(processes[0], signal.SIGSTOP)
-        server.popen.kill()
-        server.wait(lambda: not any(alive(each) for each in processes), 5)
+    with started(*FRONTED) as server:
+        server.wait_ready()
+        began = processes(server)
+        os.kill(began[0], signal.SIGSTOP)
+        server.process.kill()
+        wait_until(lambda: not any(map(alive, began)), 5)
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
-    with process(FAULTY, PLANTED, fronts="2", drain__delay_seconds="30") as server:
-        assert server.popen.wait(30) == 1  # without the delay
-        assert "planted" in str(server.event("fatal")["reason"])
+    with started(*FRONTED, "--refused-after-seconds=1", drain__delay_seconds=30) as server:
+        assert server.process.wait(30) == 1  # without the delay
+        assert "planted" in str(event(server, "fatal")["reason"])
 
 
 def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path: Path) -> None:
     missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
-    with environment(PYTHONPATH=str(tmp_path)), process("app", fronts="1", tracing__enabled="true") as server:
-        assert server.popen.wait(30) == 2
+    with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, tracing__enabled="true") as server:
+        assert server.process.wait(30) == 2
 
 
 def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
     """Also where the other one would share it, as another supervisor does."""
     with (
-        socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken,
-        process("app", fronts="2", port=str(taken.getsockname()[1])) as server,
+        socket.create_server((HOST, 0), reuse_port=True) as taken,
+        started(port=taken.getsockname()[1]) as server,
     ):
-        assert server.popen.wait(20) == 3
-        assert server.event("cannot_listen")["reason"] == "Address already in use"
+        assert server.process.wait(20) == 3
+        assert event(server, "cannot_listen")["reason"] == "Address already in use"
 
 
 @pytest.mark.parametrize("policy", ["exit", "restart"])
 def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_otherwise(policy: str) -> None:
-    with process(FAULTY, fronts="2", engine_loss=policy, drain__delay_seconds="30") as server:
-        server.wait(lambda: is_ready(server))
+    with started(*FRONTED, engine_loss=policy, drain__delay_seconds=30) as server:
+        server.wait_ready()
         time.sleep(5)  # one that lived less is not started again
-        first = pid(server, "engine_started")
+        first = process_of(server, None)
         os.kill(first, signal.SIGKILL)
-        if policy == "exit":
-            assert server.popen.wait(10) == 70
-        else:
-            server.wait(lambda: server.get("/readyz") == 503)
-            assert server.get("/livez") == server.get("/startupz") == 200
-            server.wait(lambda: is_ready(server))
-            assert pid(server, "engine_started") != first
-            second = pid(server, "engine_started")
-            os.kill(second, signal.SIGKILL)  # at once again
-            assert server.popen.wait(10) == 70
+        if policy == "restart":
+            wait_until(lambda: status(server, "/readyz") == 503)
+            assert status(server, "/livez") == status(server, "/startupz") == 200
+            server.wait_ready()
+            assert process_of(server, None) != first
+            os.kill(process_of(server, None), signal.SIGKILL)  # soon again
+        assert server.process.wait(10) == 70
 
 
 def test_sighup_reads_the_checkpoint_again() -> None:
-    with process("app", fronts="1", drain__delay_seconds="0", device="cpu", backend="dense") as server:
-        server.wait(lambda: is_ready(server))
-        server.popen.send_signal(signal.SIGHUP)
-        assert server.event("reloaded")["checkpoint"] == "weights/demo"
+    with started(device="cpu", backend="dense") as server:
+        server.wait_ready()
+        server.process.send_signal(signal.SIGHUP)
+        assert event(server, "reloaded")["checkpoint"] == "weights/demo"
 
 
 def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(tmp_path: Path) -> None:
-    with environment(TMPDIR=str(tmp_path)), process(FAULTY, fronts="1", drain__delay_seconds="0") as server:
-        server.wait(lambda: is_ready(server))
+    with started(*FRONTED, environment={"TMPDIR": str(tmp_path)}) as server:
+        server.wait_ready()
         [directory] = tmp_path.glob("ranker-*")
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         with socket.socket(socket.AF_UNIX) as stranger:
@@ -160,8 +150,7 @@ def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(tmp_path: Path
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
-        server.event("link_broken")
-        assert is_ready(server)
-        server.popen.send_signal(signal.SIGTERM)
-        assert server.popen.wait(10) == 0
+        event(server, "link_broken")
+        assert server.answers()
+        assert server.stop() == 0
         assert list(tmp_path.iterdir()) == []
