@@ -24,7 +24,7 @@ from app.settings import Settings
 from app.telemetry.sums import Sums
 
 LOOK_SECONDS = 0.005  # how often it is looked whether a queue that is full still is
-IDLE_LOOK_SECONDS = 0.02  # the same for everything else that fronts are told
+IDLE_LOOK_SECONDS = 0.05  # the same for everything else that fronts are told
 CLOSED_SECONDS = 0.05  # between two notes of how long a full queue takes
 SIGN_OF_LIFE_SECONDS = 1.0
 FLUSH_SECONDS = 0.2  # what a front has to answer a question in; a stopped one delays others so long

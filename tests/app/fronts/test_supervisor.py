@@ -11,6 +11,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from loadtest.machine import ROOT
@@ -114,6 +115,13 @@ def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
     ):
         assert server.process.wait(20) == 3
         assert event(server, "cannot_listen")["reason"] == "Address already in use"
+
+
+def test_port_0_is_one_free_port_for_all_fronts() -> None:
+    with started(*FRONTED, port=0) as server:
+        wait_until(lambda: sum(line["event"] == "listening" for line in server.lines) == 2, 30)
+        [port] = {line["port"] for line in server.lines if line["event"] == "listening"}
+        assert httpx.get(f"http://{HOST}:{port}/livez").status_code == 200
 
 
 @pytest.mark.parametrize("policy", ["exit", "restart"])
