@@ -61,7 +61,7 @@ bench-front: $(VENV)/.installed wrk ## requests a second beside a bare ASGI func
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
 	$(BIN)/python -m loadtest.bench.impatience $(ARGS)
 
-wrk: # a generator in C, from Debian; without it what needs it says so
+wrk: ## the C load generator, from Debian; without it what needs it says so
 	@command -v wrk >/dev/null || apt-get install -y --no-install-recommends wrk || echo "wrk could not be installed"
 
 profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as Markdown
