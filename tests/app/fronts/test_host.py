@@ -11,22 +11,23 @@ import pytest
 from app.exits import EXIT_ENGINE_LOST
 from app.fronts import frames, host
 from app.fronts.frames import Cancel, Counts, Hello, Left, Rank, encode
+from app.settings import Queue
 from loadtest.soak.fake_engine import FakeEngine
 from model.engine import EngineError
 from tests.app.fakes import Gate, request, right, run, until
 from tests.app.fronts.linked import Linked, begin, linked
 
 
-async def speak(found: Linked, *sent: Any) -> bytes:
-    """What comes back on a connection of its own until it is closed, at most for half a second."""
+async def speak(found: Linked, *sent: Any, seconds: float = 5.0) -> bytes:
+    """What comes back on a connection of its own until it is closed. Raises TimeoutError where it is not."""
     reader, writer = await asyncio.open_unix_connection(found.path)
     writer.write(b"".join(frame if isinstance(frame, bytes) else encode(frame) for frame in sent))
     came = b""
     try:
-        async with asyncio.timeout(0.5):
+        async with asyncio.timeout(seconds):
             while data := await reader.read(65536):
                 came += data
-    except (ConnectionResetError, TimeoutError):
+    except ConnectionResetError:
         pass
     finally:
         writer.close()
@@ -54,14 +55,14 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
-def test_nonsense_ends_its_own_link_and_no_other(kind: str) -> None:
+def test_nonsense_ends_its_own_link_and_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with linked(FakeEngine(before=lambda items: time.sleep(0.002))) as found:
+        engine = FakeEngine(before=lambda items: time.sleep(0.002))
+        async with linked(engine, queue=Queue(max_wait_seconds=0)) as found:
+            monkeypatch.setattr(found.service, "check_open", lambda key: None)  # a busy machine would refuse it unread
             [front] = found.fronts
             working = [begin(front, user)[1] for user in range(1, 20)]
-            began = time.monotonic()
             await speak(found, *NONSENSE[kind])
-            assert time.monotonic() - began < 0.4  # closed, not timed out
             for user, future in enumerate(working, 1):
                 assert right((await future).scores, user)
             await until(lambda: not found.service.admission.requests and len(found.host._links) == 1)
@@ -74,12 +75,15 @@ def test_what_is_no_nonsense_gets_an_answer() -> None:
 
     async def main() -> None:
         async with linked(FakeEngine()) as found:
-            came = await speak(found, Hello(frames.VERSION, 9), asked(), Cancel(77), Left(77), Counts(0, []))
-            kinds, rest = [], came
-            while rest:
-                size = 4 + frames.LENGTH.unpack_from(rest)[0]
-                kinds.append(type(frames.from_engine.decode(rest[4:size])))
-                rest = rest[size:]
+            reader, writer = await asyncio.open_unix_connection(found.path)
+            writer.write(
+                b"".join(map(encode, (Hello(frames.VERSION, 9), asked(), Cancel(77), Left(77), Counts(0, []))))
+            )
+            kinds: list[type] = []
+            while frames.Answer not in kinds:
+                (length,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
+                kinds.append(type(frames.from_engine.decode(await reader.readexactly(length))))
+            writer.close()
             assert [kind for kind in kinds if kind is not frames.State] == [frames.Model, frames.Answer]
 
     run(main())
