@@ -23,7 +23,9 @@ from loadtest.soak.servers import fake
 CLIENTS = 16
 TRIES = 4
 PAUSE_SECONDS = 0.02  # before a client tries again
-SPARE_SECONDS = 3.0  # for the next spare front to import what it needs, beside the load
+LIVED_SECONDS = 1.2  # a front that lived for less than a second is started again after a pause
+SPARE_SECONDS = 20.0  # for the next spare front to import what it needs, beside the load
+ASLEEP_SECONDS = 0.2
 BACK_SECONDS = 1.0
 TOLD_SECONDS = 0.1
 SERVES_SECONDS = 30.0
@@ -96,6 +98,24 @@ def process_of(server: Server, front: int | None) -> int:
     """The process id of a front, or of the engine process."""
     event = "engine_started" if front is None else "front_started"
     return [int(line["process"]) for line in server.lines if line["event"] == event and line.get("front") == front][-1]
+
+
+def spare_waits(server: Server) -> bool:
+    """Whether a process that is neither a front nor the engine process has nothing more to do."""
+    supervisor = server.process.pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    spares = {int(child) for child in children} - {process_of(server, front) for front in (1, 2, None)}
+    before = {spare: _scheduled(spare) for spare in spares}
+    time.sleep(ASLEEP_SECONDS)
+    return any(_scheduled(spare) == seen for spare, seen in before.items())
+
+
+def _scheduled(process: int) -> list[str]:
+    """How long it has run, and how long it has waited for a core."""
+    try:
+        return Path(f"/proc/{process}/schedstat").read_text().split()[:2]
+    except OSError:
+        return []
 
 
 def peers_of(process: int) -> set[int]:
