@@ -165,7 +165,8 @@ async def _kill_fronts(server: Server, kills: int, spared: bool) -> tuple[Client
     clients, foreign, slowest = Clients(server.port), 0, 0.0
     running = asyncio.create_task(clients.run(CLIENTS))
     for kill in range(kills):
-        await asyncio.sleep(SPARE_SECONDS)
+        await asyncio.sleep(LIVED_SECONDS)
+        await until(lambda: spare_waits(server), SPARE_SECONDS)
         front = 1 + kill % 2
         process = process_of(server, front)
         os.kill(process, signal.SIGSTOP)  # so that what it holds is known
