@@ -24,7 +24,7 @@ from app.http.asgi import (
 from app.http.auth import KeyRing
 from app.interface import Ranked, ServedModel, Service, Ticket
 from app.request import features, reply
-from app.request.body import Body, count_items, decode
+from app.request.body import Body, decode
 from app.request.reply import ReplyFormat
 from app.request.validate import Request, check
 from app.request.vocabulary import Vocabulary
@@ -78,8 +78,8 @@ class Ranking:
         started = time.perf_counter()
         vocabulary, _ = self._words_of(self.service.model.manifest)
         typed = decode(body, self.limits, vocabulary)
-        exchange.candidates += count_items(typed.candidates)
-        exchange.history += count_items(typed.history)
+        exchange.candidates += typed.count("candidates")
+        exchange.history += typed.count("history")
         _add(exchange, "parse", time.perf_counter() - started)
         return typed
 
@@ -89,8 +89,8 @@ class Ranking:
         model = self.service.model
         ticket = self.service.admit(
             model,
-            candidates=count_items(body.candidates),
-            history=count_items(body.history),
+            candidates=body.count("candidates"),
+            history=body.count("history"),
             deadline=deadline,
             key=exchange.key,
         )

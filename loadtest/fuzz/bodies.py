@@ -33,6 +33,7 @@ options: dict[str, st.SearchStrategy[Any]] = {
     "top_k": st.integers(1, 9),
     "actions_wanted": distinct,
     "request_id": st.from_regex(r"[A-Za-z0-9_.:@/+=-]{1,128}", fullmatch=True),
+    "reply": st.sampled_from(["objects", "columns"]),
 }
 
 valid = st.fixed_dictionaries(

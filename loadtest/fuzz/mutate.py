@@ -17,7 +17,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 KEYS = (
     "user_id", "history", "candidates", "impression_ts", "weights", "top_k", "actions_wanted", "request_id", "post_id",
-    "author_id", "actions", "product_surface", "dwell_time", "created_at", "requests", MARK, "", "__class__", "post_id ",
+    "author_id", "actions", "product_surface", "dwell_time", "created_at", "requests", "reply", MARK, "", "__class__", "post_id ",
 )  # fmt: skip
 PIECES = (
     b"NaN", b"Infinity", b"-Infinity", b"1e999", b"null", b"\\ud800", b"\xff", b"\xef\xbb\xbf", b"\x00", b'"a":1,"a":1,',
