@@ -35,6 +35,11 @@ class Typed(Protocol):
         """How long the caller waits, where the body says it."""
         ...
 
+    @property
+    def reply(self) -> Any:
+        """As in `Request`; UNSET is the same as objects."""
+        ...
+
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -111,7 +111,7 @@ def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary, json
     tensors = Tensors(
         inputs=_with_data(header.inputs, memoryview(body)[len(text) :]),
         parameters=header.parameters or Parameters(),
-        outputs=wanted_outputs(
+        reply=wanted_outputs(
             [
                 (output.name, bool(output.parameters and output.parameters.binary_data))
                 for output in header.outputs or ()
@@ -131,7 +131,7 @@ def sized(tensors: Tensors, limits: Limits) -> Tensors:
     return tensors
 
 
-def wanted_outputs(named: Sequence[tuple[str, bool]], is_binary: bool) -> Mapping[str, bool]:
+def wanted_outputs(named: Sequence[tuple[str, bool]], is_binary: bool) -> dict[str, bool]:
     """Those that were named, else all, each with whether its data is binary. Raises InvalidRequest for unknown ones."""
     wanted = {name: binary or is_binary for name, binary in named} or dict.fromkeys(OUTPUTS, is_binary)
     if not wanted.keys() <= OUTPUTS.keys() or len(named) > len(wanted):

@@ -108,11 +108,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """A request whose tensors are not looked into yet. `outputs`: the wanted ones, each with whether its data is binary."""
+    """A request whose tensors are not looked into yet. `reply`: the outputs that are wanted, each with whether its data is binary."""
 
     inputs: Sequence[Tensor]
     parameters: Parameters
-    outputs: Mapping[str, bool]
+    reply: dict[str, bool]
     request_id: str | None
 
     @property
@@ -161,7 +161,7 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
         top_k=parameters.top_k or None,
         wanted=checks.wanted,
         request_id=tensors.request_id,
-        reply=tensors.outputs,
+        reply=tensors.reply,
     )
 
 

@@ -74,7 +74,7 @@ class Request:
     top_k: int | None
     wanted: list[int] | None
     request_id: str | None
-    reply: Literal["objects", "columns"] | Mapping[str, bool] = "objects"
+    reply: Literal["objects", "columns"] | dict[str, bool] = "objects"
 
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:

@@ -36,10 +36,9 @@ TENSORS = Wire(
 )
 
 
-def media_type(request: Request) -> bytes:
+def media_type(asked: Typed | Request) -> bytes:
     """Of the reply."""
-    is_binary = not isinstance(request.reply, str) and any(request.reply.values())
-    return BINARY if is_binary else JSON
+    return BINARY if isinstance(asked.reply, dict) and any(asked.reply.values()) else JSON
 
 
 def render(

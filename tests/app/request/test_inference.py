@@ -75,11 +75,11 @@ def test_the_same_bits_as_in_json(count: int, changes: dict[str, Any], binary: b
 
 def test_outputs_are_those_that_are_wanted_each_in_its_form() -> None:
     wanted = [{"name": "score", "parameters": {"binary_data": True}}, {"name": "post_id"}]
-    assert decode(GOOD | {"outputs": wanted}).outputs == {"score": True, "post_id": False}
-    assert decode(GOOD | {"outputs": [{"name": "rank"}], "parameters": {"binary_data_output": True}}).outputs == {
+    assert decode(GOOD | {"outputs": wanted}).reply == {"score": True, "post_id": False}
+    assert decode(GOOD | {"outputs": [{"name": "rank"}], "parameters": {"binary_data_output": True}}).reply == {
         "rank": True
     }
-    assert set(decode(GOOD).outputs) == set(tensors.OUTPUTS)
+    assert set(decode(GOOD).reply) == set(tensors.OUTPUTS)
     for bad in ([{"name": "zq9marker"}], [{"name": "rank"}, {"name": "rank"}]):
         with pytest.raises(InvalidRequest) as caught:
             decode(GOOD | {"outputs": bad})
