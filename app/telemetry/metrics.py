@@ -92,7 +92,9 @@ class Metrics:
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")
         self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
-        self.forward_failures = counter("forward_failures", "Batches that raised and were split.")
+        self.forward_failures = counter(
+            "forward_failures", "Forwards that raised; a batch of several requests is then split."
+        )
         self.connections_closed = counter("connections_closed", "Connections the server closed.", "reason")
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (

@@ -13,7 +13,7 @@ import pytest
 from app.assembly import build_server
 from app.engine.loading import LoadedModel
 from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, NotReady, Overloaded
-from app.interface import Health
+from app.interface import Health, ranked
 from app.scheduling.loop_lag import TURN_SECONDS
 from app.service.service import RankingService
 from app.settings import Batching, Deadline, Queue, Settings
@@ -272,7 +272,7 @@ def test_a_ticket_that_is_dropped_or_released_frees_its_place() -> None:
             ticket.release()
             assert service.admission.requests == service.admission.cost == 0
             with pytest.raises(ValueError, match="used before"):
-                await service.rank(ticket, *request(1))
+                await ranked(service, ticket, *request(1))
 
     run(main())
 
@@ -298,7 +298,7 @@ def test_one_bad_request_in_a_batch_fails_alone() -> None:
             users = [99, *range(10, 13), *range(14, 20)]
             assert all(right(found, user) for user, found in zip(users, results, strict=True))
             assert service.health().ready
-            assert "ranker_forward_failures_total 1.0" in service.metrics.render().decode()
+            assert "ranker_forward_failures_total 2.0" in service.metrics.render().decode()
 
     run(main())
 
@@ -366,7 +366,7 @@ def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() -> Non
             assert all(right(scores, user, 1) for user, scores in enumerate(await asyncio.gather(*early), start=1))
             assert not old.closed.is_set()
             context, posts = request(5)
-            assert right((await service.rank(late_ticket, context, posts)).scores, 5, 1)
+            assert right((await ranked(service, late_ticket, context, posts)).scores, 5, 1)
             assert await asyncio.to_thread(old.closed.wait, 2)
             with pytest.raises(NotReady):
                 service.admit(first, candidates=1, history=0, deadline=None)
