@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.errors import NotAcceptable, UnsupportedMediaType
+from app.request.coding import check_coding
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS, Wire
 
 Headers = Mapping[bytes, bytes]
@@ -27,6 +28,11 @@ def wire_of(headers: Headers, wires: Wires) -> Wire:
     if found is None:
         raise UnsupportedMediaType
     return found
+
+
+def is_compressed(headers: Headers) -> bool:
+    """Whether the body is to be inflated. Raises UnsupportedCoding for any coding but gzip."""
+    return b"content-encoding" in headers and check_coding(headers[b"content-encoding"])
 
 
 def check_accept(headers: Headers, media_type: bytes) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from app.errors import NotFound
 from app.http.operations import NOT_NOW, check_ready
-from app.interface import ServedModel, Service
+from app.http.rank import served
+from app.interface import Service
 from app.request.contract import Problem
 from app.request.tensors import describe_model
 
@@ -28,7 +28,7 @@ NO_MODEL: dict[int | str, dict[str, Any]] = {
 
 def open_inference(service: Service) -> APIRouter:
     """Health and metadata under `/v2`."""
-    router = APIRouter(prefix="", tags=["open inference protocol"])
+    router = APIRouter(tags=["open inference protocol"])
 
     @router.get("/v2", summary="The server's name and extensions", response_model=dict[str, Any])
     async def server() -> dict[str, Any]:
@@ -60,11 +60,3 @@ def open_inference(service: Service) -> APIRouter:
         return {"name": served(service, name, version).manifest.name, "ready": True}
 
     return router
-
-
-def served(service: Service, name: str, version: str = "") -> ServedModel:
-    """The model that serves, if it is the one that is asked for; no version means any. Raises NotFound or NotReady."""
-    model = service.model
-    if name != model.manifest.name or version not in ("", model.manifest.version):
-        raise NotFound("No model of that name and version serves here.")
-    return model

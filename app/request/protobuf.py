@@ -6,7 +6,7 @@ no generated file fixes the version of protobuf, and a process may hold another 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -123,8 +123,8 @@ def _parameters(given: dict[str, Any]) -> Parameters:
 
 def reply(
     request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: Mapping[str, float]
-) -> bytes:
-    """The ModelInferResponse, all of whose outputs are raw."""
+) -> Iterator[bytes]:
+    """The ModelInferResponse in one piece; all of its outputs are raw."""
     assert not isinstance(request.reply, str)
     rows = rows_of(request, scores, form)
     message = CLASSES["ModelInferResponse"](
@@ -137,8 +137,7 @@ def reply(
     for name, array in outputs_of(rows, request.reply):
         message.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
         message.raw_output_contents.append(array.tobytes())
-    written: bytes = message.SerializeToString()
-    return written
+    yield message.SerializeToString()
 
 
 def write(kind: str, **fields: Any) -> bytes:

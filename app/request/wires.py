@@ -29,6 +29,9 @@ class Wire:
     check: Callable[[Any, Vocabulary], Request]
 
 
+Render = Callable[..., Iterator[bytes]]
+"""Request, Scores, ReplyFormat, history_used, timings_ms → the reply in pieces."""
+
 OBJECTS = Wire(lambda data, headers, limits, vocabulary: body.decode(data, limits, vocabulary), validate.check)
 TENSORS = Wire(
     lambda data, headers, limits, vocabulary: inference.decode(data, limits, vocabulary, headers.get(LENGTH)),
