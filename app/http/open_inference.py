@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version as version_of
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.requests import Request
 
 from app.http.operations import NOT_NOW, check_ready
 from app.http.rank import served
@@ -46,17 +48,39 @@ def open_inference(service: Service) -> APIRouter:
         check_ready(service)
         return {"ready": True}
 
-    @router.get(MODEL, summary="The tensors of the model", responses=NO_MODEL, response_model=dict[str, Any])
-    @router.get(VERSION, summary="The tensors of a version", responses=NO_MODEL, response_model=dict[str, Any])
-    async def model(name: str, version: str = "") -> dict[str, Any]:
+    @router.get(MODEL, summary="The tensors of the model", **_about(MODEL))
+    @router.get(VERSION, summary="The tensors of a version of the model", **_about(VERSION))
+    async def model(request: Request) -> dict[str, Any]:
         """Names, datatypes and shapes; -1 where a size is the request's. `parameters` name the columns of actions and quantities."""
-        return describe_model(served(service, name, version).manifest)
+        return describe_model(served(service, **request.path_params).manifest)
 
-    @router.get(f"{MODEL}/ready", summary="Requests for this model may be sent here", responses=NO_MODEL)
-    @router.get(f"{VERSION}/ready", summary="Requests for this version may be sent here", responses=NO_MODEL)
-    async def model_ready(name: str, version: str = "") -> dict[str, str | bool]:
+    @router.get(f"{MODEL}/ready", summary="Requests for this model may be sent here", **_about(MODEL))
+    @router.get(f"{VERSION}/ready", summary="Requests for this version may be sent here", **_about(VERSION))
+    async def model_ready(request: Request) -> dict[str, str | bool]:
         """As `/readyz`, and 404 where another model or version serves."""
         check_ready(service)
-        return {"name": served(service, name, version).manifest.name, "ready": True}
+        return {"name": served(service, **request.path_params).manifest.name, "ready": True}
 
     return router
+
+
+def _about(path: str) -> dict[str, Any]:
+    return {
+        "responses": NO_MODEL,
+        "response_model": dict[str, Any],
+        "openapi_extra": {"parameters": path_parameters(path)},
+    }
+
+
+def path_parameters(path: str) -> list[dict[str, Any]]:
+    """How `/openapi.json` describes the parameters in a path."""
+    return [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string"},
+            "description": f"The model's {name}.",
+        }
+        for name in re.findall(r"{(\w+)}", path)
+    ]

@@ -164,7 +164,7 @@ class Ranking:
         return self._words[1], self._words[2]
 
 
-def served(service: Service, name: str, version: str) -> ServedModel:
+def served(service: Service, name: str, version: str = "") -> ServedModel:
     """The model that serves, if it is the one that is asked for; no version means any. Raises NotFound or NotReady."""
     model = service.model
     if name != model.manifest.name or version not in ("", model.manifest.version):

@@ -95,7 +95,7 @@ def _columns(item: type[Post]) -> Any:
     return create_model(f"{item.__name__}Columns", __base__=_Columns, __doc__=about, **fields)
 
 
-def _absent() -> Any:
+def absent() -> Any:
     """A field that may be left out, and whose default is not one value: `null` is no way to leave it out."""
 
     def drop(schema: dict[str, Any]) -> None:
@@ -120,13 +120,13 @@ class RankRequest(Strict):
     impression_ts: Seconds = Field(default=0, examples=[1780000000])
     """Unix seconds of the impression; ages are counted from it. 0 or missing: every age is unknown, so a reply never depends on
     the server's clock."""
-    weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = _absent()
+    weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = absent()
     """Weights of the combined score by action, in place of the checkpoint's own."""
-    top_k: Annotated[int, Field(strict=True, ge=1)] = _absent()
+    top_k: Annotated[int, Field(strict=True, ge=1)] = absent()
     """Sort the reply by score, best first, and keep this many."""
-    actions_wanted: list[Text] = _absent()
+    actions_wanted: list[Text] = absent()
     """Which actions' probabilities to return, in this order; all of them when missing."""
-    request_id: Annotated[str, Field(strict=True, pattern=REQUEST_ID_PATTERN)] = _absent()
+    request_id: Annotated[str, Field(strict=True, pattern=REQUEST_ID_PATTERN)] = absent()
     """A name for this request, echoed in the reply and used in logs."""
     reply: Literal["objects", "columns"] = "objects"
     """Form of the reply's `candidates`: a list of objects, or one object of arrays, which is shorter and faster."""
@@ -210,7 +210,7 @@ class RankReply(Strict):
     """Older items that did not fit the model's window."""
     timings_ms: Timings
     """Where the time went."""
-    request_id: str = _absent()
+    request_id: str = absent()
     """The request's own, if it had one."""
 
 
@@ -236,9 +236,11 @@ class Problem(Strict):
     """The kind of problem, for programs: stable."""
     detail: str
     """What went wrong this time."""
-    errors: list[FieldError] = _absent()
+    error: str = absent()
+    """The same as `detail`, under `/v2` alone: clients of that protocol look for it."""
+    errors: list[FieldError] = absent()
     """The first ten things that are wrong with the request."""
-    request_id: str = _absent()
+    request_id: str = absent()
     """The value of X-Request-ID."""
 
 
