@@ -208,7 +208,7 @@ class _Checks:
         required = (*REQUIRED, "history.post_id", "history.author_id") if has_history else REQUIRED
         self.problems += [(name, "is required") for name in required if name not in sent]
         if "candidates.post_id" in columns and not len(columns["candidates.post_id"]):
-            self.problems.append(("candidates.post_id", "must not be empty"))
+            self.problems.append(("candidates", "must not be empty"))
         return columns
 
     def _array(self, tensor: Tensor) -> NDArray[Any] | str:

@@ -132,7 +132,7 @@ def test_no_candidates_is_no_request() -> None:
         name: array[:0] if name.startswith("candidates") else array
         for name, array in inference_of(good(), ACTIONS).inputs.items()
     }
-    assert ("candidates.post_id", "must not be empty") in problems(Inference(nobody, {}))
+    assert ("candidates", "must not be empty") in problems(Inference(nobody, {}))
 
 
 def test_shapes_say_how_long_a_request_is() -> None:
