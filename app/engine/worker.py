@@ -11,7 +11,7 @@ import structlog
 
 from app.engine.loading import LoadedModel
 from app.engine.rank_job import RankJob
-from app.engine.thread import EngineThread, ForwardsAside, Result
+from app.engine.thread import EngineThread, NativeForwards, Result
 from app.errors import DeadlineExceeded, EngineDown, NonFiniteScores, ServiceError
 from app.scheduling.batching import Batcher, Chunk
 from app.scheduling.forecast import Running
@@ -57,13 +57,14 @@ class EngineWorker:
         self._events = events
         self._loop = loop
         engine = self.model.engine
-        self._aside: ForwardsAside | None = None
+        self._native: NativeForwards | None = None
         if isinstance(engine, OverlappingEngine) and (descriptor := engine.open()) is not None:
-            self._aside = ForwardsAside(self.model, descriptor, loop)
-        self._runner = self._aside or thread
+            self._native = NativeForwards(engine, descriptor, loop, clock)
+        self._runner = self._native or thread
         self._alone: deque[Chunk[RankJob]] = deque()  # of a batch that failed: each is tried by itself
         self._running: list[Chunk[RankJob]] = []
         self._running_since = self._collated = 0.0
+        self._candidates = self._tokens = 0  # of what runs
         self._queue_seconds: list[float] = []  # of the jobs whose first forward runs
         self._busy_since = 0.0  # clock seconds when work came to an engine without any
         self._last_forward = 0.0  # clock seconds when one last finished
@@ -99,18 +100,15 @@ class EngineWorker:
         if self._next is not None:
             self._next.cancel()
         if not self._running:
-            if self._aside is not None:
-                self._aside.close()
+            if self._native is not None:
+                self._native.close()
             self._thread.close()
 
     def running(self) -> Running:
         """What is being computed right now."""
-        chunks = self._running
-        if not chunks:
+        if not self._running:
             return Running()
-        candidates = sum([chunk.stop - chunk.start for chunk in chunks])
-        tokens = sum([chunk.context_tokens for chunk in chunks])
-        return Running(len(chunks), candidates, tokens, self.clock() - self._running_since)
+        return Running(len(self._running), self._candidates, self._tokens, self.clock() - self._running_since)
 
     def silent_seconds(self) -> float:
         """How long work has been waiting while no forward finished; 0 while there is no work."""
@@ -135,27 +133,28 @@ class EngineWorker:
         if chunks:
             self._running, self._running_since = chunks, now
             first = [chunk.job for chunk in chunks if chunk.job.started is None]
+            self._candidates = sum([chunk.stop - chunk.start for chunk in chunks])
+            self._tokens = sum([chunk.context_tokens for chunk in chunks])
             self._queue_seconds = [now - job.arrived for job in first]
             for job in first:
                 job.started = now
             items = [chunk.job.item(chunk.start, chunk.stop) for chunk in chunks]
             self._collated = self.clock()
-            self._runner.forward(items, self._end)
+            self._runner.forward(items, self._candidates + self._tokens, self._end)
         for job in expired:
             job.finish(DeadlineExceeded())
         if not chunks:
             self._begin_next()
 
-    def _end(self, result: Result) -> None:
+    def _end(self, result: Result, finished: float) -> None:
         """The forward is over: begin the next one, then answer."""
-        finished = self.clock()
         chunks, self._running, self._last_forward = self._running, [], finished
         for chunk in chunks:
             chunk.job.forward_seconds += finished - self._collated
         ended = self._failed(chunks, result) if isinstance(result, BaseException) else self._keep(chunks, result)
         report = BatchReport(
             [chunk.stop - chunk.start for chunk in chunks],
-            sum([chunk.cost for chunk in chunks]),
+            self._candidates + self._tokens,
             self._queue_seconds,
             self._collated - self._running_since,
             finished - self._collated,

@@ -9,13 +9,14 @@ import traceback
 from collections.abc import Collection
 
 import structlog
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InternalError, ServiceError, TooLarge
 from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, Headers, request_id_of, send_reply
 from app.http.problems import problem_reply
+from app.telemetry.distributions import Series
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog
 from app.telemetry.metrics import Metrics
@@ -52,7 +53,7 @@ class Recorder:
         self._templates = [(compile_path(route)[0], route) for route in sorted(routes) if "{" in route]
         self.request_log = request_log
         self.tracer = tracer
-        self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._series: dict[tuple[str, str, int], tuple[Counter, Series]] = {}
 
     def begin(self, method: str, path: str, headers: Headers) -> Exchange:
         """A request's headers have arrived."""
@@ -89,7 +90,7 @@ class Recorder:
         trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, headers)
         self.request_log.write(exchange, seconds, trace_id)
 
-    def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+    def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Series]:
         """The counter and the histogram of these labels, looked up once."""
         found = self._series.get((method, route, status))
         if found is None:

@@ -70,11 +70,10 @@ def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) ->
     """Σ weight × probability, float64 `[C]`, from `[C, A]` and `[A]`.
 
     Added action by action, each step elementwise: a matrix product would let a candidate's last bits depend on how many
-    others there are, and so would a sum along rows, which is what numpy takes for a single column.
+    others there are, and so would a sum over one column, which is why there is another.
     """
-    used = np.flatnonzero(weights)
-    terms = np.zeros((1 + len(used), 1 + len(probabilities)))
-    np.multiply(probabilities.T[used], weights[used, None], out=terms[1:, 1:])
+    terms = np.zeros((1 + len(weights), 1 + len(probabilities)))  # a sum that begins with 0 is never −0
+    np.multiply(probabilities.T, weights[:, None], out=terms[1:, 1:])
     combined: NDArray[np.float64] = np.add.reduce(terms, 0)[1:]
     return combined
 

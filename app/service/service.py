@@ -27,6 +27,7 @@ from model.inputs import Candidates, Context
 RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
 RETRY_AFTER_DOWN_SECONDS = 5.0
 WATCHDOG_SECONDS = 0.5
+CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
 OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be read", retry_after_seconds=1.0)
 
 
@@ -50,6 +51,7 @@ class RankingService:
         self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
+        self._crowded_until = 0.0
         self._idle = asyncio.Event()  # nothing is admitted and unanswered
         self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first load and the watchdog
@@ -127,7 +129,7 @@ class RankingService:
         turn_seconds = self.loop_clock.request_arrives()
         if self.loop_clock.lag.refuses(turn_seconds):
             self._refuse(OVERRUN)
-        if (refusal := self.admission.full(key)) is not None:
+        if self.clock() < self._crowded_until and (refusal := self.admission.full(key)) is not None:
             self._refuse(refusal)
 
     def admit(
@@ -154,6 +156,7 @@ class RankingService:
             on_release=self._release,
         )
         if (refusal := self.admission.refusal(job)) is not None:
+            self._crowded_until = now + CROWDED_SECONDS
             self._refuse(refusal)
         self.admission.add(job)
         self._idle.clear()

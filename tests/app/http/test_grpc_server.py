@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ import app.assembly
 from app.http.grpc_server import ROUTES
 from app.request import protobuf
 from app.server.process import RankingServer
+from app.service.service import OVERRUN, RankingService
 from app.settings import Auth, Grpc, Limits, Settings, SettingsProblem
+from app.telemetry.metrics import Metrics
 from loadtest.fuzz.tensors import Inference, datatype, inference_of
-from tests.app.fakes import ACTIONS, FakeEngine
+from tests.app.fakes import ACTIONS, FakeEngine, loader
 from tests.app.serving import good, listening, port_of
 
 ASKED = inference_of(good(request_id=...), ACTIONS)
@@ -185,7 +188,7 @@ def test_keys_and_deadlines_hold() -> None:
 
 
 def test_an_overload_says_when_to_come_back(server: RankingServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service.admission, "full", lambda key: app.service.service.OVERRUN)
+    monkeypatch.setattr(server.service.admission, "refusal", lambda job: OVERRUN)
     error, trailing = call(server, message())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (trailing["retry-after"], trailing["grpc-retry-pushback-ms"]) == ("1", "1000")
@@ -238,17 +241,13 @@ def test_a_drain_answers_what_was_begun() -> None:
 
 
 def test_without_grpcio_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "app.http.grpc_server", None)
+    monkeypatch.setitem(sys.modules, "app.http.grpc_server", None)
     with pytest.raises(SettingsProblem, match="`grpc` extra"):
         app.assembly.build_server(SETTINGS)
 
 
 def test_a_taken_port_ends_the_start(server: RankingServer) -> None:
     taken = Settings(port=0, grpc=Grpc(port=server.others[0].port))
-    from app.service.service import RankingService
-    from app.telemetry.metrics import Metrics
-    from tests.app.fakes import loader
-
     other = app.assembly.build_server(taken, RankingService(loader(FakeEngine()), taken, Metrics()))
     with pytest.raises(SystemExit) as ended:
         other.run()

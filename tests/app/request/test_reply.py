@@ -75,6 +75,16 @@ def test_a_score_does_not_depend_on_the_batch(probabilities: Any, data: st.DataO
     assert combine(probabilities[order], weights).tobytes() == together[order].tobytes()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 65])
+def test_scores_are_added_action_by_action(count: int) -> None:
+    for seed in range(30):  # a sum over one column alone is right by chance half of the time
+        random = np.random.default_rng(seed)
+        probabilities, weights = random.random((count, 19), dtype=np.float32), random.normal(size=19)
+        added = [sum((float(p) * w for p, w in zip(row, weights, strict=True)), 0.0) for row in probabilities]
+        assert combine(probabilities, weights).tolist() == added
+    assert str(combine(np.zeros((2, 1), np.float32), np.array([-1.0]))) == "[0. 0.]"  # not -0
+
+
 def test_a_matrix_product_would_depend_on_the_batch() -> None:
     random = np.random.default_rng(0)
     probabilities, weights = random.random((512, 19), dtype=np.float32), random.normal(size=19)

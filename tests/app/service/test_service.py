@@ -186,9 +186,14 @@ def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
             service.admission.forward_time.observe(10, 0.15)
             jobs = [asyncio.ensure_future(rank(service, user, 10, key="heavy")) for user in range(1, 5)]
             await gate.reached()
+            service.check_open("heavy")  # nobody was refused yet, so nobody is looked at
+            for refused in (
+                lambda: service.admit(service.model, candidates=10, history=2, deadline=None, key="heavy"),
+                lambda: service.check_open("heavy"),
+            ):
+                with pytest.raises(Overloaded, match="predicted wait"):
+                    refused()
             service.check_open("light")
-            with pytest.raises(Overloaded, match="predicted wait"):
-                service.check_open("heavy")
             gate.opened.set()
             await asyncio.gather(*jobs)
 
