@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from app.settings import Limits, Settings
 from loadtest.fuzz.bodies import in_arrays
-from loadtest.fuzz.tensors import inference_of
+from loadtest.generate.tensors import inference_of
 from tests.app.fakes import ACTIONS
 from tests.app.serving import good, served
 

@@ -24,7 +24,7 @@ from app.server.process import RankingServer
 from app.service.service import OVERRUN, RankingService
 from app.settings import Auth, Grpc, Limits, Settings, SettingsProblem
 from app.telemetry.metrics import Metrics
-from loadtest.fuzz.tensors import Inference, datatype, inference_of
+from loadtest.generate.tensors import Inference, datatype, inference_of
 from tests.app.fakes import ACTIONS, FakeEngine, loader
 from tests.app.serving import good, listening, port_of
 

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from app.server.process import RankingServer
 from app.settings import Grpc, Limits, Settings
-from loadtest.fuzz.tensors import Inference, datatype, inference_of
+from loadtest.generate.tensors import Inference, datatype, inference_of
 from tests.app.fakes import ACTIONS
 from tests.app.serving import good, listening, port_of
 

@@ -14,7 +14,7 @@ from app.request import inference, tensors
 from app.request.reply import render
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
-from loadtest.fuzz.tensors import inference_of
+from loadtest.generate.tensors import inference_of
 from tests.app.fakes import ACTIONS
 from tests.app.request.test_reply import FORM, MANIFEST, request, scores
 from tests.app.serving import good

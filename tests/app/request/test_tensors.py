@@ -16,7 +16,7 @@ from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from loadtest.fuzz import bodies
-from loadtest.fuzz.tensors import Inference, inference_of
+from loadtest.generate.tensors import Inference, inference_of
 from tests.app.fakes import ACTIONS, CONFIG, FakeEngine, loaded
 from tests.app.serving import checked, good
 

@@ -10,8 +10,6 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from loadtest.fuzz.bodies import in_arrays
-
 DTYPES = {"u": "UINT64", "i": "INT64", "f4": "FP32", "f8": "FP64"}
 KINDS = {"post_id": "u8", "author_id": "u8", "product_surface": "i8", "created_at": "i8", "dwell_time": "f4"}
 LENGTH = "inference-header-content-length"
@@ -50,6 +48,13 @@ def datatype(array: NDArray[Any]) -> str:
     """The protocol's name of an array's dtype."""
     kind = array.dtype.kind
     return DTYPES[kind if kind in "ui" else f"f{array.dtype.itemsize}"]
+
+
+def in_arrays(items: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The array form of a list of objects; what some of them lack gets its default."""
+    defaults = {"actions": [], "product_surface": 0, "dwell_time": 0, "created_at": 0}
+    names = dict.fromkeys(name for item in items for name in item)
+    return {name: [item.get(name, defaults.get(name)) for item in items] for name in names}
 
 
 def inference_of(body: Mapping[str, Any], action_names: Sequence[str]) -> Inference:
