@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from app.engine.loading import checkpoint_loader
@@ -24,7 +23,7 @@ def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.m
     return RankingService(checkpoint_loader(settings.checkpoint, settings), settings, metrics, clock=clock)
 
 
-def build_app(settings: Settings) -> FastAPI:
+def build_app(settings: Settings) -> Application:
     """The application of a process that serves by itself, without listeners: for tests and for other ASGI servers."""
     return create_app(settings, build_service(settings, Metrics()))
 
