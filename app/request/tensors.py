@@ -32,7 +32,7 @@ from app.request.explain import (
     object_of,
 )
 from app.request.reply import ReplyFormat, Rows
-from app.request.validate import NO_ACTIONS, ActionCells, Posts, Request
+from app.request.validate import Posts, Request
 from app.request.vocabulary import Vocabulary
 from weights.format.manifest import Manifest
 
@@ -144,14 +144,13 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
     checks.finish()
     parameters = tensors.parameters
     history, candidates = _posts("history", columns), _posts("candidates", columns)
-    weights = vocabulary.weights
+    weights, width = vocabulary.weights, len(vocabulary.action_names)
     if "weights" in columns:
-        weights = np.zeros(len(vocabulary.action_names))
-        weights[checks.actions] = columns["weights"]
+        weights = _spread(columns["weights"], checks.actions, (width,), "f8")
     return Request(
         user_id=int(columns["user_id"][0]),
         history=history,
-        actions=_cells(columns.get("history.actions"), checks.actions),
+        actions=_spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
         dwell_seconds=columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
         candidates=candidates,
         created_at=columns.get("candidates.created_at", np.zeros(len(candidates), np.int64)),
@@ -265,11 +264,14 @@ def _posts(name: str, columns: Mapping[str, NDArray[Any]]) -> Posts:
     return Posts(post_ids, author_ids, columns.get(f"{name}.product_surface", np.zeros(len(post_ids), np.int64)))
 
 
-def _cells(matrix: NDArray[np.float32] | None, actions: list[int]) -> ActionCells:
-    if matrix is None:
-        return NO_ACTIONS
-    rows, places = np.nonzero(matrix)
-    return ActionCells(rows, np.array(actions, np.int64)[places], matrix[rows, places].astype(np.float64))
+def _spread(values: NDArray[Any] | None, columns: list[int], shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """An array of all actions on its last axis, from one of those in `columns`; 0 elsewhere."""
+    if values is not None and columns == list(range(shape[-1])):
+        return values
+    found = np.zeros(shape, dtype)
+    if values is not None:
+        found[..., columns] = values
+    return found
 
 
 def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -1,10 +1,11 @@
-"""One call as a fuzzer sends it, and what every reply to it must be. Not for making up calls."""
+"""One call as a fuzzer sends it, and what every reply to it must be."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +127,7 @@ def _complaint_about_message(answer: Answer) -> str:
     return ""
 
 
-COMPLAINTS = {
+COMPLAINTS: dict[bytes, Callable[[Answer], str]] = {
     b"application/octet-stream": _complaint_about_tensors,
     b"application/grpc": _complaint_about_message,
     b"application/protobuf": lambda answer: "",

@@ -58,7 +58,7 @@ def test_columns_of_actions_are_those_that_are_named() -> None:
     asked = inference_of(good(history=history), ACTIONS)
     few = asked.inputs | {"history.actions": np.array([[0, 0.5], [0, 0]], "f4"), "weights": np.array([2.0, -3.0])}
     request = read(replace(asked, inputs=few, parameters={"actions": "favorite,2"}))
-    assert (request.actions.rows.tolist(), request.actions.columns.tolist()) == ([0], [2])
+    assert request.actions.tolist() == [[0, 0, 0.5], [0, 0, 0]]
     assert request.weights.tolist() == [2.0, 0.0, -3.0]
 
 
