@@ -50,7 +50,7 @@ MESSAGES = {
     "ModelInferResponse": "string model_name = 1; string model_version = 2; string id = 3; "
     "repeated Parameter parameters = 4; repeated OutputTensor outputs = 5; repeated bytes raw_output_contents = 6",
 }
-"""Fields that no message of ours has: typed contents of a tensor, which are only noticed. A map is a list of its entries."""
+"""The protocol's field numbers. The names of messages do not travel, and a map is a list of entries. `contents` is only noticed."""
 
 RAW = "must hold the little-endian data of each input, in their order; `contents` is not taken"
 Field = descriptor_pb2.FieldDescriptorProto

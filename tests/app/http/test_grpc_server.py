@@ -13,6 +13,7 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+import structlog
 import tritonclient.grpc as triton
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
@@ -224,6 +225,15 @@ def test_every_call_is_counted_under_its_method(client: triton.InferenceServerCl
         line.split('route="')[1].split('"')[0] for line in http.get("/metrics").text.splitlines() if 'route="' in line
     }
     assert {route for route in routes if route.startswith("/inference")} <= set(ROUTES)
+
+
+def test_a_call_leaves_one_line(server: RankingServer) -> None:
+    with structlog.testing.capture_logs() as lines:
+        call(server, message(), metadata=[("x-request-id", "mine")])
+        call(server, b"\xff")
+    seen = [(line["route"], line["status"], line.get("candidates"), line.get("code")) for line in lines]
+    assert seen == [(INFER, 200, 3, None), (INFER, 400, None, "bad_request")]
+    assert lines[0]["request_id"] == "mine"
 
 
 def test_a_drain_answers_what_was_begun() -> None:
