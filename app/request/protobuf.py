@@ -17,7 +17,7 @@ from app.errors import BadRequest, InvalidRequest
 from app.request.explain import explain, object_of
 from app.request.inference import sized, wanted_outputs
 from app.request.reply import ReplyFormat, rows_of
-from app.request.tensors import DATATYPES, PARAMETERS, Parameters, Tensor, Tensors, outputs_of, reply_parameters
+from app.request.tensors import DATATYPES, INPUTS, PARAMETERS, Parameters, Tensor, Tensors, outputs_of, reply_parameters
 from app.request.validate import Request
 from app.settings import Limits
 from model.inputs import Scores
@@ -52,6 +52,7 @@ MESSAGES = {
 }
 """The protocol's field numbers. The names of messages do not travel, and a map is a list of entries. `contents` is only noticed."""
 
+MOST_AXES = 3  # one more than any tensor has
 RAW = "must hold the little-endian data of each input, in their order; `contents` is not taken"
 Field = descriptor_pb2.FieldDescriptorProto
 
@@ -91,16 +92,19 @@ def read(kind: str, data: bytes) -> Any:
 def tensors_of(request: Any, limits: Limits) -> Tensors:
     """The tensors of a ModelInferRequest, as `inference.decode` makes them of a body. Raises TooLarge or InvalidRequest."""
     raw = request.raw_input_contents
+    if max(len(request.inputs), len(request.outputs), len(request.parameters)) > len(INPUTS):  # each entry costs Python
+        raise InvalidRequest([("", "has more inputs, outputs or parameters than there are")])
     if len(raw) != len(request.inputs) or any(given.contents for given in request.inputs):
         raise InvalidRequest([("raw_input_contents", RAW)])
     if any(given.parameters for given in (*request.inputs, *request.outputs)):
         raise InvalidRequest([("inputs", "take no parameters, and outputs neither")])
-    if any(size < 0 for given in request.inputs for size in given.shape):
+    shapes = [tuple(given.shape[:MOST_AXES]) for given in request.inputs]
+    if any(size < 0 for shape in shapes for size in shape):
         raise InvalidRequest([("inputs", "must have shapes without negative sizes")])
     tensors = Tensors(
         inputs=[
-            Tensor(given.name, given.datatype, given.shape, data)
-            for given, data in zip(request.inputs, raw, strict=True)
+            Tensor(given.name, given.datatype, shape, data)
+            for given, shape, data in zip(request.inputs, shapes, raw, strict=True)
         ],
         parameters=_parameters({entry.key: _value(entry.value) for entry in request.parameters}),
         reply=wanted_outputs([(wanted.name, True) for wanted in request.outputs], is_binary=True),

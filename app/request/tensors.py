@@ -177,8 +177,9 @@ class _Checks:
         self._sizes = {"1": 1, "A": len(self.actions)}
 
     def _columns(self, name: str, text: str) -> list[int]:
-        names = text.split(",") if text else []
-        if len(names) > len(self._index) or any(name not in self._index for name in names):
+        is_long = text.count(",") >= len(self._index)
+        names = text.split(",") if text and not is_long else []
+        if is_long or any(name not in self._index for name in names):
             self.problems.append((f"parameters.{name}", f"every name {ACTION_RULE}"))
             return []
         columns = [self._index[name] for name in names]

@@ -19,19 +19,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
 import app.assembly
+from app.errors import InvalidRequest
 from app.http.grpc_server import ROUTES
-from app.request import protobuf
+from app.request import protobuf, tensors
+from app.request.vocabulary import Vocabulary
 from app.server.process import RankingServer
 from app.service.service import OVERRUN, RankingService
 from app.settings import Auth, Grpc, Limits, Settings, SettingsProblem
 from app.telemetry.metrics import Metrics
 from loadtest.generate.tensors import Inference, datatype, inference_of
-from tests.app.fakes import ACTIONS, FakeEngine, loader
+from tests.app.fakes import ACTIONS, FakeEngine, loaded, loader
 from tests.app.serving import good, listening, port_of
 
 ASKED = inference_of(good(request_id=...), ACTIONS)
 SETTINGS = Settings(port=0, grpc=Grpc(port=0), limits=Limits(max_candidates=100, max_body_bytes=50_000))
 INFER = ROUTES[-1]
+VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +174,29 @@ def test_typed_contents_are_refused(server: RankingServer) -> None:
     made.inputs.add(name="user_id", datatype="UINT64", shape=[1], contents=b"*\x01\x07")  # uint64_contents: 7
     error, _ = call(server, made.SerializeToString())
     assert (error.code(), "raw_input_contents" in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+FIELD = {"inputs": b"\x2a", "outputs": b"\x32", "parameters": b"\x22"}  # tags of repeated messages
+HOSTILE = {name: tag + b"\x00" for name, tag in FIELD.items()}
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "shape", "actions"])
+def test_a_long_message_is_refused_before_it_is_walked(name: str) -> None:
+    if name == "shape":
+        data = protobuf.CLASSES["InputTensor"](
+            name="user_id", datatype="UINT64", shape=range(500_000)
+        ).SerializeToString()
+        made = protobuf.CLASSES["ModelInferRequest"](raw_input_contents=[b""])
+        made.inputs.add().ParseFromString(data)
+    elif name == "actions":
+        made = protobuf.CLASSES["ModelInferRequest"]()
+        made.parameters.add(key="actions").value.string_param = "," * 2_000_000
+    else:
+        made = protobuf.CLASSES["ModelInferRequest"].FromString(HOSTILE[name] * 1_000_000)
+    started = time.thread_time()
+    with pytest.raises(InvalidRequest):
+        tensors.check(protobuf.tensors_of(made, Limits()), VOCABULARY)
+    assert time.thread_time() - started < 0.02
 
 
 def test_keys_and_deadlines_hold() -> None:
