@@ -126,12 +126,14 @@ def _unknown_field(name: str, known: Collection[str]) -> str:
     return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
-def array_of(rule: Rule) -> Rule:
-    """Of an array all of whose entries have this rule."""
+def array_of(rule: Rule, most: int | None = None) -> Rule:
+    """Of an array all of whose entries have this rule, and that holds no more than `most`."""
 
     def problems(value: Any) -> list[Problem]:
         if type(value) is not list:
             return [("", "must be an array")]
+        if most is not None and len(value) > most:
+            return [("", f"must hold at most {most}")]
         found: list[Problem] = []
         for place, entry in enumerate(value):
             if below := rule(entry):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import orjson
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
@@ -19,6 +19,7 @@ from app.request.tensors import (
     DATATYPES,
     FLAG,
     MAX_SIZE,
+    MOST_INPUTS,
     OUTPUTS,
     PARAMETERS,
     TEXT,
@@ -71,8 +72,8 @@ class Output(Strict):
 class Header(Strict):
     """The JSON of a request."""
 
-    inputs: list[Input]
-    outputs: list[Output] | UnsetType = UNSET
+    inputs: Annotated[list[Input], Meta(max_length=MOST_INPUTS)]
+    outputs: Annotated[list[Output], Meta(max_length=len(OUTPUTS))] | UnsetType = UNSET
     id: str | UnsetType = UNSET
     parameters: Parameters | UnsetType = UNSET
 
@@ -90,9 +91,12 @@ _RULE = object_of(
                     "parameters": object_of({"binary_data_size": _SIZE}),
                     "data": fulfils(lambda value: True, ""),
                 }
-            )
+            ),
+            most=MOST_INPUTS,
         ),
-        "outputs": array_of(object_of({"name": TEXT, "parameters": object_of({"binary_data": FLAG})})),
+        "outputs": array_of(
+            object_of({"name": TEXT, "parameters": object_of({"binary_data": FLAG})}), most=len(OUTPUTS)
+        ),
         "id": NAME,
         "parameters": PARAMETERS,
     }

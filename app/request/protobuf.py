@@ -17,7 +17,16 @@ from app.errors import BadRequest, InvalidRequest
 from app.request.explain import explain, object_of
 from app.request.inference import sized, wanted_outputs
 from app.request.reply import ReplyFormat, rows_of
-from app.request.tensors import DATATYPES, INPUTS, PARAMETERS, Parameters, Tensor, Tensors, outputs_of, reply_parameters
+from app.request.tensors import (
+    DATATYPES,
+    MOST_INPUTS,
+    PARAMETERS,
+    Parameters,
+    Tensor,
+    Tensors,
+    outputs_of,
+    reply_parameters,
+)
 from app.request.validate import Request
 from app.settings import Limits
 from model.inputs import Scores
@@ -92,7 +101,7 @@ def read(kind: str, data: bytes) -> Any:
 def tensors_of(request: Any, limits: Limits) -> Tensors:
     """The tensors of a ModelInferRequest, as `inference.decode` makes them of a body. Raises TooLarge or InvalidRequest."""
     raw = request.raw_input_contents
-    if max(len(request.inputs), len(request.outputs), len(request.parameters)) > len(INPUTS):  # each entry costs Python
+    if max(len(request.inputs), len(request.outputs), len(request.parameters)) > MOST_INPUTS:  # each entry costs Python
         raise InvalidRequest([("", "has more inputs, outputs or parameters than there are")])
     if len(raw) != len(request.inputs) or any(given.contents for given in request.inputs):
         raise InvalidRequest([("raw_input_contents", RAW)])

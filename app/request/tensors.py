@@ -68,6 +68,7 @@ OUTPUTS: dict[str, Spec] = {
     "probabilities": ("FP32", ("C", "A")),
     "continuous": ("FP32", ("C", "Z")),
 }
+MOST_INPUTS = 2 * len(INPUTS)  # so that an unknown one is told by its place
 REQUIRED = ("user_id", "candidates.post_id", "candidates.author_id")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,20 @@ def test_what_does_not_fit_is_refused(case: tuple[Any, bytes | None, type[Servic
     assert "zq9marker" not in str(caught.value.problem())
     if field:
         assert field in [problem.field for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("last", [b"", b',{"name":1}'])
+def test_no_number_of_tensors_takes_long_to_refuse(last: bytes) -> None:
+    tensor = orjson.dumps(USER | {"data": [1]})
+    body = b'{"inputs":[%b%b]}' % (b",".join([tensor] * 14_000), last)  # not more values than a long request has
+    spent = []
+    for _ in range(3):
+        started = time.thread_time()
+        with pytest.raises(InvalidRequest) as caught:
+            decode(body)
+        spent.append(time.thread_time() - started)
+        assert caught.value.problems[0].message == "must hold at most 22"
+    assert min(spent) < 0.04
 
 
 def test_a_wrong_value_in_json_data_is_told_as_its_tensor() -> None:
