@@ -14,7 +14,7 @@ from app.errors import InvalidRequest
 from app.request.body import Strict, read, refuse_long, refuse_many_values
 from app.request.contract import is_request_id
 from app.request.explain import NAME, REQUEST_ID_RULE, array_of, fulfils, integer, object_of
-from app.request.reply import ReplyFormat, rows_of
+from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
 from app.request.tensors import (
     DATATYPES,
     FLAG,
@@ -27,8 +27,6 @@ from app.request.tensors import (
     Size,
     Tensor,
     Tensors,
-    outputs_of,
-    reply_parameters,
 )
 from app.request.validate import Request
 from app.request.vocabulary import Vocabulary

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from app.errors import BadRequest, InvalidRequest
 from app.request.explain import explain, object_of
 from app.request.inference import sized, wanted_outputs
-from app.request.reply import ReplyFormat, rows_of
+from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
 from app.request.tensors import (
     DATATYPES,
     MOST_INPUTS,
@@ -24,8 +24,6 @@ from app.request.tensors import (
     Parameters,
     Tensor,
     Tensors,
-    outputs_of,
-    reply_parameters,
 )
 from app.request.validate import Request
 from app.settings import Limits

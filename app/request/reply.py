@@ -6,7 +6,7 @@ orjson in one go, and the columns are woven together. float32 values keep their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,32 @@ def render(
         yield before + _candidates(rows, slice(start, start + ROWS_IN_A_PIECE), form)
         before = b","
     yield b"],%b" % end
+
+
+def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The wanted outputs, each with its name."""
+    arrays: dict[str, Any] = {
+        "post_id": rows.ids,
+        "score": rows.scores,
+        "rank": rows.ranks,
+        "probabilities": rows.probabilities,
+        "continuous": rows.continuous,
+    }
+    for name in wanted:
+        yield name, np.ascontiguousarray(arrays[name])
+
+
+def reply_parameters(
+    request: Request, rows: Rows, form: ReplyFormat, *, history_used: int, timings_ms: Mapping[str, float]
+) -> dict[str, str | int | float]:
+    """What a reply says besides its tensors: names of their columns, how much of the history was seen, where the time went."""
+    return {
+        "actions": ",".join(rows.names),
+        "continuous": ",".join(form.continuous_names),
+        "history_used": history_used,
+        "history_dropped": len(request.history) - history_used,
+        **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
+    }
 
 
 def _columns(rows: Rows, form: ReplyFormat) -> bytes:

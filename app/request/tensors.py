@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -31,7 +31,6 @@ from app.request.explain import (
     number_rule,
     object_of,
 )
-from app.request.reply import ReplyFormat, Rows
 from app.request.validate import Posts, Request
 from app.request.vocabulary import Vocabulary
 from weights.format.manifest import Manifest
@@ -274,32 +273,6 @@ def _spread(values: NDArray[Any] | None, columns: list[int], shape: tuple[int, .
     if values is not None:
         found[..., columns] = values
     return found
-
-
-def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The wanted outputs, each with its name."""
-    arrays: dict[str, Any] = {
-        "post_id": rows.ids,
-        "score": rows.scores,
-        "rank": rows.ranks,
-        "probabilities": rows.probabilities,
-        "continuous": rows.continuous,
-    }
-    for name in wanted:
-        yield name, np.ascontiguousarray(arrays[name])
-
-
-def reply_parameters(
-    request: Request, rows: Rows, form: ReplyFormat, *, history_used: int, timings_ms: Mapping[str, float]
-) -> dict[str, str | int | float]:
-    """What a reply says besides its tensors: names of their columns, how much of the history was seen, where the time went."""
-    return {
-        "actions": ",".join(rows.names),
-        "continuous": ",".join(form.continuous_names),
-        "history_used": history_used,
-        "history_dropped": len(request.history) - history_used,
-        **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
-    }
 
 
 def describe_model(manifest: Manifest) -> dict[str, Any]:
