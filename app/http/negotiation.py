@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.errors import NotAcceptable, UnsupportedMediaType
+from app.http.asgi import Headers
 from app.request.coding import check_coding
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS, Wire
 
-Headers = Mapping[bytes, bytes]
 Wires = Mapping[bytes, Wire]
 
-RANK: Wires = {JSON: OBJECTS, JSON + b";charset=utf-8": OBJECTS, BINARY: TENSORS}
-INFER: Wires = {
-    b"": TENSORS,
-    JSON: TENSORS,
-    JSON + b";charset=utf-8": TENSORS,
-    BINARY: TENSORS,
-}  # its clients name no type
-BATCH: Wires = {JSON: OBJECTS, JSON + b";charset=utf-8": OBJECTS}
+JSON_TYPES = (JSON, JSON + b";charset=utf-8")
+BATCH: Wires = dict.fromkeys(JSON_TYPES, OBJECTS)
+RANK: Wires = {**BATCH, BINARY: TENSORS}
+INFER: Wires = dict.fromkeys((b"", BINARY, *JSON_TYPES), TENSORS)  # clients of that protocol name no type
 
 
 def wire_of(headers: Headers, wires: Wires) -> Wire:
