@@ -65,7 +65,8 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
     paths = {
         "/rank": _operation(
             "Rank one user's candidates",
-            "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself.",
+            "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself. "
+            "The tensors of the Open Inference Protocol are taken as well, as `application/octet-stream`; any body may be gzip.",
             _body(ref[RankRequest], examples),
             ref[RankReply],
         ),

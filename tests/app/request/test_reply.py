@@ -133,10 +133,11 @@ def test_weights_of_nothing_score_nothing() -> None:
     assert [(row["score"], row["rank"]) for row in rows] == [(0.0, 1), (0.0, 2), (0.0, 3), (0.0, 4)]
 
 
-def test_no_piece_of_a_long_reply_holds_the_loop() -> None:
+@pytest.mark.parametrize("form", ["objects", "columns"])
+def test_no_piece_of_a_long_reply_holds_the_loop(form: str) -> None:
     given, spent = scores(4096), []
     for _ in range(3):
-        pieces = render(request(4096), given, FORM, history_used=1, timings_ms={})
+        pieces = render(request(4096, reply=form), given, FORM, history_used=1, timings_ms={})
         longest = 0.0
         while True:
             started = time.thread_time()
