@@ -64,10 +64,12 @@ class InferenceServer:
         settings = self.settings
         self._server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", settings.limits.max_body_bytes),
+                (
+                    "grpc.max_receive_message_length",
+                    settings.limits.max_body_bytes,
+                ),  # and once inflated: since 1.85 at least
                 ("grpc.max_metadata_size", settings.connections.max_header_bytes),
                 ("grpc.max_connection_idle_ms", round(settings.connections.keep_alive_seconds * 1000)),
-                ("grpc.compression_enabled_algorithms_bitset", 1),  # none: nothing bounds what inflates
                 ("grpc.so_reuseport", 0),
             ],
             maximum_concurrent_rpcs=settings.queue.max_requests,

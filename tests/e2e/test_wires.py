@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -64,12 +66,31 @@ def test_every_wire_gives_the_same_bits(server: Server) -> None:
 
 def test_mistakes_of_grpc_callers_leave_nothing_but_lines_of_ours(server: Server) -> None:
     with grpc.insecure_channel(grpc_address(server)) as channel:
-        for data, options in ((b"\xff", {}), (b"", {"compression": grpc.Compression.Gzip}), (bytes(3 * 2**20), {})):
+        for data, options in (
+            (b"\xff", {}),
+            (bytes(3 * 2**20), {"compression": grpc.Compression.Gzip}),
+            (bytes(3 * 2**20), {}),
+        ):
             with pytest.raises(grpc.RpcError):
                 channel.unary_unary(ROUTES[-1])(data, timeout=10, **options)
     assert all(line.startswith("{") for line in server.raw.splitlines())
     refused = [line for line in server.lines if line.get("route") == ROUTES[-1] and line["status"] == 400]
     assert [(line["event"], line["code"]) for line in refused] == [("request", "bad_request")]
+
+
+def peak_mib(server: Server) -> float:
+    """The most memory that the process has had."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
+
+
+def test_a_bomb_over_grpc_costs_no_memory(server: Server) -> None:
+    before = peak_mib(server)
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(grpc_address(server), options) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(ROUTES[-1])(bytes(200 * 2**20), timeout=60, compression=grpc.Compression.Gzip)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert peak_mib(server) - before < 50
 
 
 def test_a_drain_ends_with_0_and_the_port_is_closed(server: Server) -> None:
