@@ -7,13 +7,12 @@ import os
 import time
 
 import uvloop
-from fastapi import FastAPI
 
 from app import ports
 from app.engine.loading import checkpoint_loader
 from app.fronts.host import EngineHost
 from app.fronts.role import Role
-from app.http.application import create_app
+from app.http.application import Application, create_app
 from app.scheduling.job import Clock
 from app.server.process import RankingServer, serve
 from app.service.reload import Reloader
@@ -28,7 +27,7 @@ def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.m
     return RankingService(checkpoint_loader(settings.checkpoint, settings), settings, metrics, clock=clock)
 
 
-def build_app(settings: Settings) -> FastAPI:
+def build_app(settings: Settings) -> Application:
     """The application of a process that serves by itself, without listeners: for tests and for other ASGI servers."""
     return create_app(settings, build_service(settings, Metrics()))
 

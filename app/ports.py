@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from starlette.types import ASGIApp
 
 from app.http.admin import create_admin_app
-from app.http.application import create_app, create_probe_app
+from app.http.application import Application, create_app, create_probe_app
 from app.interface import Reloads, Service
-from app.server.process import RankingServer
-from app.settings import Settings
+from app.server.process import Other, RankingServer
+from app.settings import Settings, SettingsProblem
 
 
 def build_server(
@@ -21,4 +23,17 @@ def build_server(
     if settings.admin.port is not None:
         side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, reloads, service.metrics)
     app = create_app(settings, service)
-    return kind(app, side_apps, service, reloads, settings, {(b"POST", b"/rank"): app.rank})
+    others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
+    return kind(app, side_apps, service, reloads, settings, {(b"POST", b"/rank"): app.rank}, others)
+
+
+def create_grpc_server(app: Application, settings: Settings) -> Other:
+    """What the application ranks, over gRPC. Raises SettingsProblem where that is not installed."""
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "NONE"
+    )  # else callers' mistakes are written to standard error, past the log
+    try:
+        from app.http.grpc_server import InferenceServer
+    except ImportError as error:
+        raise SettingsProblem(f"RANKER_GRPC__PORT needs the `grpc` extra: {error}") from error
+    return InferenceServer(app.ranking, app.recorder, settings)

@@ -94,11 +94,14 @@ class Supervisor:
     def _listen(self) -> bool:
         numbers = range(1, self.settings.fronts + 1)
         self._listening = {number: [] for number in numbers}
-        for host, port in self.settings.addresses():
+        grpc = self.settings.grpc
+        for host, port in [*self.settings.addresses(), *([(grpc.host, grpc.port)] if grpc.port else [])]:
             try:
-                port = _free(host, port)
+                found = _free(host, port)
+                if (host, port) == (grpc.host, grpc.port):
+                    continue  # gRPC takes no socket that is there already: each front listens by itself
                 for number in numbers:
-                    self._listening[number].append(_listener(host, port, self.settings.connections.backlog))
+                    self._listening[number].append(_listener(host, found, self.settings.connections.backlog))
             except OSError as error:
                 log.error("cannot_listen", host=host, port=port, reason=error.strerror)
                 return False

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from loadtest.machine import ROOT
-from loadtest.servers.launch import HOST, Server, ranking_server
+from loadtest.servers.launch import HOST, Server, free_port, ranking_server
 from loadtest.soak.fronts import process_of
 from loadtest.soak.servers import FRONTED
 from tests.app.server.test_process import event, status
@@ -115,6 +115,16 @@ def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
     ):
         assert server.process.wait(20) == 3
         assert event(server, "cannot_listen")["reason"] == "Address already in use"
+
+
+def test_every_front_serves_grpc_on_one_port() -> None:
+    grpc = pytest.importorskip("grpc")
+    with started(*FRONTED, grpc__port=(port := free_port())) as server:
+        server.wait_ready()
+        wait_until(lambda: sum(line["event"] == "listening" and line["port"] == port for line in server.lines) == 2)
+        for _ in range(4):
+            with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+                grpc.channel_ready_future(channel).result(10)
 
 
 def test_port_0_is_one_free_port_for_all_fronts() -> None:
