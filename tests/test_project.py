@@ -264,3 +264,28 @@ def test_a_ci_script_can_be_run(script: Path) -> None:
     interpreter = script.read_text().splitlines()[0].removeprefix("#!/usr/bin/env ")
     check = {"bash": ["-n"], "python3": ["-c", "import ast, sys; ast.parse(open(sys.argv[1]).read())"]}[interpreter]
     assert subprocess.run([interpreter, *check, script]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("planted", "rule"),
+    [
+        ("import subprocess\n\nsubprocess.run('ls', shell=True)\n", "S60"),
+        ("import pickle\n\npickle.loads(b'')\n", "S301"),
+        ("import random\n\nNONCE = random.random()\n", "S311"),
+        ("import tarfile\n\ntarfile.open('x').extractall('y')\n", "S202"),
+    ],
+)
+def test_make_check_finds_what_is_unsafe(planted: str, rule: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--output-format",
+        "concise",
+        "--stdin-filename",
+        "app/planted.py",
+        "-",
+    ]
+    checked = subprocess.run(command, cwd=ROOT, input=planted, capture_output=True, text=True)
+    assert (checked.returncode, f": {rule}" in checked.stdout) == (1, True), checked.stdout
