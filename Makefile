@@ -11,7 +11,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: soak overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock sbom clean
+.PHONY: soak overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -122,6 +122,9 @@ hooks: $(VENV)/.installed ## run make check before every commit
 # Exit code 75: no advisories can be had from here. One package of many that could not be looked up is a failure.
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
 	$(BIN)/python .ci/audit
+
+mutants: $(VENV)/.installed ## change one decision at a time, run what concerns it: SAMPLE=200 SEED=0 ARGS="--changed main --seconds 290"
+	$(BIN)/python .ci/mutants --sample $(or $(SAMPLE),200) --seed $(or $(SEED),0) $(ARGS)
 
 files: ## the lists of files and decisions in docs/, from the modules' first sentences
 	$(PYTHON) .ci/list-files
