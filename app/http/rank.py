@@ -64,8 +64,10 @@ class Ranking:
         _add(exchange, "parse", time.perf_counter() - started)
         return typed
 
-    def prepare(self, body: Body, deadline: float | None, exchange: Exchange) -> Prepared:
-        """Admit, check, make features: a request that is refused for want of room costs no checks."""
+    def prepare(
+        self, body: Body, deadline: float | None, exchange: Exchange, *, again: bool = False, waits: bool = False
+    ) -> Prepared:
+        """Admit, check, make features: a request that is refused for want of room costs no checks. See `Service.admit`."""
         started = time.perf_counter()
         model = self.service.model
         ticket = self.service.admit(
@@ -74,6 +76,8 @@ class Ranking:
             history=count_items(body.history),
             deadline=deadline,
             key=exchange.key,
+            again=again,
+            waits=waits,
         )
         try:
             vocabulary, form = self._words_of(model.manifest)

@@ -88,12 +88,14 @@ class Run:
             body = self.ranking.decode(item, self.exchange)
         except ServiceError as error:
             return _failed(error)
+        again = False
         while True:
             while self._is_enough():
                 await self._one_ends()
             try:
-                job = self.ranking.prepare(body, self.deadline, self.exchange)
+                job = self.ranking.prepare(body, self.deadline, self.exchange, again=again, waits=bool(self._queued))
             except Overloaded as error:
+                again = True
                 if not self._queued:
                     return _failed(error)
                 await self._one_ends()

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 
 from app.errors import DeadlineExceeded
 from app.service.service import RankingService
+from app.telemetry.distributions import Histograms
 from app.telemetry.metrics import Metrics
 from tests.app.fakes import FakeEngine, Gate, rank, right, run, running
 from tests.app.serving import good, served
@@ -21,19 +22,24 @@ HUNDRED_YEARS = 100 * 365.25 * 86400
 
 
 def raise_to_the_edge(metrics: Metrics) -> int:
-    """Set every series to just below 2⁵³ and the counts of replies to 2⁶² together; how many series there are."""
+    """Set every series to just below 2⁵³ the counts of a histogram to 2⁶² together; how many series there are."""
     raised = 0
     for metric in vars(metrics).values():
-        if not isinstance(metric, Counter | Histogram):
-            continue
-        for child in metric._metrics.values() if metric._labelnames else [metric]:
-            for value in [child._value] if isinstance(metric, Counter) else [child._sum, *child._buckets]:
-                value.set(EDGE - 2)
+        if isinstance(metric, Counter):
+            for child in metric._metrics.values() if metric._labelnames else [metric]:
+                child._value.set(EDGE - 2)
                 raised += 1
-    for counts, sums, _ in metrics.reply_probabilities._counts.values():
-        counts[:], sums[:] = 2**62 // counts.shape[1], EDGE - 2
-        raised += counts.size + sums.size
-    return raised
+    for name in ("http_seconds", "stage_seconds", "batch_requests", "batch_candidates", "batch_padding_ratio"):
+        raised += raise_histograms(getattr(metrics, name))
+    metrics.reply_probabilities._count()
+    return raised + raise_histograms(metrics.reply_probabilities._histograms)
+
+
+def raise_histograms(histograms: Histograms) -> int:
+    for series in histograms._series.values():
+        series.read()
+        series._counts[:], series._sum = 2**62 // len(series._counts), EDGE - 2
+    return sum(len(series._counts) for series in histograms._series.values())
 
 
 def samples(service: RankingService) -> dict[tuple[str, Any], float]:
@@ -64,12 +70,10 @@ def test_no_series_falls_or_breaks_at_its_edge() -> None:
 def test_a_counter_of_32_bits_would_be_noticed() -> None:
     with served() as (client, service):
         client.post("/rank", json=good())
-        [(names, (counts, sums, starts))] = service.metrics.reply_probabilities._counts.items()
-        narrow = counts.astype(np.int32)
-        narrow[:] = 2**31 - 1
-        service.metrics.reply_probabilities._counts[names] = narrow, sums, starts  # type: ignore[assignment]
+        raise_to_the_edge(service.metrics)
         before = samples(service)
-        client.post("/rank", json=good())
+        for series in service.metrics.reply_probabilities._histograms._series.values():
+            series._counts = series._counts.astype(np.int32)
         after = samples(service)
     assert [name for name, value in before.items() if after[name] < value]
 

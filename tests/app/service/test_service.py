@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from itertools import chain
 
 import pytest
 
 from app.assembly import build_server
-from app.engine.loading import LoadedModel
+from app.engine.loading import LoadedModel, Steps
 from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, NotReady, Overloaded
 from app.interface import Health, ranked
 from app.scheduling.loop_lag import TURN_SECONDS
@@ -78,7 +77,7 @@ def test_nothing_is_admitted_before_loading_nor_after_draining() -> None:
 def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> None:
     told: list[str] = []
 
-    def load(warming: object) -> LoadedModel:
+    def load(steps: object) -> LoadedModel:
         raise ValueError("tables.user.safetensors: digest differs")
 
     async def main() -> None:
@@ -97,9 +96,9 @@ def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> None:
 def test_readiness_says_what_the_loader_does() -> None:
     read, warm = threading.Event(), threading.Event()
 
-    def load(warming: Callable[[], None]) -> LoadedModel:
+    def load(steps: Steps) -> LoadedModel:
         assert read.wait(10)
-        warming()
+        steps.warming()
         assert warm.wait(10)
         return loaded(FakeEngine())
 
@@ -123,7 +122,7 @@ def test_readiness_says_what_the_loader_does() -> None:
 def test_a_load_that_fails_during_a_drain_exits_with_1_and_was_never_started() -> None:
     drained = threading.Event()
 
-    def load(warming: object) -> LoadedModel:
+    def load(steps: object) -> LoadedModel:
         assert drained.wait(10)
         raise ValueError("digest differs")
 
@@ -381,7 +380,7 @@ def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() -> Non
 
 
 def test_a_failed_swap_leaves_the_old_model_serving() -> None:
-    def load(warming: object) -> LoadedModel:
+    def load(steps: object) -> LoadedModel:
         raise EngineError("self-test failed")
 
     async def main() -> None:
