@@ -160,7 +160,7 @@ class Admin(Group):
     token_sha256: SecretStr | None = None
     """SHA-256 of the bearer token, in hex."""
     root: Path | None = None
-    """Directory below which a reload may name checkpoints; by default the parent of the first checkpoint, or that itself where the parent is `/`."""
+    """Directory below which a reload may name checkpoints; by default the parent of the first checkpoint, that itself where it is `/`."""
 
     @model_validator(mode="after")
     def _guarded(self) -> Admin:
