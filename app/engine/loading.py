@@ -13,7 +13,7 @@ from app.interface import ServedModel
 from app.settings import Settings
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, EngineError
-from weights.checkpoint import Checkpoint, load_checkpoint
+from weights.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 
 
 @dataclass(slots=True, eq=False)
@@ -73,17 +73,17 @@ def checkpoint_loader(path: Path, settings: Settings) -> Loader:
     """Loads this checkpoint. Raises CheckpointError or EngineError, with a sentence for people."""
 
     def load(steps: Steps) -> LoadedModel:
-        checkpoint = load_checkpoint(path, steps.go_on)
-        steps.warming()
         try:
+            checkpoint = load_checkpoint(path, steps.go_on)
+            steps.warming()
             engine = create_engine(checkpoint.ranker, engine_options(settings))
             steps.go_on()
             engine.warm_up()
-        except EngineError:
+        except (CheckpointError, EngineError):
             raise
-        except (MemoryError, RuntimeError) as error:  # as which torch says that memory ends
+        except (MemoryError, RuntimeError) as error:  # the second is how torch and threading say it
             raise EngineError(
-                f"the engine cannot be made: {(str(error) or 'not enough memory').splitlines()[0]}"
+                f"{path} cannot be loaded: {(str(error) or 'not enough memory').splitlines()[0]}"
             ) from error
         return LoadedModel(checkpoint, engine)
 

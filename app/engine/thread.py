@@ -12,7 +12,7 @@ from typing import Any
 from app.engine.loading import LoadedModel, Loader, Steps
 from app.scheduling.forecast import ForwardTime
 from app.scheduling.job import Clock
-from model.engine import Item, Outcome, OverlappingEngine
+from model.engine import EngineError, Item, Outcome, OverlappingEngine
 
 ENGINE_THREAD = "engine"
 
@@ -29,7 +29,7 @@ class EngineThread:
     def __init__(
         self, load: Loader, warming: Callable[[], None], loop: asyncio.AbstractEventLoop, clock: Clock
     ) -> None:
-        """`warming` is called in the loop when the checkpoint is read and the warm-up begins."""
+        """`warming` is called in the loop when the checkpoint is read and the warm-up begins. Raises EngineError without a thread."""
         self.ready: asyncio.Future[LoadedModel] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._load = load
@@ -37,7 +37,10 @@ class EngineThread:
         self._steps = Steps(lambda: self._post(warming))
         self._clock = clock
         self._work: SimpleQueue[tuple[Sequence[Item], OnResult] | None] = SimpleQueue()
-        threading.Thread(target=self._main, name=ENGINE_THREAD, daemon=True).start()
+        try:
+            threading.Thread(target=self._main, name=ENGINE_THREAD, daemon=True).start()
+        except RuntimeError as error:
+            raise EngineError(f"no thread can be had to load a model in: {error}") from error
 
     def forward(self, items: Sequence[Item], cost: int, on_result: OnResult) -> None:
         """Compute one batch of that many tokens, and tell the event loop. An exception is a result."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-import os
 import resource
 import subprocess
 import sys
@@ -17,14 +15,13 @@ from typing import Any
 import pytest
 
 from loadtest.fuzz.checkpoints import sign_again, write_small
+from loadtest.soak.excess import too_large, write_sparse
 from model import memory
 from model.config import ModelConfig
 from model.create import EngineOptions, create_engine
 from model.engine import EngineError
 from model.synthetic import random_ranker
 from weights.checkpoint import CheckpointError, load_checkpoint
-from weights.format.layout import expected_shapes, file_of, is_table
-from weights.format.manifest import FileEntry, Manifest, TensorEntry
 from weights.synthetic.random_weights import mini_config
 
 ROOT = Path(__file__).parents[2]
@@ -134,26 +131,11 @@ def test_without_the_check_it_would_take_the_memory(monkeypatch: pytest.MonkeyPa
 
 def test_parameters_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path) -> None:
     """A file of 752 GiB without a byte on the disk."""
-    config = replace(mini_config(0, (5, 6, 7), continuous_actions=0), width=65536, layers=1, widening=16.0)
-    shapes = expected_shapes(config)
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        if not is_table(name):
-            start, end = end, end + 4 * math.prod(shape)
-            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    params = tmp_path / "params.safetensors"
-    params.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(params, 8 + len(text) + end)
-    files = {file_of(name): FileEntry("0" * 64, params.stat().st_size) for name in shapes}
-    tensors = {name: TensorEntry(file_of(name), "float32", shape) for name, shape in shapes.items()}
-    names = tuple(f"action_{index}" for index in range(config.actions))
-    manifest = Manifest("sparse", "1", config, names, (), {}, files, tensors)
-    (tmp_path / "manifest.json").write_bytes(manifest.to_json())
+    write_sparse(tmp_path / "sparse", too_large())
     with pytest.raises(
         CheckpointError, match=r"params\.safetensors does not fit into memory: 752\.\d GiB of memory are needed"
     ):
-        load_checkpoint(tmp_path, threads=1)
+        load_checkpoint(tmp_path / "sparse", threads=1)
 
 
 def test_a_model_without_finite_scores_is_refused_at_the_warm_up() -> None:

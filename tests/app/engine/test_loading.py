@@ -52,12 +52,13 @@ def test_a_load_stops_between_making_the_engine_and_warming_it_up(small: Path, m
     "error",
     [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("[enforce fail] cannot allocate\nmore")],
 )
-def test_a_want_of_memory_is_told_in_a_sentence(small: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize("where", ["load_checkpoint", "create_engine"])
+def test_a_want_of_memory_or_threads_is_told_in_a_sentence(
+    small: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
     def fail(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(loading, "create_engine", fail)
-    with pytest.raises(
-        EngineError, match=r"^the engine cannot be made: (not enough memory|CUDA out|\[enforce.*allocate$)"
-    ):
+    monkeypatch.setattr(loading, where, fail)
+    with pytest.raises(EngineError, match=r"small cannot be loaded: (not enough memory|CUDA out|\[enforce.*allocate$)"):
         checkpoint_loader(small, CPU)(Steps(lambda: None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -87,5 +88,21 @@ def test_a_cancelled_load_keeps_others_out_until_it_has_ended() -> None:
             goes_on.set()
             await until(lambda: service.versions._loading.closed.done())
             await service.swap(loader(FakeEngine(2)))
+
+    run(main())
+
+
+def test_a_reload_without_a_thread_is_refused_and_the_next_one_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        async with running(FakeEngine()) as service:
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", fail)
+                with pytest.raises(EngineError, match=r"no thread .* can't start new thread"):
+                    await service.swap(loader(FakeEngine(2), "v2"))
+            assert right(await rank(service, 1), 1)
+            assert (await service.swap(loader(FakeEngine(2), "v2"))).manifest.version == "v2"
 
     run(main())
