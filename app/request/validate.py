@@ -9,8 +9,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.request.body import Body, CandidateArrays, HistoryArrays
 from app.request.contract import MAX_ID, is_request_id
-from app.request.explain import explain, is_id
+from app.request.explain import explain
 from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary
 
@@ -40,30 +39,21 @@ class Posts:
         return len(self.post_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ActionCells:
-    """The actions of a history, as cells of its `[h, A]` matrix: item `rows[i]` has `values[i]` in column `columns[i]`."""
-
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    values: NDArray[np.float64]
-
-
 NO_HISTORY, NO_CANDIDATES = HistoryArrays([], []), CandidateArrays([], [])
-NO_ACTIONS = ActionCells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A valid request. `echo_ids` are the candidates' post ids as they came.
 
-    `dwell_seconds` float64 `[h]`, `created_at` int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`.
+    `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`, `created_at`
+    int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`.
     `wanted` are columns of the reply, None for all.
     """
 
     user_id: int
     history: Posts
-    actions: ActionCells
+    actions: NDArray[np.float32]
     dwell_seconds: NDArray[np.float64]
     candidates: Posts
     created_at: NDArray[np.int64]
@@ -85,9 +75,12 @@ def check(body: Body, vocabulary: Vocabulary) -> Request:
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     """Raises ValueError, OverflowError or KeyError where the body is not right."""
     posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
-    history = _posts(posts, authors, surfaces, vocabulary)
-    echo_ids, authors, surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
-    candidates = _posts(echo_ids, authors, surfaces, vocabulary)
+    echo_ids, candidate_authors, candidate_surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
+    events, count = len(posts), len(echo_ids)
+    ids = _ids([body.user_id, *posts, *authors, *echo_ids, *candidate_authors])
+    history = Posts(ids[1 : 1 + events], ids[1 + events : 1 + 2 * events], _surfaces(surfaces, events, vocabulary))
+    of_candidates = ids[1 + 2 * events :]
+    candidates = Posts(of_candidates[:count], of_candidates[count:], _surfaces(candidate_surfaces, count, vocabulary))
     weights, wanted = vocabulary.weights, None
     if body.weights is not UNSET:
         weights = np.zeros(len(vocabulary.action_names))
@@ -95,20 +88,15 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     if body.actions_wanted is not UNSET:
         wanted = _distinct(body.actions_wanted, vocabulary.index)
     top_k, request_id = body.top_k or None, body.request_id
-    if not (
-        is_id(body.user_id)
-        and echo_ids
-        and (top_k is None or top_k <= MAX_ID)
-        and (request_id is UNSET or is_request_id(request_id))
-    ):
+    if not (count and (top_k is None or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
         raise ValueError
     return Request(
-        user_id=int(body.user_id),
+        user_id=int(ids[0]),
         history=history,
-        actions=_cells(actions, vocabulary.index),
-        dwell_seconds=_numbers("d", dwell_times, len(history)),
+        actions=_actions(actions, events, vocabulary),
+        dwell_seconds=_numbers("d", dwell_times, events),
         candidates=candidates,
-        created_at=_numbers("q", created_at, len(candidates)),
+        created_at=_numbers("q", created_at, count),
         echo_ids=list(echo_ids),
         impression_ts=body.impression_ts or 0,
         weights=weights,
@@ -128,21 +116,13 @@ def _columns(items: Sequence[Struct] | Struct) -> Any:
     return columns
 
 
-def _posts(post_ids: Column, author_ids: Column, surfaces: Column, vocabulary: Vocabulary) -> Posts:
-    found = Posts(_ids(post_ids), _ids(author_ids), _numbers("q", surfaces, len(post_ids)))
-    if found.surfaces.max(initial=0) >= vocabulary.product_surfaces:
-        raise ValueError
-    return found
-
-
-def _ids(values: Column) -> NDArray[np.uint64]:
+def _ids(values: Sequence[int | str]) -> NDArray[np.uint64]:
     """uint64 `[n]` from integers and decimal strings. Strings are read in one go, as one JSON list."""
-    with suppress(TypeError):
-        return np.asarray(array("Q", values))
-    try:
-        decimals = ",".join(values).encode()
-    except TypeError:  # some of each
-        decimals = ",".join(map(str, values)).encode()
+    if int in (kinds := set(map(type, values))):
+        if len(kinds) == 1:
+            return np.asarray(array("Q", cast(Any, values)))
+        values = list(map(str, values))
+    decimals = ",".join(values).encode()  # type: ignore[arg-type]
     if decimals.translate(None, b"0123456789,"):
         raise ValueError
     numbers = orjson.loads(b"[%b]" % decimals)  # refuses empty strings and leading zeros
@@ -151,9 +131,20 @@ def _ids(values: Column) -> NDArray[np.uint64]:
     return np.asarray(array("Q", numbers))
 
 
+def _surfaces(values: Column, count: int, vocabulary: Vocabulary) -> NDArray[np.int64]:
+    found = _numbers("q", values, count)
+    if count and np.maximum.reduce(found) >= vocabulary.product_surfaces:
+        raise ValueError
+    return found
+
+
 def _numbers(code: str, values: Column, count: int) -> NDArray[Any]:
     """`[n]` of a numpy type code, 0 where nothing was sent."""
-    return np.zeros(count, code) if values is UNSET else np.array([value or 0 for value in values], code)
+    if values is UNSET:
+        return np.zeros(count, code)
+    if UNSET in values:
+        values = [value or 0 for value in values]
+    return np.asarray(array(code, values))
 
 
 def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
@@ -164,17 +155,18 @@ def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
     return columns
 
 
-def _cells(column: Column, index: Mapping[str, int]) -> ActionCells:
+def _actions(column: Column, events: int, vocabulary: Vocabulary) -> NDArray[np.float32]:
+    width, index = len(vocabulary.action_names), vocabulary.index
+    found = np.zeros((events, width), np.float32)
     if column is UNSET:
-        return NO_ACTIONS
+        return found
     items: list[Any] = [item or () for item in column]
-    rows = [row for row, item in enumerate(items) for _ in item]
-    columns = [index[name] for item in items for name in item]
-    values = np.ones(len(columns))
+    places = [row * width + index[name] for row, item in enumerate(items) for name in item]
+    values: Any = 1.0
     if dict in map(type, items):
-        pairs = (item.values() if type(item) is dict else repeat(1.0, len(item)) for item in items)
-        values = np.fromiter(chain.from_iterable(pairs), np.float64, len(columns))
+        values = [value for item in items for value in (item.values() if type(item) is dict else [1.0] * len(item))]
         for item in items:
             if type(item) is dict:
                 _distinct(item, index)
-    return ActionCells(np.array(rows, np.int64), np.array(columns, np.int64), values)
+    found.ravel()[places] = values
+    return found

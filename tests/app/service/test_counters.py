@@ -14,7 +14,7 @@ from app.errors import DeadlineExceeded
 from app.service.service import RankingService
 from app.telemetry.distributions import Histograms
 from app.telemetry.metrics import Metrics
-from tests.app.fakes import FakeEngine, Gate, rank, right, run, running
+from tests.app.fakes import FakeEngine, Gate, rank, right, running
 from tests.app.serving import good, served
 
 EDGE = 2.0**53  # beyond it a float counts in steps of two
@@ -78,20 +78,18 @@ def test_a_counter_of_32_bits_would_be_noticed() -> None:
     assert [name for name, value in before.items() if after[name] < value]
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("start", [0.0, HUNDRED_YEARS])
-def test_a_clock_of_a_hundred_years_serves_and_keeps_deadlines(start: float) -> None:
-    async def main() -> None:
-        began = time.monotonic()
-        gate = Gate()
+async def test_a_clock_of_a_hundred_years_serves_and_keeps_deadlines(start: float) -> None:
+    began = time.monotonic()
+    gate = Gate()
+    gate.opened.set()
+    async with running(FakeEngine(before=gate), clock=lambda: start + time.monotonic() - began) as service:
+        for user in range(1, 20):
+            assert right(await rank(service, user), user)
+        gate.opened.clear()
+        with pytest.raises(DeadlineExceeded):
+            await rank(service, 1, deadline=service.clock() + 0.05)
         gate.opened.set()
-        async with running(FakeEngine(before=gate), clock=lambda: start + time.monotonic() - began) as service:
-            for user in range(1, 20):
-                assert right(await rank(service, user), user)
-            gate.opened.clear()
-            with pytest.raises(DeadlineExceeded):
-                await rank(service, 1, deadline=service.clock() + 0.05)
-            gate.opened.set()
-            async with asyncio.timeout(5):
-                assert right(await rank(service, 2), 2)
-
-    run(main())
+        async with asyncio.timeout(5):
+            assert right(await rank(service, 2), 2)
