@@ -193,7 +193,9 @@ class RankingService:
         if counted or kind is DeadlineExceeded:  # nobody waits for a deadline that has passed
             self._refused += 1
             self.metrics.rejected.labels(refusal.reason).inc()
-        raise kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
+        error = kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
+        error.may_wait = self.loop_clock.lag.is_short_of_time
+        raise error
 
     def _release(self, job: RankJob) -> None:
         """The job is answered, cancelled or expired."""
