@@ -281,3 +281,18 @@ async def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
         gate.opened.set()
         await until(lambda: service.health().ready)
         assert right(await rank(service, 2), 2)
+
+
+async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_longer() -> None:
+    for close_seconds, is_freed in ((0.4, True), (5.0, False)):
+        engine = FakeEngine()
+        closed, hold = engine.close, threading.Event()
+        engine.close = lambda hold=hold, seconds=close_seconds, closed=closed: (hold.wait(seconds), closed())  # type: ignore[method-assign,misc]
+        service = RankingService(loader(engine), Settings(), Metrics())
+        service.start()
+        await service.wait_ready()
+        service.engine_lost("planted")
+        async with asyncio.timeout(3):
+            await service.stop(30.0)
+        assert engine.closed.is_set() is is_freed
+        hold.set()
