@@ -182,6 +182,15 @@ class Probes(Group):
     """With a port, probes, /info and /metrics answer there, and /metrics no longer on the main one."""
 
 
+class Grpc(Group):
+    """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of its own; none means no gRPC."""
+
+
 class Reload(Group):
     """How checkpoints are loaded, and when a new one is looked for without being asked."""
 
@@ -265,14 +274,15 @@ class Settings(BaseSettings):
     auth: Auth = Auth()
     admin: Admin = Admin()
     probes: Probes = Probes()
+    grpc: Grpc = Grpc()
     reload: Reload = Reload()
     logs: Logs = Logs()
     tracing: Tracing = Tracing()
 
     @model_validator(mode="after")
     def _ports_of_their_own(self) -> Settings:
-        places = {"port": (self.host, self.port), "probes.port": (self.probes.host, self.probes.port),
-                  "admin.port": (self.admin.host, self.admin.port)}  # fmt: skip
+        groups = {"probes.port": self.probes, "grpc.port": self.grpc, "admin.port": self.admin}
+        places = {"port": (self.host, self.port)} | {name: (group.host, group.port) for name, group in groups.items()}
         for (name, (host, port)), (other, (other_host, other_port)) in itertools.combinations(places.items(), 2):
             if port and port == other_port and (host == other_host or {host, other_host} & ANY_ADDRESS):
                 raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")

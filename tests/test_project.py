@@ -111,7 +111,7 @@ def names_of(*groups: list[str]) -> set[str]:
 def test_every_requirement_is_locked(build: str) -> None:
     extras = PROJECT["optional-dependencies"]
     service = LOCKED["requirements.lock"].keys() | LOCKED[f"torch-{build}.lock"].keys()
-    assert names_of(PROJECT["dependencies"], extras["tracing"]) - service == set()
+    assert names_of(PROJECT["dependencies"], extras["tracing"], extras["grpc"]) - service == set()
     everything = service | LOCKED["development.lock"].keys()
     assert names_of(CLIENT["dependencies"], *extras.values()) - everything == set()
 

@@ -12,24 +12,25 @@ from itertools import islice
 from typing import Any
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.contract import MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, is_request_id
+from app.request.contract import MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
 from app.request.vocabulary import Vocabulary
 
 Problem = tuple[str, str]
 Rule = Callable[[Any], Sequence[Problem]]
 Rules = Mapping[str, Rule]
 
-REQUIRED = ("user_id", "candidates", "post_id", "author_id")
+REQUIRED = ("user_id", "candidates", "post_id", "author_id", "inputs", "name", "datatype", "shape", "binary_data_size")
 MAX_ID_DIGITS = len(str(MAX_ID))
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
+REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
 NAMED_TWICE = ("", "names one action twice, by name and by index")
 
 
-def explain(body: Any, vocabulary: Vocabulary) -> InvalidRequest:
-    """The error for a JSON value that is no valid request."""
-    problems = _request(vocabulary)(body)
+def explain(body: Any, rule: Rule) -> InvalidRequest:
+    """The error for a JSON value that breaks the rule of a request."""
+    problems = rule(body)
     assert problems, "a request was refused that has nothing wrong with it"
     return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
 
@@ -43,45 +44,64 @@ def is_id(value: Any) -> bool:
     return (value[0] != "0" or value == "0") and (len(value) < MAX_ID_DIGITS or int(value) <= MAX_ID)
 
 
-def _request(vocabulary: Vocabulary) -> Rule:
+def request_rule(vocabulary: Vocabulary) -> Rule:
+    """Of a request in JSON objects or arrays."""
     post = {
-        "post_id": _value(is_id, ID_RULE),
-        "author_id": _value(is_id, ID_RULE),
-        "product_surface": _integer(0, vocabulary.product_surfaces - 1),
+        "post_id": fulfils(is_id, ID_RULE),
+        "author_id": fulfils(is_id, ID_RULE),
+        "product_surface": integer(0, vocabulary.product_surfaces - 1),
     }
-    time, names = _integer(0, MAX_TIME), _names(vocabulary.index)
+    time, names = integer(0, MAX_TIME), _names(vocabulary.index)
     event = post | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
-    return _object(
+    return object_of(
         {
-            "user_id": _value(is_id, ID_RULE),
+            "user_id": fulfils(is_id, ID_RULE),
             "history": _posts(event, least=0),
             "candidates": _posts(post | {"created_at": time}, least=1),
             "impression_ts": time,
             "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
-            "top_k": _value(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1"),
+            "top_k": COUNT,
             "actions_wanted": lambda value: names(value) or _named_twice(value, vocabulary.index),
-            "request_id": _value(is_request_id, "must be 1 to 128 letters, digits or any of _ . : @ / + = -"),
+            "request_id": NAME,
+            "reply": fulfils(lambda value: value in REPLIES, f"must be one of {', '.join(REPLIES)}"),
         }
     )
 
 
-def _value(is_good: Callable[[Any], bool], sentence: str) -> Rule:
+def fulfils(is_good: Callable[[Any], bool], sentence: str) -> Rule:
+    """Of a value that is good in one way alone."""
     problem = [("", sentence)]
     return lambda value: () if is_good(value) else problem
 
 
-def _integer(low: int, high: int) -> Rule:
-    problem = [("", f"must be an integer between {low} and {high}")]
+NAME = fulfils(is_request_id, REQUEST_ID_RULE)
+COUNT = fulfils(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1")
+
+
+def integer_rule(low: int, high: int) -> str:
+    """The sentence of an integer in these bounds."""
+    return f"must be an integer between {low} and {high}"
+
+
+def integer(low: int, high: int) -> Rule:
+    """Of an integer in these bounds."""
+    problem = [("", integer_rule(low, high))]
     return lambda value: () if type(value) is int and low <= value <= high else problem
 
 
+def number_rule(low: float, high: float) -> str:
+    """The sentence of a number in these bounds."""
+    return "must be a number " + (f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}")
+
+
 def _number(low: float, high: float) -> Rule:
-    bounds = f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}"
-    problem = [("", f"must be a number {bounds}")]
+    problem = [("", number_rule(low, high))]
     return lambda value: () if type(value) in (int, float) and low <= value <= high else problem
 
 
-def _object(rules: Rules) -> Rule:
+def object_of(rules: Rules) -> Rule:
+    """Of an object whose fields have these rules; those in REQUIRED must be there."""
+
     def problems(value: Any) -> list[Problem]:
         if type(value) is not dict:
             return [("", "must be a JSON object")]
@@ -106,10 +126,14 @@ def _unknown_field(name: str, known: Collection[str]) -> str:
     return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
-def _array(rule: Rule) -> Rule:
+def array_of(rule: Rule, most: int | None = None) -> Rule:
+    """Of an array all of whose entries have this rule, and that holds no more than `most`."""
+
     def problems(value: Any) -> list[Problem]:
         if type(value) is not list:
             return [("", "must be an array")]
+        if most is not None and len(value) > most:
+            return [("", f"must hold at most {most}")]
         found: list[Problem] = []
         for place, entry in enumerate(value):
             if below := rule(entry):
@@ -122,7 +146,7 @@ def _array(rule: Rule) -> Rule:
 
 
 def _posts(rules: Rules, least: int) -> Rule:
-    objects, arrays = _array(_object(rules)), _object({name: _array(rule) for name, rule in rules.items()})
+    objects, arrays = array_of(object_of(rules)), object_of({name: array_of(rule) for name, rule in rules.items()})
 
     def problems(value: Any) -> Sequence[Problem]:
         if type(value) is list:
@@ -141,7 +165,7 @@ def _posts(rules: Rules, least: int) -> Rule:
 
 
 def _names(index: Mapping[str, int]) -> Rule:
-    return _array(_value(lambda name: type(name) is str and name in index, ACTION_RULE))
+    return array_of(fulfils(lambda name: type(name) is str and name in index, ACTION_RULE))
 
 
 def _named_twice(names: Collection[str], index: Mapping[str, int]) -> Sequence[Problem]:

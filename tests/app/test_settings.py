@@ -141,6 +141,7 @@ def test_credentials_of_the_collector_are_used_and_never_shown(endpoint: str | N
     ("flags", "named"),
     [
         (["--probes.port=9000", "--admin.port=9000"], "probes.port and admin.port are both 9000"),
+        (["--port=9000", "--grpc.port=9000"], "port and grpc.port are both 9000"),
         (["--port=9000", "--admin.port=9000"], "port and admin.port are both 9000"),
         (["--port=9000", "--host=0.0.0.0", "--probes.port=9000"], "port and probes.port are both 9000"),
     ],
