@@ -281,8 +281,12 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _ports_of_their_own(self) -> Settings:
-        groups = {"probes.port": self.probes, "grpc.port": self.grpc, "admin.port": self.admin}
-        places = {"port": (self.host, self.port)} | {name: (group.host, group.port) for name, group in groups.items()}
+        places = {
+            "port": (self.host, self.port),
+            "probes.port": (self.probes.host, self.probes.port),
+            "grpc.port": (self.grpc.host, self.grpc.port),
+            "admin.port": (self.admin.host, self.admin.port),
+        }
         for (name, (host, port)), (other, (other_host, other_port)) in itertools.combinations(places.items(), 2):
             if port and port == other_port and (host == other_host or {host, other_host} & ANY_ADDRESS):
                 raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")
