@@ -54,6 +54,7 @@ def run(settings: Settings, role: Role | None = None, service: RankingService | 
 
 
 def create_reloader(service: RankingService, settings: Settings) -> Reloader:
-    """Reloads below the configured root, which is by default where the first checkpoint lies."""
-    root = settings.admin.root or settings.checkpoint.absolute().parent
+    """Reloads below the configured root, by default where the first checkpoint lies; that itself where it lies at the very top."""
+    place = settings.checkpoint.absolute()
+    root = settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
     return Reloader(service, root, settings.checkpoint, lambda path: checkpoint_loader(path, settings))

@@ -17,11 +17,12 @@ def build_server(
     settings: Settings, service: Service, reloads: Reloads, kind: type[RankingServer] = RankingServer
 ) -> RankingServer:
     """A server that listens once it runs, on `settings.addresses()` in this order."""
-    side_apps: dict[tuple[str, int], ASGIApp] = {}
+    side_apps: list[tuple[str, int, ASGIApp]] = []
     if settings.probes.port is not None:
-        side_apps[settings.probes.host, settings.probes.port] = create_probe_app(settings, service)
+        side_apps.append((settings.probes.host, settings.probes.port, create_probe_app(settings, service)))
     if settings.admin.port is not None:
-        side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, reloads, service.metrics)
+        admin = create_admin_app(settings.admin, reloads, service.metrics)
+        side_apps.append((settings.admin.host, settings.admin.port, admin))
     app = create_app(settings, service)
     others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
     return kind(app, side_apps, service, reloads, settings, {(b"POST", b"/rank"): app.rank}, others)

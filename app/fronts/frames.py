@@ -47,7 +47,7 @@ class Rank(Frame, tag=1):
     """A request with `history` context items and `candidates`. `deadline` in seconds of CLOCK_MONOTONIC.
 
     `words`: 64 bits each, post ids, author ids, surfaces of the context, then post ids, author ids, surfaces, age buckets of the
-    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds.
+    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds. `again`, `waits`: as in `Service.admit`.
     """
 
     id: int
@@ -59,6 +59,8 @@ class Rank(Frame, tag=1):
     candidates: int
     words: bytes
     floats: bytes
+    again: bool = False
+    waits: bool = False
 
 
 class Cancel(Frame, tag=2):

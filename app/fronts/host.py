@@ -176,9 +176,16 @@ class EngineHost:
         if model is None or number in front.tickets:
             raise ValueError("a request on no model, or of a number that another has")
         try:
-            service.check_open(frame.key)
+            if not frame.waits:
+                service.check_open(frame.key)
             front.tickets[number] = ticket = service.admit(
-                model.served, candidates=frame.candidates, history=frame.history, deadline=frame.deadline, key=frame.key
+                model.served,
+                candidates=frame.candidates,
+                history=frame.history,
+                deadline=frame.deadline,
+                key=frame.key,
+                again=frame.again,
+                waits=frame.waits,
             )
         except ServiceError as error:
             _fail(front, number, error)

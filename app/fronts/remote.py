@@ -59,7 +59,7 @@ class Version:
 class Place(Ticket):
     """A request of this front: first prepared, then sent, at last answered or released."""
 
-    __slots__ = ("candidates", "deadline", "done", "id", "key", "link", "service", "version")
+    __slots__ = ("again", "candidates", "deadline", "done", "id", "key", "link", "service", "version", "waits")
 
     def __init__(self, service: RemoteService, link: Link, version: Version, deadline: float, key: str | None) -> None:
         self.service = service
@@ -70,6 +70,7 @@ class Place(Ticket):
         self.candidates = 0
         self.id = 0
         self.done: Done | None = None
+        self.again = self.waits = False
         version.unsent += 1
 
     def release(self) -> None:
@@ -174,7 +175,15 @@ class RemoteService:
             self._refuse("queue_full", "the queue is full", OVERRUN_RETRY_SECONDS)
 
     def admit(
-        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None = None
+        self,
+        model: ServedModel,
+        *,
+        candidates: int,
+        history: int,
+        deadline: float | None,
+        key: str | None = None,
+        again: bool = False,
+        waits: bool = False,
     ) -> Place:
         """Prepare a request on `model`; the engine process decides when it is sent. Raises NotReady, Draining or EngineDown."""
         link = self._check_able()
@@ -182,7 +191,9 @@ class RemoteService:
         if version is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
         deadline = self.clock() + self.default_deadline_seconds if deadline is None else deadline
-        return Place(self, link, version, deadline, key)
+        place = Place(self, link, version, deadline, key)
+        place.again, place.waits = again, waits
+        return place
 
     def _check_able(self) -> Link:
         if self._refusing:
@@ -223,7 +234,7 @@ class RemoteService:
         place.link.send(
             frames.Rank(
                 number, place.version.number, place.deadline, place.key, context.user_id, len(context),
-                len(candidates), words, floats,
+                len(candidates), words, floats, place.again, place.waits,
             )
         )  # fmt: skip
         self._is_sent(place.version)

@@ -61,10 +61,12 @@ def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Sta
         path = await _requested(request, reloads)
         try:
             model = await reloads.reload(path)
+        except CheckpointNotFound:
+            if path is not None:  # a front's name is looked up by the engine process
+                raise NotFound(NO_CHECKPOINT) from None
+            raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
-        except CheckpointNotFound:
-            raise NotFound(NO_CHECKPOINT) from None
         except (CheckpointError, EngineError) as error:
             raise ReloadRefused(str(error)) from error
         manifest = model.manifest

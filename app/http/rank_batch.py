@@ -100,16 +100,18 @@ class Run:
         return await self._queue(body)
 
     async def _alone(self, body: Body) -> Answer:
-        begun = await self._queue(body)
+        begun = await self._queue(body, again=True)
         return begun if isinstance(begun, Answer) else await begun
 
-    async def _queue(self, body: Body) -> Answer | asyncio.Task[Answer]:
+    async def _queue(self, body: Body, again: bool = False) -> Answer | asyncio.Task[Answer]:
         while True:
             while self._is_enough():
                 await self._one_ends()
             try:
-                job = self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange)
+                waits = bool(self._queued)
+                job = self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
             except Overloaded as error:
+                again = True
                 if not self._queued:
                     return _failed(error)
                 await self._one_ends()

@@ -102,10 +102,11 @@ class Admission:
         smallest = Job(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
         return self._no_room(smallest) or self._over_wait(self.wait(smallest)) if self.requests else None
 
-    def refusal(self, job: Job) -> Refusal | None:
-        """None when the job may join now."""
+    def refusal(self, job: Job, *, again: bool = False) -> Refusal | None:
+        """None when the job may join now. `again`: it was refused before, so it is no more work than was offered then."""
         now = self.clock()
-        self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self.batching))
+        if not again:
+            self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self.batching))
         if job.deadline <= now:
             return Refusal("deadline", "the deadline had passed on arrival", 0.0)
         if limited := self._over_key_rate(job):

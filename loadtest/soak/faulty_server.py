@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app import assembly
-from app.engine.loading import LoadedModel, Loader
+from app.engine.loading import LoadedModel, Loader, Steps
 from app.fronts.role import Role
 from app.server import process
 from app.service.service import RankingService
@@ -62,7 +62,7 @@ def crossed(outcomes: list[Outcome]) -> list[Outcome]:
 def load_late_and_fail(seconds: float) -> Loader:
     """A checkpoint that turns out to be broken after that time."""
 
-    def load(warming: Callable[[], None]) -> LoadedModel:
+    def load(steps: Steps) -> LoadedModel:
         time.sleep(seconds)
         raise CheckpointError("planted")
 
