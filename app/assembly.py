@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 
-from starlette.types import ASGIApp
+import uvloop
 
+from app import ports
 from app.engine.loading import checkpoint_loader
-from app.http.admin import create_admin_app
-from app.http.application import Application, create_app, create_probe_app
+from app.fronts.host import EngineHost
+from app.fronts.role import Role
+from app.http.application import Application, create_app
 from app.scheduling.job import Clock
-from app.server.process import Other, RankingServer, serve
+from app.server.process import RankingServer, serve
 from app.service.reload import Reloader
 from app.service.service import RankingService
-from app.settings import Settings, SettingsProblem
+from app.settings import Settings
+from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 
 
@@ -31,33 +35,22 @@ def build_app(settings: Settings) -> Application:
 def build_server(settings: Settings, service: RankingService | None = None) -> RankingServer:
     """All ports of one process: the service, and where they are set probes and admin."""
     service = build_service(settings, Metrics()) if service is None else service
-    reloader = create_reloader(service, settings)
-    side_apps: list[tuple[str, int, ASGIApp]] = []
-    if settings.probes.port is not None:
-        side_apps.append((settings.probes.host, settings.probes.port, create_probe_app(settings, service)))
-    if settings.admin.port is not None:
-        admin = create_admin_app(settings.admin, reloader, service.metrics)
-        side_apps.append((settings.admin.host, settings.admin.port, admin))
-    app = create_app(settings, service)
-    others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
-    return RankingServer(app, side_apps, service, reloader, settings, {(b"POST", b"/rank"): app.rank}, others)
+    return ports.build_server(settings, service, create_reloader(service, settings))
 
 
-def create_grpc_server(app: Application, settings: Settings) -> Other:
-    """What the application ranks, over gRPC. Raises SettingsProblem where that is not installed."""
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "NONE"
-    )  # else callers' mistakes are written to standard error, past the log
-    try:
-        from app.http.grpc_server import InferenceServer
-    except ImportError as error:
-        raise SettingsProblem(f"RANKER_GRPC__PORT needs the `grpc` extra: {error}") from error
-    return InferenceServer(app.ranking, app.recorder, settings)
-
-
-def run(settings: Settings) -> int:
-    """Serve until a signal or the loss of the engine; the exit code of the process."""
-    return serve(build_server(settings))
+def run(settings: Settings, role: Role | None = None, service: RankingService | None = None) -> int:
+    """Serve until a signal or the loss of the engine, as the engine process of fronts where that is the role; the exit code."""
+    service = build_service(settings, Metrics()) if service is None else service
+    if role is None:
+        return serve(build_server(settings, service))
+    logs.configure(settings.logs)
+    service.metrics.watch_log(logs.process_sink())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(EngineHost(service, create_reloader(service, settings), settings).serve(role.path))
+    if service.has_running_threads():
+        logs.process_sink().drain()
+        os._exit(code)  # as in `serve`
+    return code
 
 
 def create_reloader(service: RankingService, settings: Settings) -> Reloader:

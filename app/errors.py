@@ -221,6 +221,11 @@ class NonFiniteScores(ServiceError):
     default_detail = "The model gave scores that are not finite numbers."
 
 
+def error_class(code: str) -> type[ServiceError]:
+    """The class of a code; InternalError for one that no class has."""
+    return next((kind for kind in ServiceError.__subclasses__() if kind.code == code), InternalError)
+
+
 def _summary(problems: Sequence[FieldProblem], found: int) -> str:
     if not problems:
         return InvalidRequest.default_detail

@@ -101,6 +101,10 @@ class Service(Protocol):
         """Whether requests may be sent here, and why not."""
         ...
 
+    async def exposition(self) -> bytes:
+        """Every metric, of all processes of the service. Raises EngineDown where they cannot be had."""
+        ...
+
     def start(self) -> None:
         """Begin to load in the background; a second time does nothing."""
         ...

@@ -263,6 +263,10 @@ class Settings(BaseSettings):
     """`shared`: a score does not depend on the candidate's slot. `sequential`: the published pipeline's numbers."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0 leaves the choice to it."""
+    fronts: int = Field(default=0, ge=0, le=64)
+    """Front processes before one engine process; 0: one process does both."""
+    engine_loss: Literal["restart", "exit"] = "restart"
+    """With fronts, what follows when the engine process ends: another one, or exit code 70."""
 
     limits: Limits = Limits()
     queue: Queue = Queue()
@@ -291,6 +295,11 @@ class Settings(BaseSettings):
             if port and port == other_port and (host == other_host or {host, other_host} & ANY_ADDRESS):
                 raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")
         return self
+
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where to listen: the service, then probes and admin where they have ports of their own."""
+        sides = ((side.host, side.port) for side in (self.probes, self.admin) if side.port is not None)
+        return [(self.host, self.port), *sides]
 
     def effective(self) -> dict[str, Any]:
         """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""

@@ -28,6 +28,7 @@ from weights.errors import CheckpointError
 
 PATH = "/admin/reload"
 MAX_BODY_BYTES = 4096
+NO_CHECKPOINT = "No checkpoint of that name lies below the configured root."
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -61,6 +62,8 @@ def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Sta
         try:
             model = await reloads.reload(path)
         except CheckpointNotFound:
+            if path is not None:  # a front's name is looked up by the engine process
+                raise NotFound(NO_CHECKPOINT) from None
             raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
@@ -93,4 +96,4 @@ async def _requested(request: Request, reloads: Reloads) -> Path | None:
     try:
         return reloads.resolve(wanted["checkpoint"])
     except CheckpointNotFound:
-        raise NotFound("No checkpoint of that name lies below the configured root.") from None
+        raise NotFound(NO_CHECKPOINT) from None

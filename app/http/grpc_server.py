@@ -70,7 +70,7 @@ class InferenceServer:
                 ),  # and once inflated: since 1.85 at least
                 ("grpc.max_metadata_size", settings.connections.max_header_bytes),
                 ("grpc.max_connection_idle_ms", round(settings.connections.keep_alive_seconds * 1000)),
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(settings.fronts > 0)),  # the supervisor has looked whether the port is free
             ],
             maximum_concurrent_rpcs=settings.queue.max_requests,
         )

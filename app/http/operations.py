@@ -62,7 +62,7 @@ def metrics(service: Service) -> APIRouter:
     @router.get("/metrics", summary="Prometheus exposition", response_class=Response)
     async def scrape() -> Response:
         """All series, prefix `ranker_`."""
-        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await service.exposition(), headers={"content-type": CONTENT_TYPE})
 
     return router
 

@@ -14,7 +14,7 @@ from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_rep
 from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel, ranked
-from app.request.body import BatchDecoder, decode
+from app.request.body import BatchDecoder, Body, decode
 from app.request.wires import JSON, OBJECTS
 from app.settings import Batching
 from app.telemetry.exchange import Exchange
@@ -23,11 +23,15 @@ JSON_HEADER = (b"content-type", JSON)
 
 
 class Answer(NamedTuple):
-    """One request of a batch as it ended: its reply or problem, and what computed it."""
+    """One request of a batch as it ended: its reply or problem, and what computed it.
+
+    `again`: it was refused while others of the batch were queued, and may be tried when they are not.
+    """
 
     body: bytes
     model: ServedModel | None = None
     ranked: Ranked | None = None
+    again: Body | None = None
 
 
 class BatchEndpoint:
@@ -81,7 +85,8 @@ class Run:
             for item in items:
                 begun.append(await self._begin(item))
                 await asyncio.sleep(0)  # lets other callers' requests in between
-            return [answer if isinstance(answer, Answer) else await answer for answer in begun]
+            answers = [answer if isinstance(answer, Answer) else await answer for answer in begun]
+            return [answer if answer.again is None else await self._alone(answer.again) for answer in answers]
         finally:
             for task in self._queued:
                 task.cancel()
@@ -92,7 +97,13 @@ class Run:
             body = self.ranking.decode(lambda words: decode(item, self.ranking.limits, words), self.exchange)
         except ServiceError as error:
             return _failed(error)
-        again = False
+        return await self._queue(body)
+
+    async def _alone(self, body: Body) -> Answer:
+        begun = await self._queue(body, again=True)
+        return begun if isinstance(begun, Answer) else await begun
+
+    async def _queue(self, body: Body, again: bool = False) -> Answer | asyncio.Task[Answer]:
         while True:
             while self._is_enough():
                 await self._one_ends()
@@ -107,13 +118,15 @@ class Run:
             except ServiceError as error:
                 return _failed(error)
             else:
-                task = asyncio.get_running_loop().create_task(self._finish(job))
+                task = asyncio.get_running_loop().create_task(self._finish(job, body))
                 self._queued[task] = job
                 return task
 
-    async def _finish(self, job: Prepared) -> Answer:
+    async def _finish(self, job: Prepared, body: Body) -> Answer:
         try:
             result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
+        except Overloaded as error:  # by an engine process; in one process `prepare` is refused
+            return _failed(error, body if len(self._queued) > 1 else None)
         except ServiceError as error:
             return _failed(error)
         pieces = []
@@ -135,5 +148,5 @@ class Run:
             del self._queued[task]
 
 
-def _failed(error: ServiceError) -> Answer:
-    return Answer(orjson.dumps({"error": error.problem()}))
+def _failed(error: ServiceError, again: Body | None = None) -> Answer:
+    return Answer(orjson.dumps({"error": error.problem()}), again=again)

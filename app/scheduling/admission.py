@@ -91,12 +91,16 @@ class Admission:
         return self.candidates + self.context_tokens
 
     def full(self, key: str | None = None) -> Refusal | None:
-        """Whether even the smallest request of this key would be refused."""
-        smallest = Job(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
-        refusal = self._no_room(smallest) or self._over_wait(self.wait(smallest)) if self.requests else None
+        """Whether even the smallest request of this key would be refused, of which one has come."""
+        refusal = self.closed(key)
         if refusal is not None:
             self.offered.observe(self.clock())
         return refusal
+
+    def closed(self, key: str | None = None) -> Refusal | None:
+        """The same as a look. With keys, None stands for a key that has nothing here: no other finds more room."""
+        smallest = Job(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
+        return self._no_room(smallest) or self._over_wait(self.wait(smallest)) if self.requests else None
 
     def refusal(self, job: Job, *, again: bool = False) -> Refusal | None:
         """None when the job may join now. `again`: it was refused before, so it is no more work than was offered then."""

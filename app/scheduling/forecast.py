@@ -64,10 +64,10 @@ class Offered:
         self._read = 0  # how many of them, 20 at most
         self._at = 0.0
 
-    def observe(self, now: float, forwards: float | None = None) -> None:
-        """A request came that fills this part of a forward; one that was refused unread counts as an average one."""
+    def observe(self, now: float, forwards: float | None = None, requests: int = 1) -> None:
+        """A request came that fills this part of a forward; such as were refused unread count as average ones."""
         if forwards is None:
-            forwards = self._of_a_request
+            forwards = requests * self._of_a_request
         else:
             self._read = min(self._read + 1, 20)
             self._of_a_request += (forwards - self._of_a_request) / self._read

@@ -19,11 +19,22 @@ log = structlog.get_logger("app.server.listener")
 
 
 class Listener:
-    """Listens from the start, accepts from `start` to `close`. Raises OSError where the address cannot be had."""
+    """Listens from the start, accepts from `start` to `close`. Raises OSError where the address cannot be had.
 
-    def __init__(self, host: str, port: int, *, backlog: int, protocol: Callable[[], asyncio.Protocol]) -> None:
+    `given` is a socket that listens there already, and then belongs to it.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        backlog: int,
+        protocol: Callable[[], asyncio.Protocol],
+        given: socket.socket | None = None,
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.create_server((host, port), family=family, backlog=backlog)
+        self.socket = given or socket.create_server((host, port), family=family, backlog=backlog)
         self.socket.setblocking(False)
         self._protocol = protocol
         self._beginning: set[asyncio.Task[None]] = set()

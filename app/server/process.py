@@ -20,7 +20,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
 from app.interface import Reloads, Service
 from app.server.direct import Routes
 from app.server.listener import Listener
@@ -36,20 +37,17 @@ from app.server.protocol import Observer, StrictProtocol
 from app.settings import Settings
 from app.telemetry import logs
 
-EXIT_FAILED = 1  # the first load, or the drain
-EXIT_START = 3  # as uvicorn: cannot listen
-EXIT_ENGINE_LOST = 70  # EX_SOFTWARE: a supervisor should start the process again
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+Handler = Callable[[int, FrameType | None], None]
 
 log = structlog.get_logger("app.server.process")
 
 
-def serve(server: RankingServer) -> int:
-    """Run a server until its end; returns the exit code of the process."""
-    logs.configure(server.settings.logs)
+def serve(server: RankingServer, sockets: list[socket.socket] | None = None, front: int | None = None) -> int:
+    """Run a server until its end; returns the exit code of the process. A front has a number and its sockets from its supervisor."""
+    logs.configure(server.settings.logs, front=front)
     server.service.metrics.watch_log(logs.process_sink())
     _raise_file_limit()
-    server.run()
+    server.run(sockets)
     if server.service.has_running_threads():
         logs.process_sink().drain()
         os._exit(server.exit_code)  # a thread that loads or hangs in native code does not survive an orderly end
@@ -109,16 +107,20 @@ class RankingServer(uvicorn.Server):
         log.error("fatal", reason=reason)  # what must happen comes before what tells of it
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; loading goes on in the background. Unlike uvicorn's, its listeners take all connections that wait: see `listener`."""
+        """Listen; loading goes on in the background. Unlike uvicorn's, its listeners take all connections that wait: see `listener`.
+
+        `sockets` listen already, one for each port in the order of `Settings.addresses`.
+        """
+        given = iter(sockets or ())
         self._loop = asyncio.get_running_loop()
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise SystemExit(EXIT_START)
-        self._listen(self.config, self.server_state)
+        self._listen(self.config, self.server_state, next(given, None))
         for host, port, side in self.side_apps:
             config = _config(side, self.settings, self.observer, host, port, {}, lifespan="off")
             config.load()
-            self._listen(config, ServerState())
+            self._listen(config, ServerState(), next(given, None))
         if len(self.listeners) <= len(self.side_apps) or not await self._start_others():
             await self.lifespan.shutdown()
             raise SystemExit(EXIT_START)
@@ -154,13 +156,16 @@ class RankingServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self.handle_reload)
+        before = {number: signal.signal(number, handler) for number, handler in self.handlers().items()}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def handlers(self) -> dict[signal.Signals, Handler]:
+        """What is done at each signal."""
+        return {signal.SIGTERM: self.handle_exit, signal.SIGINT: self.handle_exit, signal.SIGHUP: self.handle_reload}
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: drain. Second: end at once."""
@@ -168,15 +173,18 @@ class RankingServer(uvicorn.Server):
         if self._signals > 1:
             logs.process_sink().drain()
             os._exit(128 + sig)
-        if self._loop is None:
-            self.should_exit = True
-        else:
-            self._loop.call_soon_threadsafe(self.drain)
+        self.soon(self.drain)
 
     def handle_reload(self, sig: int, frame: FrameType | None) -> None:
         """SIGHUP: read the present checkpoint again."""
+        self.soon(self.reloads.reload_soon)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call it in the event loop; from a signal's handler."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.reloads.reload_soon)
+            self._loop.call_soon_threadsafe(call)
+        elif call == self.drain:
+            self.should_exit = True  # nothing has begun
 
     def drain(self) -> None:
         """Lose readiness now, go on serving for the delay, then stop."""
@@ -206,14 +214,14 @@ class RankingServer(uvicorn.Server):
             log.info("listening", host=other.host, port=other.port)
         return True
 
-    def _listen(self, config: uvicorn.Config, state: ServerState) -> None:
+    def _listen(self, config: uvicorn.Config, state: ServerState, given: socket.socket | None) -> None:
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
             return config.http_protocol_class(config, state, self.lifespan.state, loop)  # type: ignore[call-arg]
 
         try:
-            listener = Listener(config.host, config.port, backlog=config.backlog, protocol=protocol)
+            listener = Listener(config.host, config.port, backlog=config.backlog, protocol=protocol, given=given)
         except OSError as error:
             log.error("cannot_listen", host=config.host, port=config.port, reason=error.strerror)
         else:

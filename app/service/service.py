@@ -239,6 +239,10 @@ class RankingService:
         """Whether an engine thread still loads or computes."""
         return any(thread.name == ENGINE_THREAD for thread in threading.enumerate())
 
+    async def exposition(self) -> bytes:
+        """Every metric of this process."""
+        return self.metrics.render()
+
     def snapshot(self) -> Snapshot:
         """For a scrape of the metrics."""
         current = self.versions.current

@@ -11,8 +11,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import orjson
@@ -37,6 +37,7 @@ class Output:
     stream: TextIO | Sink
     render: Callable[[Any, str, Event], str]
     level: int
+    process: Mapping[str, Any] = field(default_factory=dict)  # what every line says of its process
 
     def __call__(self, *names: str) -> structlog.WriteLogger:
         """A logger that writes there."""
@@ -51,18 +52,20 @@ def process_sink() -> Sink:
     return sink
 
 
-def configure(settings: Logs, stream: TextIO | None = None) -> None:
+def configure(settings: Logs, stream: TextIO | None = None, front: int | None = None) -> None:
     """Set up structlog and the standard library's loggers for this process: JSON lines, or colours on a terminal.
 
-    They go to the process's sink, or straight to a stream.
+    They go to the process's sink, or straight to a stream. `front`: the number that is in every line.
     """
     if stream is None:
         process_sink().max_bytes = settings.buffer_bytes
     is_terminal = os.isatty(2) if stream is None else stream.isatty()
     for_people = settings.format == "console" or (settings.format == "auto" and is_terminal)
-    shared: list[Any] = [structlog.stdlib.add_log_level, _stamp, structlog.processors.format_exc_info, _shorten]
+    process: Event = {} if front is None else {"front": front}
+    shared: list[Any] = [lambda logger, name, event: {**event, **process}] if process else []
+    shared += [structlog.stdlib.add_log_level, _stamp, structlog.processors.format_exc_info, _shorten]
     renderer: Any = structlog.dev.ConsoleRenderer() if for_people else _render
-    output = Output(stream or process_sink(), renderer, LEVELS[settings.level])
+    output = Output(stream or process_sink(), renderer, LEVELS[settings.level], process)
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(output.level),
@@ -113,6 +116,7 @@ class RequestLog:
             getattr(self._log, level)("request", **fields)
             return
         fields["event"], fields["level"], fields["time"] = "request", level, _now()
+        fields.update(output.process)
         line = output.render(None, level, _shorten(None, level, fields)) + "\n"
         if succeeded and isinstance(output.stream, Sink):
             output.stream.write_droppable(line)

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
 
 
 def measure(
-    server: Server, bodies: Sequence[bytes], candidates: int, options: argparse.Namespace
+    server: Server, fronts: Server | None, bodies: Sequence[bytes], candidates: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for each number of connections; the sides take turns, so that a busy machine slows both."""
+    """A row for each number of connections; the sides take turns, so that a busy machine slows all of them."""
     if not wrk.IS_INSTALLED:
         return [{"candidates": candidates, "not measured": "wrk is not installed"}]
     first = httpx.post(f"{server.url}/rank", content=bodies[0], headers={"content-type": "application/json"})
@@ -52,13 +53,18 @@ def measure(
     rows = []
     with process(command, size, port=port) as other:
         for connections in (1, 16):
-            read: dict[str, list[wrk.Reading]] = {"ours": [], "bare": []}
+            sides = {"ours": server, "bare": other} | ({} if fronts is None else {"fronts": fronts})
+            read: dict[str, list[wrk.Reading]] = {side: [] for side in sides}
             for _ in range(options.rounds):
-                for side, target in (("ours", server), ("bare", other)):
+                for side, target in sides.items():
                     read[side].append(wrk.read(f"{target.url}/rank", bodies, connections, options.seconds))
-            ours, theirs = ([reading.good_per_s for reading in read[side]] for side in ("ours", "bare"))
-            figures = {"ours_per_s": Figure.of(ours), "bare_per_s": Figure.of(theirs), "ratio": ratio(ours, theirs)}
+            rates = {side: [reading.good_per_s for reading in found] for side, found in read.items()}
+            figures = {f"{side}_per_s": Figure.of(found) for side, found in rates.items()}
+            figures["ratio"] = ratio(rates["ours"], rates["bare"])
             figures["p50_ms"] = Figure.of([reading.p50_ms for reading in read["ours"]])
+            if fronts is not None:
+                figures["fronts_ratio"] = ratio(rates["fronts"], rates["ours"])
+                figures["fronts_p50_ms"] = Figure.of([reading.p50_ms for reading in read["fronts"]])
             rows.append(
                 {"candidates": candidates, "connections": connections, "target": TARGETS.get((candidates, connections))}
                 | {name: [float(f"{part:.3g}") for part in (f.median, f.low, f.high)] for name, f in figures.items()}
@@ -71,12 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench.front", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one reading")
+    parser.add_argument("--fronts", type=int, default=0, help="beside one process, so many fronts")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "weights" / "demo")
     options = parser.parse_args(arguments)
-    with ranking_server(checkpoint=options.checkpoint, logs__format="json", logs__success_sample=1) as server:
+    settings: dict[str, Any] = {"checkpoint": options.checkpoint, "logs__format": "json", "logs__success_sample": 1}
+    several = ranking_server(**settings, fronts=options.fronts) if options.fronts else nullcontext()
+    with ranking_server(**settings) as server, several as fronts:
         seven = orjson.dumps(orjson.loads((ROOT / "weights/demo/example.json").read_bytes()))
         many = [request.partition(b"\r\n\r\n")[2] for request in ranking_bodies(server.target, 64, 2000)]
-        rows = measure(server, [seven], 7, options) + measure(server, many, 64, options)
+        rows = measure(server, fronts, [seven], 7, options) + measure(server, fronts, many, 64, options)
     for row in rows:  # each figure: median, 10th and 90th percentile
         print("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in row.items()))
     print(json.dumps({**machine(), "front": rows}, ensure_ascii=False))

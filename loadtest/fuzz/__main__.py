@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from app.assembly import build_app, create_grpc_server
+from app.assembly import build_app
+from app.ports import create_grpc_server
 from app.settings import Grpc, Logs, Settings
 from app.telemetry import logs
 from loadtest.fuzz.run import Tally, fuzz, series_by_route, sources

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.matrix import Row, table
-from loadtest.soak import endings, excess, leak, lines, overload, protocol, slow, swaps
+from loadtest.soak import endings, excess, fronts, leak, lines, overload, protocol, slow, swaps
 
 Part = Callable[[float], list[Row]]
 
@@ -22,6 +22,11 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "swaps": (0.12, lambda seconds: swaps.swaps(seconds)),
     "terminations": (0.08, lambda seconds: [endings.terminations(_count(seconds, 1 / 6, 4))]),
     "kills": (0.05, lambda seconds: [endings.kills(_count(seconds, 1 / 10, 2))]),
+    "front_kills": (0.17, lambda seconds: fronts.front_kills(_count(seconds, 1 / 3.2, 4))),
+    "engine_kills": (0.04, lambda seconds: fronts.engine_kills(_count(seconds, 1 / 10, 1))),
+    "stopped_front": (0.01, lambda seconds: [fronts.stopped_front(max(2.0, seconds / 3))]),
+    "fronts_swaps": (0.04, lambda seconds: swaps.swaps(seconds, fronts=2)),
+    "fronts_terminations": (0.03, lambda seconds: [endings.terminations(_count(seconds, 1 / 8, 4), fronts=2)]),
     "stuck": (0.04, lambda seconds: [endings.stuck(_count(seconds, 1 / 12, 1))]),
     "raising": (0.03, lambda seconds: endings.raising(_count(seconds, 50, 200))),
     "slow": (0.02, lambda seconds: slow.slow(_count(seconds, 20, 200))),

@@ -10,8 +10,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.assembly import build_server
+from app import assembly
 from app.engine.loading import LoadedModel, Loader, Steps
+from app.fronts.role import Role
 from app.server import process
 from app.service.service import RankingService
 from app.settings import load_settings
@@ -86,12 +87,12 @@ def main() -> int:
     parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
     options = parser.parse_args()
     if options.stock_protocol:
-        vars(process)["StrictProtocol"] = stock_protocol  # the name that build_server looks up
-    settings = load_settings([])
+        vars(process)["StrictProtocol"] = stock_protocol  # the name that its server looks up
+    role, settings = Role.inherited(), load_settings([])
     refused = options.refused_after_seconds
     load = loader(FaultyEngine(options)) if refused is None else load_late_and_fail(refused)
     service = RankingService(load, settings, Metrics())
-    return process.serve(build_server(settings, service))
+    return assembly.run(settings, role, service)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ from loadtest.servers.launch import Server, ranking_server
 
 QUIET: dict[str, Any] = {"logs__level": "error", "environment": {"OMP_NUM_THREADS": "1"}}
 FAULTY = (sys.executable, "-m", "loadtest.soak.faulty_server")
+FRONTED = (sys.executable, "-m", "loadtest.soak.faulty_fronts")
 RAISE, STICKY, HANG = 2**40, 2**40 + 1, 2**40 + 2  # users whose requests break the fake engine
 
 
 def fake(*faults: str, **settings: Any) -> AbstractContextManager[Server]:
     """The service around the fake engine; `faults` are its command line, `settings` as of `ranking_server`."""
-    return ranking_server(*FAULTY, *faults, **(QUIET | settings))
+    command = FRONTED if settings.get("fronts") else FAULTY
+    return ranking_server(*command, *faults, **(QUIET | settings))
 
 
 def real(**settings: Any) -> AbstractContextManager[Server]:

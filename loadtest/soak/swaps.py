@@ -16,12 +16,15 @@ CANCEL_SHARE = 0.1
 CLIENTS = 16
 
 
-def swaps(seconds: float, *, payload_count: int = 60) -> list[Row]:
-    """Two checkpoints in turns, a cache that is always too small, one client in ten gone before its reply."""
+def swaps(seconds: float, *, payload_count: int = 60, **chosen: object) -> list[Row]:
+    """Two checkpoints in turns, a cache that is always too small, one client in ten gone before its reply.
+
+    `chosen` are settings of the server; the oracles are single processes.
+    """
     payloads = requests(payload_count)
     with two_checkpoints() as root:
         known = oracles(root, payloads)
-        settings = {**admin_settings(root), "cache__bytes": TINY_CACHE_BYTES, "queue__max_wait_seconds": 5}
+        settings = {**admin_settings(root), "cache__bytes": TINY_CACHE_BYTES, "queue__max_wait_seconds": 5, **chosen}
         with real(**settings) as server, asyncio.Runner() as runner:
             traffic = Checked(known, payloads, CANCEL_SHARE)
             done, refused = runner.run(_swap_under(traffic, server, settings["admin__port"], seconds))

@@ -14,6 +14,7 @@ LIGHT = runpy.run_path(str(SCRIPT))
 def test_the_seam_is_every_module_that_speaks_http() -> None:
     modules = set(LIGHT["seam"]())
     assert {"app.server.listener", "app.http.rank", "app.request.validate", "app.interface"} <= modules
+    assert {"app.fronts.front", "app.fronts.supervisor"} <= modules
     assert not any(name.startswith(("app.engine", "app.service")) for name in modules)
 
 

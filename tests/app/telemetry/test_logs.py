@@ -39,6 +39,17 @@ def test_a_line_says_what_happened_in_one_json_object(lines: io.StringIO) -> Non
     }  # fmt: skip
 
 
+def test_every_line_of_a_front_carries_its_number() -> None:
+    stream = io.StringIO()
+    configure(Logs(format="json"), stream, front=3)
+    try:
+        RequestLog().write(exchange(), 0.1)
+        structlog.get_logger("app").info("planted")
+        assert [json.loads(line)["front"] for line in stream.getvalue().splitlines()] == [3, 3]
+    finally:
+        structlog.reset_defaults()
+
+
 def test_successes_are_sampled_and_failures_are_not(lines: io.StringIO) -> None:
     draws = iter([0.05, 0.5, 0.09, 0.11])
     log = RequestLog(0.1, lambda: next(draws))

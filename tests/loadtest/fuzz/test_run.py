@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.assembly import create_grpc_server
 from app.http.application import create_app
 from app.http.grpc_server import ROUTES
+from app.ports import create_grpc_server
 from app.request import protobuf
 from app.settings import Grpc, Logs, Settings
 from loadtest.fuzz.calls import MARK, Answer, Call, complaint

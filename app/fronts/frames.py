@@ -1,0 +1,236 @@
+"""What a front and the engine process say to each other: frames of a length and one MessagePack array (docs/fronts.md).
+
+Columns travel as their little-endian bytes, one after the other, so that nothing is converted. Not for when which is sent.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from app.errors import Draining
+from app.interface import CheckpointNotFound, ReloadInProgress
+from app.telemetry.sums import Family
+from model.config import CandidatePositions
+from model.engine import CacheResult, EngineError, EngineInfo
+from model.inputs import Candidates, Context, Scores
+from weights.errors import CheckpointError
+
+VERSION = 1
+MAX_BYTES = 64 * 2**20  # of one frame
+LENGTH = struct.Struct("<I")  # before each frame
+RELOAD_FAILURES: dict[str, type[Exception]] = {
+    "checkpoint": CheckpointError,
+    "engine": EngineError,
+    "in_progress": ReloadInProgress,
+    "not_found": CheckpointNotFound,
+    "draining": Draining,
+}
+
+
+class Frame(msgspec.Struct, array_like=True, gc=False):
+    """One message; its number is the first element of the array."""
+
+
+class Hello(Frame, tag=0):
+    """The first frame of a front."""
+
+    version: int
+    front: int
+
+
+class Rank(Frame, tag=1):
+    """A request with `history` context items and `candidates`. `deadline` in seconds of CLOCK_MONOTONIC.
+
+    `words`: 64 bits each, post ids, author ids, surfaces of the context, then post ids, author ids, surfaces, age buckets of the
+    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds. `again`, `waits`: as in `Service.admit`.
+    """
+
+    id: int
+    model: int
+    deadline: float
+    key: str | None
+    user_id: int
+    history: int
+    candidates: int
+    words: bytes
+    floats: bytes
+    again: bool = False
+    waits: bool = False
+
+
+class Cancel(Frame, tag=2):
+    """The client of this request disconnected; no answer is awaited."""
+
+    id: int
+
+
+class Left(Frame, tag=3):
+    """No request on this model will come any more."""
+
+    model: int
+
+
+class Counts(Frame, tag=4):
+    """What was counted since the last one, and gauges as they are. `id`: of a `Flush`, or 0."""
+
+    id: int
+    families: list[Family]
+
+
+class Scrape(Frame, tag=5):
+    """Asks for the metrics of all processes."""
+
+    id: int
+
+
+class Reload(Frame, tag=6):
+    """Asks for another checkpoint by its name below the root; None: the present one read again."""
+
+    id: int
+    checkpoint: str | None
+
+
+class Refused(Frame, tag=7):
+    """So many requests were refused unread since the last one."""
+
+    requests: int
+
+
+class Model(Frame, tag=20):
+    """From now on this model serves. `manifest`: as `manifest.json` has it."""
+
+    model: int
+    manifest: bytes
+    device: str
+    dtype: str
+    backend: str
+    candidate_positions: CandidatePositions
+    notes: dict[str, Any]
+
+    def info(self) -> EngineInfo:
+        """The engine that runs it."""
+        return EngineInfo(self.device, self.dtype, self.backend, self.candidate_positions, self.notes)
+
+
+class State(Frame, tag=21):
+    """How the engine process is; sent when it changes, and as a sign of life. `closed`: why every request would be refused."""
+
+    started: bool
+    failed: bool
+    draining: bool
+    reason: str
+    closed: str
+    retry_after_seconds: float
+
+
+class Answer(Frame, tag=22):
+    """Scores: logits and probabilities `[C, A]`, then continuous outputs `[C, Z]`, 32 bits each."""
+
+    id: int
+    cache: CacheResult
+    queue_seconds: float
+    forward_seconds: float
+    finite: bool
+    columns: bytes
+
+
+class Failed(Frame, tag=23):
+    """A request without scores: the code of its error, see docs/operations.md."""
+
+    id: int
+    code: str
+    detail: str
+    retry_after_seconds: float | None
+
+
+class Flush(Frame, tag=24):
+    """Asks for `Counts` with this id now."""
+
+    id: int
+
+
+class Exposition(Frame, tag=25):
+    """The metrics of all processes as text."""
+
+    id: int
+    text: bytes
+
+
+class Reloaded(Frame, tag=26):
+    """How a reload ended. `failure`: empty, or a name of RELOAD_FAILURES, or another."""
+
+    id: int
+    failure: str
+    detail: str
+
+
+ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused
+ToFront = Model | State | Answer | Failed | Flush | Exposition | Reloaded
+
+from_front = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(ToFront)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(frame: ToEngine | ToFront) -> bytes:
+    """The frame with its length before it. Raises ValueError for one that is too long."""
+    body = _encode(frame)
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"a frame of {len(body)} bytes")
+    return LENGTH.pack(len(body)) + body
+
+
+def columns_of(context: Context, candidates: Candidates) -> tuple[bytes, bytes]:
+    """`words` and `floats` of a `Rank`."""
+    words = (
+        context.post_ids, context.author_ids, context.surfaces,
+        candidates.post_ids, candidates.author_ids, candidates.surfaces, candidates.age_buckets,
+    )  # fmt: skip
+    return _joined(words), _joined((context.actions, context.dwell_seconds))
+
+
+def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
+    """What `columns_of` was given, as views. Raises ValueError where the columns are not as long as the frame says."""
+    history, candidates = frame.history, frame.candidates
+    cells, first = history * actions, 3 * history
+    if len(frame.words) != 8 * (first + 4 * candidates) or len(frame.floats) != 4 * (cells + history):
+        raise ValueError("columns of another length than the frame says")
+    ids, words = np.frombuffer(frame.words, np.uint64), np.frombuffer(frame.words, np.int64)
+    floats = np.frombuffer(frame.floats, np.float32)
+    context = Context(
+        frame.user_id,
+        ids[:history],
+        ids[history : 2 * history],
+        floats[:cells].reshape(history, actions),
+        words[2 * history : first],
+        floats[cells:],
+    )
+    ends = [first + column * candidates for column in range(5)]
+    return context, Candidates(
+        ids[ends[0] : ends[1]], ids[ends[1] : ends[2]], words[ends[2] : ends[3]], words[ends[3] : ends[4]]
+    )
+
+
+def scores_bytes(scores: Scores) -> bytes:
+    """`columns` of an `Answer`."""
+    return _joined((scores.logits, scores.probabilities, scores.continuous))
+
+
+def scores_of(frame: Answer, candidates: int, actions: int) -> Scores:
+    """What `scores_bytes` was given, as views. Raises ValueError where the columns cannot be so long."""
+    floats, cells = np.frombuffer(frame.columns, np.float32), candidates * actions
+    return Scores(
+        floats[:cells].reshape(candidates, actions),
+        floats[cells : 2 * cells].reshape(candidates, actions),
+        floats[2 * cells :].reshape(candidates, -1),
+        finite=frame.finite,
+    )
+
+
+def _joined(columns: tuple[NDArray[Any], ...]) -> bytes:
+    return b"".join([column.tobytes() for column in columns])

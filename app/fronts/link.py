@@ -1,0 +1,119 @@
+"""One end of the socket between a front and the engine process: bytes ↔ frames. Not for what a frame asks for.
+
+uvloop joins what is written in one turn of the loop into one system call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import structlog
+
+from app.fronts.frames import LENGTH, MAX_BYTES, ToEngine, ToFront, encode
+
+CREDENTIALS = struct.Struct("3i")  # of the peer: process, user, group
+
+log = structlog.get_logger("app.fronts.link")
+
+
+class Link(asyncio.Protocol):
+    """`take` is called with each frame; one that it refuses with ValueError ends the link, as bytes that are no frame do.
+
+    `lost` is called once at the end, unless the peer was a stranger. Used by the event loop only.
+    """
+
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[Any],
+        take: Callable[[Link, Any], None],
+        made: Callable[[Link], None],
+        lost: Callable[[Link], None],
+    ) -> None:
+        self.congested = False  # the peer reads more slowly than is written
+        self._decode = decoder.decode
+        self._take = take
+        self._made = made
+        self._lost = lost
+        self._known = False
+        self._rest = bytearray()  # the beginning of a frame
+        self._transport: asyncio.Transport | None = None
+
+    def send(self, frame: ToEngine | ToFront) -> None:
+        """Write a frame; nothing on a link that has ended. Raises ValueError for one that is too long.
+
+        A peer that has long taken nothing is cut off: what waits for it has a bound.
+        """
+        if self._transport is not None:
+            self._transport.write(encode(frame))
+            if self._transport.get_write_buffer_size() > MAX_BYTES:
+                self._end("takes nothing of what is sent")
+
+    def close(self) -> None:
+        """End it when everything is written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("socket")
+        _, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if user != os.geteuid():
+            log.error("stranger", user=user)
+            transport.abort()
+            return
+        self._transport, self._known = transport, True
+        self._made(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._known:
+            self._lost(self)
+
+    def pause_writing(self) -> None:
+        self.congested = True
+
+    def resume_writing(self) -> None:
+        self.congested = False
+
+    def data_received(self, data: bytes) -> None:
+        if self._rest:
+            self._rest += data
+            taken = self._frames(self._rest)
+            del self._rest[:taken]
+        else:
+            taken = self._frames(data)
+            self._rest += data[taken:]
+
+    def _frames(self, data: bytes | bytearray) -> int:
+        """Take every whole frame; it returns how many bytes they are."""
+        start, size = 0, len(data)
+        with memoryview(data) as view:
+            while self._transport is not None and size - start >= LENGTH.size:
+                (length,) = LENGTH.unpack_from(data, start)
+                end = start + LENGTH.size + length
+                if length > MAX_BYTES:
+                    self._end(f"a frame of {length} bytes")
+                elif end > size:
+                    break
+                else:
+                    try:
+                        self._take(self, self._decode(view[start + LENGTH.size : end]))
+                    except (ValueError, msgspec.MsgspecError) as error:
+                        self._end(str(error))
+                start = end
+        return min(start, size)
+
+    def _end(self, reason: str) -> None:
+        """The peer misbehaves, and nobody else shall feel it."""
+        log.error("link_broken", reason=reason[:200])
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None

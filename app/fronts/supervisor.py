@@ -1,0 +1,264 @@
+"""Starts the engine process and the fronts, starts again what ends, and ends them in order. Needs neither torch nor HTTP.
+
+what comes                     what the supervisor does                                            exits with
+SIGTERM, SIGINT                every process drains; the engine process ends after the last front  0; 1 after a timeout
+the same a second time         ends all at once                                                    128 + signal
+SIGHUP                         hands it to the engine process                                      –
+a front ends                   starts it again; one that cannot use its settings ends the whole    its code
+the engine process ends:
+  the first load failed        fronts stop as after the drain delay                                1
+  otherwise                    starts it again, or the same: RANKER_ENGINE_LOSS                    70
+no address to listen on        ends                                                                3
+
+It holds every listening socket of every front: what waits to be accepted by a front that ends is accepted by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE
+from app.fronts.role import Role
+from app.settings import Settings
+from app.telemetry import logs
+
+SOON_SECONDS = 1.0  # a front that lived less is started again after a pause
+PAUSE_SECONDS = 0.5
+ENGINE_SECONDS = 5.0  # an engine process that lived less is not started again
+PATIENCE_SECONDS = 10.0  # beyond what draining may take
+
+log = structlog.get_logger("app.fronts.supervisor")
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A front that has imported everything and waits for its number."""
+
+    process: asyncio.subprocess.Process
+    assignment: int
+
+
+class Supervisor:
+    """All methods belong to its event loop."""
+
+    def __init__(self, settings: Settings, engine: Sequence[str], front: Sequence[str]) -> None:
+        """`engine` and `front` are the commands of the two kinds of processes."""
+        self.settings = settings
+        self.exit_code = 0
+        self._commands = engine, front
+        self._listening: dict[int, list[socket.socket]] = {}
+        self._fronts: dict[int, asyncio.subprocess.Process] = {}
+        self._engine: asyncio.subprocess.Process | None = None
+        self._started: list[asyncio.subprocess.Process] = []  # all that may still run
+        self._spare: Spare | None = None
+        self._starting = asyncio.Lock()  # one spare at a time
+        self._path = ""
+        self._ending = asyncio.Event()
+        self._sent = signal.SIGTERM  # what tells the fronts to end
+        self._signals = 0
+
+    async def run(self) -> int:
+        """Until a signal, or until something ends that is not started again; the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end_by, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if not self._listen():
+            return EXIT_START
+        directory = tempfile.mkdtemp(prefix="ranker-")  # 0700
+        self._path = os.path.join(directory, "engine")
+        try:
+            engine = loop.create_task(self._keep_engine())
+            fronts = [loop.create_task(self._keep_front(number)) for number in self._listening]
+            await self._ending.wait()
+            await self._all_end(engine, fronts)
+        finally:
+            self._kill()
+            await asyncio.gather(*(process.wait() for process in self._started))
+            shutil.rmtree(directory, ignore_errors=True)
+        log.info("stopped", exit_code=self.exit_code)
+        return self.exit_code
+
+    def _listen(self) -> bool:
+        numbers = range(1, self.settings.fronts + 1)
+        self._listening = {number: [] for number in numbers}
+        grpc = self.settings.grpc
+        for host, port in [*self.settings.addresses(), *([(grpc.host, grpc.port)] if grpc.port else [])]:
+            try:
+                found = _free(host, port)
+                if (host, port) == (grpc.host, grpc.port):
+                    continue  # gRPC takes no socket that is there already: each front listens by itself
+                for number in numbers:
+                    self._listening[number].append(_listener(host, found, self.settings.connections.backlog))
+            except OSError as error:
+                log.error("cannot_listen", host=host, port=port, reason=error.strerror)
+                return False
+        return True
+
+    # processes
+
+    async def _start(self, command: Sequence[str], role: Role) -> asyncio.subprocess.Process:
+        inherited = [descriptor for descriptors in role.listening.values() for descriptor in descriptors]
+        if role.assignment is not None:
+            inherited.append(role.assignment)
+        process = await asyncio.create_subprocess_exec(*command, env=role.environment(), pass_fds=inherited)
+        self._started = [other for other in self._started if other.returncode is None] + [process]
+        return process
+
+    async def _keep_engine(self) -> None:
+        while True:
+            began = time.monotonic()
+            self._engine = await self._start(self._commands[0], Role(self._path, os.getpid()))
+            log.info("engine_started", process=self._engine.pid)
+            if self._ending.is_set():
+                _send(self._engine, signal.SIGTERM)
+            code = await self._engine.wait()
+            self._engine = None
+            if self._ending.is_set():
+                self._note(code if code == EXIT_ENGINE_LOST else _failed(code))
+                return
+            log.error("engine_ended", code=code)
+            if code in (EXIT_FAILED, EXIT_USAGE, EXIT_START):
+                self._end(code)
+            elif self.settings.engine_loss == "exit" or time.monotonic() - began < ENGINE_SECONDS:
+                self._end(EXIT_ENGINE_LOST)
+            else:
+                continue
+            return
+
+    async def _keep_front(self, number: int) -> None:
+        while not self._ending.is_set():
+            began = time.monotonic()
+            spare = await self._take_spare()
+            if self._ending.is_set():
+                return
+            self._fronts[number] = spare.process
+            with contextlib.suppress(BrokenPipeError):
+                os.write(spare.assignment, b"%d" % number)
+            os.close(spare.assignment)
+            log.info("front_started", front=number, process=spare.process.pid)
+            code = await spare.process.wait()
+            del self._fronts[number]
+            if self._ending.is_set():
+                self._note(_failed(code))
+                return
+            log.error("front_ended", front=number, code=code)
+            if code in (EXIT_USAGE, EXIT_START):
+                self._end(code)
+            elif time.monotonic() - began < SOON_SECONDS:
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _take_spare(self) -> Spare:
+        async with self._starting:
+            taken = self._spare or await self._start_spare()
+            self._spare = await self._start_spare()
+        return taken
+
+    async def _start_spare(self) -> Spare:
+        reader, writer = os.pipe()
+        try:
+            listening = {number: [one.fileno() for one in sockets] for number, sockets in self._listening.items()}
+            process = await self._start(self._commands[1], Role(self._path, os.getpid(), listening, reader))
+        finally:
+            os.close(reader)
+        return Spare(process, writer)
+
+    # ends
+
+    def _reload(self) -> None:
+        if self._engine is not None:
+            self._engine.send_signal(signal.SIGHUP)
+
+    def _end_by(self, number: signal.Signals) -> None:
+        """First signal: drain. Second: end at once."""
+        self._signals += 1
+        if self._signals > 1:
+            self.exit_code = 128 + number
+            self._kill()
+        else:
+            log.info("draining", delay_seconds=self.settings.drain.delay_seconds)
+            self._end(0, signal.SIGTERM)
+
+    def _end(self, code: int, sent: signal.Signals = signal.SIGUSR1) -> None:
+        if not self._ending.is_set():
+            self._note(code)
+            self._sent = sent
+            self._ending.set()
+
+    async def _all_end(self, engine: asyncio.Task[None], fronts: list[asyncio.Task[None]]) -> None:
+        """Before the fronts close their listening sockets nobody else may have them: what waits there would never be accepted."""
+        async with self._starting:
+            for process in self._started:
+                if process is not self._engine and process not in self._fronts.values():
+                    _send(process, signal.SIGKILL)
+                    await process.wait()
+        for sockets in self._listening.values():
+            for listener in sockets:
+                listener.close()
+        for process in self._fronts.values():
+            _send(process, self._sent)
+        if self._engine is not None:
+            _send(self._engine, signal.SIGTERM)
+        drain = self.settings.drain
+        patience = drain.delay_seconds + 2 * drain.timeout_seconds + PATIENCE_SECONDS
+        _, late = await asyncio.wait([engine, *fronts], timeout=patience)
+        if late:
+            log.error("drain_timeout", processes=len(late))
+            self._note(EXIT_FAILED)
+
+    def _note(self, code: int) -> None:
+        """The loss of the engine says more than a failed drain."""
+        self.exit_code = code if code == EXIT_ENGINE_LOST else self.exit_code or code
+
+    def _kill(self) -> None:
+        for process in self._started:
+            _send(process, signal.SIGKILL)
+
+
+def _send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+def _failed(code: int) -> int:
+    """The exit code of the whole for that of a process that was told to end; one that had not begun ends by the signal."""
+    return 0 if code in (0, -signal.SIGTERM, -signal.SIGUSR1) else EXIT_FAILED
+
+
+def _free(host: str, port: int) -> int:
+    """The port, or a free one for 0. Raises OSError where somebody listens: sharing a port is for the fronts of one service."""
+    with socket.socket(_family(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+def _listener(host: str, port: int, backlog: int) -> socket.socket:
+    return socket.create_server((host, port), family=_family(host), backlog=backlog, reuse_port=True)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def run(settings: Settings, arguments: Sequence[str] = (), engine: Sequence[str] | None = None) -> int:
+    """Serve with several fronts until the end; the exit code.
+
+    `arguments` are the settings on the command line; `engine` is the command of another engine process than ours.
+    """
+    logs.configure(settings.logs)
+    front = [sys.executable, "-m", "app", *arguments]
+    return asyncio.run(Supervisor(settings, engine or front, front).run())

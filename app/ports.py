@@ -1,0 +1,40 @@
+"""All ports of a process that speaks HTTP: the service, and where they are set probes and admin."""
+
+from __future__ import annotations
+
+import os
+
+from starlette.types import ASGIApp
+
+from app.http.admin import create_admin_app
+from app.http.application import Application, create_app, create_probe_app
+from app.interface import Reloads, Service
+from app.server.process import Other, RankingServer
+from app.settings import Settings, SettingsProblem
+
+
+def build_server(
+    settings: Settings, service: Service, reloads: Reloads, kind: type[RankingServer] = RankingServer
+) -> RankingServer:
+    """A server that listens once it runs, on `settings.addresses()` in this order."""
+    side_apps: list[tuple[str, int, ASGIApp]] = []
+    if settings.probes.port is not None:
+        side_apps.append((settings.probes.host, settings.probes.port, create_probe_app(settings, service)))
+    if settings.admin.port is not None:
+        admin = create_admin_app(settings.admin, reloads, service.metrics)
+        side_apps.append((settings.admin.host, settings.admin.port, admin))
+    app = create_app(settings, service)
+    others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
+    return kind(app, side_apps, service, reloads, settings, {(b"POST", b"/rank"): app.rank}, others)
+
+
+def create_grpc_server(app: Application, settings: Settings) -> Other:
+    """What the application ranks, over gRPC. Raises SettingsProblem where that is not installed."""
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "NONE"
+    )  # else callers' mistakes are written to standard error, past the log
+    try:
+        from app.http.grpc_server import InferenceServer
+    except ImportError as error:
+        raise SettingsProblem(f"RANKER_GRPC__PORT needs the `grpc` extra: {error}") from error
+    return InferenceServer(app.ranking, app.recorder, settings)

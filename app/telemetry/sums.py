@@ -1,0 +1,120 @@
+"""Adds up the metrics of several processes: what each has counted since it last said so, in one exposition without a process label."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+
+COUNTED = ("counter", "histogram")
+GAUGES = ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds")  # which may be added up
+
+Sample = tuple[str, dict[str, str], float]
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class Family(msgspec.Struct, array_like=True):
+    """Samples of one family: name, type and help as the client library has them."""
+
+    name: str
+    kind: str
+    text: str
+    samples: list[Sample]
+
+
+class Deltas:
+    """What a registry has counted since the last time."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._last: dict[Key, float] = {}
+        self._told: set[Key] = set()
+
+    def take(self) -> list[Family]:
+        """Counters and histograms as the difference to the last call, gauges as they are; a new series also where it is 0."""
+        families = (self._family(metric) for metric in self._registry.collect())
+        return [family for family in families if family.samples]
+
+    def tell_all(self) -> None:
+        """The next `take` names every series: who adds up is a new process."""
+        self._told.clear()
+
+    def _family(self, metric: Metric) -> Family:
+        family = Family(metric.name, metric.type, metric.documentation, [])
+        if metric.type in COUNTED:
+            for sample in metric.samples:
+                key = _key(sample.name, sample.labels)
+                delta = sample.value - self._last.get(key, 0.0)
+                if delta or key not in self._told:
+                    self._told.add(key)
+                    self._last[key] = sample.value
+                    family.samples.append((sample.name, sample.labels, delta))
+        elif metric.name in GAUGES:
+            family.samples = [(sample.name, sample.labels, sample.value) for sample in metric.samples]
+        return family
+
+
+class Sums:
+    """What other processes have told, beside the registry of this one. What a process has counted stays when it has gone."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, tuple[Family, dict[Key, Sample]]] = {}
+        self._gauges: dict[Hashable, list[Family]] = {}  # of the processes that live
+
+    def add(self, process: Hashable, families: Iterable[Family]) -> None:
+        """What `Deltas.take` gave in that process."""
+        self._gauges[process] = []
+        for family in families:
+            if family.kind not in COUNTED:
+                self._gauges[process].append(family)
+                continue
+            _, samples = self._families.setdefault(family.name, (family, {}))
+            _add(samples, family.samples)
+
+    def forget(self, process: Hashable) -> None:
+        """It has gone, and its gauges with it."""
+        self._gauges.pop(process, None)
+
+    def render(self, registry: CollectorRegistry) -> bytes:
+        """The exposition of the registry and all that was told, of type CONTENT_TYPE."""
+        return generate_latest(_Collected(list(self._summed(registry))))
+
+    def _summed(self, registry: CollectorRegistry) -> Iterator[Metric]:
+        rest = {name: (family, list(samples.values())) for name, (family, samples) in self._families.items()}
+        for family in (family for families in self._gauges.values() for family in families):
+            rest.setdefault(family.name, (family, []))[1].extend(family.samples)
+        for metric in registry.collect():
+            _, samples = rest.pop(metric.name, (None, []))
+            own = [(sample.name, sample.labels, sample.value) for sample in metric.samples]
+            yield _metric(metric.name, metric.documentation, metric.type, own + samples)
+        for name, (family, samples) in rest.items():
+            yield _metric(name, family.text, family.kind, samples)
+
+
+class _Collected:
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._metrics)
+
+
+def _metric(name: str, text: str, kind: str, samples: Iterable[Sample]) -> Metric:
+    metric, summed = Metric(name, text, kind), dict[Key, Sample]()
+    _add(summed, samples)
+    for sample in summed.values():
+        metric.add_sample(*sample)
+    return metric
+
+
+def _add(sums: dict[Key, Sample], samples: Iterable[Sample]) -> None:
+    for name, labels, value in samples:
+        key = _key(name, labels)
+        before = sums.get(key)
+        sums[key] = (name, labels, value if before is None else before[2] + value)
+
+
+def _key(name: str, labels: dict[str, str]) -> Key:
+    return name, tuple(sorted(labels.items()))

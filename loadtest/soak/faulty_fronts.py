@@ -1,0 +1,18 @@
+"""Fronts before the faulty server's engine: `RANKER_FRONTS=2 python -m loadtest.soak.faulty_fronts --forward-ms=5`."""
+
+from __future__ import annotations
+
+import sys
+
+from app.fronts import supervisor
+from app.settings import load_settings
+from loadtest.soak.servers import FAULTY
+
+
+def main() -> int:
+    """The exit code; the command line is that of the faulty server."""
+    return supervisor.run(load_settings([]), engine=[*FAULTY, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Frames over a real socket: cut and joined anywhere, nonsense ends the link, strangers get none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import structlog
+
+from app.fronts import frames, link
+from app.fronts.frames import MAX_BYTES, Cancel, Hello, encode
+from app.fronts.link import Link
+from tests.app.fakes import run, until
+
+HELLO, CANCEL = Hello(1, 2), Cancel(3)
+
+
+class End:
+    """One end of a link, and what it was given."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+        self.made = self.lost = 0
+        self.link = Link(frames.from_front, self.take, self._made, self._lost)
+
+    def take(self, link: Link, frame: Any) -> None:
+        self.taken.append(frame)
+        if frame == Cancel(13):
+            raise ValueError("planted")
+
+    def _made(self, link: Link) -> None:
+        self.made += 1
+
+    def _lost(self, link: Link) -> None:
+        self.lost += 1
+
+
+def joined(test: Callable[[End, socket.socket], Awaitable[None]]) -> None:
+    """Run a test with one end, and the plain socket at the other."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        end = End()
+        await asyncio.get_running_loop().create_unix_connection(lambda: end.link, sock=ours)
+        try:
+            await test(end, theirs)
+        finally:
+            theirs.close()
+            end.link.close()
+
+    run(main())
+
+
+def test_frames_may_come_in_any_pieces() -> None:
+    async def test(end: End, peer: socket.socket) -> None:
+        sent = encode(HELLO) + encode(CANCEL) + encode(Cancel(2**40))
+        for size in (1, 3, 5, len(sent)):
+            end.taken.clear()
+            for start in range(0, len(sent), size):
+                await asyncio.get_running_loop().sock_sendall(peer, sent[start : start + size])
+                await asyncio.sleep(0.001)
+            await until(lambda: len(end.taken) == 3)
+            assert end.taken == [HELLO, CANCEL, Cancel(2**40)]
+
+    joined(test)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" * 4,
+        struct.pack("<I", MAX_BYTES + 1),
+        struct.pack("<I", 0),
+        struct.pack("<I", 3) + b"\x92\x63\x01",  # a frame of an unknown number
+        struct.pack("<I", 3) + b"\x92\x02\xc0",  # of another type
+        struct.pack("<I", 2) + b"\x91\x02",  # too short
+        encode(Cancel(13)),  # one that the other side refuses
+    ],
+)
+def test_nonsense_ends_the_link_and_what_came_before_was_taken(nonsense: bytes) -> None:
+    async def test(end: End, peer: socket.socket) -> None:
+        with structlog.testing.capture_logs() as lines:
+            await asyncio.get_running_loop().sock_sendall(peer, encode(HELLO) + nonsense + encode(CANCEL))
+            await until(lambda: end.lost == 1)
+        assert end.taken[:1] == [HELLO]
+        assert CANCEL not in end.taken  # nothing is taken after it
+        assert [line["event"] for line in lines] == ["link_broken"]
+        end.link.send(CANCEL)  # and nothing is said
+
+    joined(test)
+
+
+def test_a_beginning_of_a_frame_holds_no_more_than_came() -> None:
+    async def test(end: End, peer: socket.socket) -> None:
+        await asyncio.get_running_loop().sock_sendall(peer, struct.pack("<I", MAX_BYTES) + b"x" * 1000)
+        await asyncio.sleep(0.02)
+        assert end.lost == 0
+        assert len(end.link._rest) == 1004
+
+    joined(test)
+
+
+def test_a_peer_that_reads_nothing_is_known_as_congested() -> None:
+    async def test(end: End, peer: socket.socket) -> None:
+        while not end.link.congested:
+            end.link.send(frames.Reload(1, "x" * 100_000))
+        loop = asyncio.get_running_loop()
+        while end.link.congested:
+            await loop.sock_recv(peer, 2**20)
+
+    joined(test)
+
+
+def test_a_peer_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(end: End, peer: socket.socket) -> None:
+        for _ in range(100):
+            end.link.send(frames.Reload(1, "x" * 100_000))
+        await until(lambda: end.lost == 1)
+
+    monkeypatch.setattr(link, "MAX_BYTES", 2**20)
+    joined(test)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.parametrize("user", [65534, 0])
+def test_another_user_gets_no_link(user: int) -> None:
+    async def main(path: str) -> None:
+        end, loop = End(), asyncio.get_running_loop()
+        server = await loop.create_unix_server(lambda: end.link, path)
+        os.chmod(path, 0o777)  # noqa: S103  # the mode of its directory is the first guard: here it is open
+        with socket.socket(socket.AF_UNIX) as peer:
+            os.seteuid(user)  # the system notes who connects
+            try:
+                peer.connect(path)
+            finally:
+                os.seteuid(0)
+            peer.setblocking(False)
+            await loop.sock_sendall(peer, encode(HELLO))
+            if user:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await loop.sock_recv(peer, 1) == b""
+                assert (end.made, end.taken, end.lost) == (0, [], 0)
+            else:  # the negative control: the same caller as ourselves
+                await until(lambda: end.taken == [HELLO])
+                end.link.close()
+        server.close()
+
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)  # noqa: S103
+        run(main(f"{directory}/engine"))

@@ -1,0 +1,174 @@
+"""The whole, as real processes: when it listens, what signals do, what it exits with, and what happens when one of it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loadtest.machine import ROOT
+from loadtest.servers.launch import HOST, Server, free_port, ranking_server
+from loadtest.soak.fronts import process_of
+from loadtest.soak.servers import FRONTED
+from tests.app.server.test_process import event, status
+from tests.reliability.live import wait_until
+
+
+def started(
+    *command: str, environment: dict[str, str] | None = None, **settings: object
+) -> AbstractContextManager[Server]:
+    """Two fronts as soon as their supervisor runs, with its log in JSON; `python -m app` without a command."""
+    variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    chosen = {"fronts": 2, "logs__format": "json", **settings}
+    return ranking_server(*command, ready_path=None, environment=variables, **chosen)
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def processes(server: Server) -> list[int]:
+    """The fronts and the engine process."""
+    return [process_of(server, front) for front in (1, 2, None)]
+
+
+def test_a_start_a_drain_and_exit_0() -> None:
+    with started(*FRONTED, drain__delay_seconds=0.5) as server:
+        server.wait_ready("/livez")
+        server.wait_ready()
+        torch = [
+            "libtorch" in Path(f"/proc/{each}/maps").read_text() for each in (*processes(server), server.process.pid)
+        ]
+        assert torch == [False, False, True, False]
+        began = processes(server)
+        server.process.send_signal(signal.SIGTERM)
+        event(server, "draining")
+        wait_until(lambda: status(server, "/readyz") == 503)  # and still listening
+        assert status(server, "/livez") == 200
+        assert server.process.wait(10) == 0
+        assert server.lines[-1]["event"] == "stopped"
+        assert server.lines[-1]["exit_code"] == 0
+        assert not any(map(alive, began))
+        assert {line["front"] for line in server.lines if line["event"] == "listening"} == {1, 2}
+
+
+def test_every_process_gets_the_signal_and_the_drain_is_one() -> None:
+    """As systemd sends it: to all at once, and the supervisor hands it on."""
+    with started(*FRONTED, drain__delay_seconds=1) as server:
+        server.wait_ready()
+        for each in (*processes(server), server.process.pid):
+            os.kill(each, signal.SIGTERM)
+        time.sleep(0.3)
+        assert status(server, "/livez") == 200
+        assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_all_at_once() -> None:
+    with started(*FRONTED, drain__delay_seconds=30) as server:
+        server.wait_ready()
+        began = processes(server)
+        server.process.send_signal(signal.SIGINT)
+        event(server, "draining")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5) == 128 + signal.SIGINT
+        assert not any(map(alive, began))
+
+
+def test_nothing_survives_a_supervisor_that_is_killed() -> None:
+    with started(*FRONTED) as server:
+        server.wait_ready()
+        began = processes(server)
+        os.kill(began[0], signal.SIGSTOP)
+        server.process.kill()
+        wait_until(lambda: not any(map(alive, began)), 5)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
+    with started(*FRONTED, "--refused-after-seconds=1", drain__delay_seconds=30) as server:
+        assert server.process.wait(30) == 1  # without the delay
+        assert "planted" in str(event(server, "fatal")["reason"])
+
+
+def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path: Path) -> None:
+    missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
+    with started(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, tracing__enabled="true") as server:
+        assert server.process.wait(30) == 2
+
+
+def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
+    """Also where the other one would share it, as another supervisor does."""
+    with (
+        socket.create_server((HOST, 0), reuse_port=True) as taken,
+        started(port=taken.getsockname()[1]) as server,
+    ):
+        assert server.process.wait(20) == 3
+        assert event(server, "cannot_listen")["reason"] == "Address already in use"
+
+
+def test_every_front_serves_grpc_on_one_port() -> None:
+    grpc = pytest.importorskip("grpc")
+    with started(*FRONTED, grpc__port=(port := free_port())) as server:
+        server.wait_ready()
+        wait_until(lambda: sum(line["event"] == "listening" and line["port"] == port for line in server.lines) == 2)
+        for _ in range(4):
+            with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+                grpc.channel_ready_future(channel).result(10)
+
+
+def test_port_0_is_one_free_port_for_all_fronts() -> None:
+    with started(*FRONTED, port=0) as server:
+        wait_until(lambda: sum(line["event"] == "listening" for line in server.lines) == 2, 30)
+        [port] = {line["port"] for line in server.lines if line["event"] == "listening"}
+        assert httpx.get(f"http://{HOST}:{port}/livez").status_code == 200
+
+
+@pytest.mark.parametrize("policy", ["exit", "restart"])
+def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_otherwise(policy: str) -> None:
+    with started(*FRONTED, engine_loss=policy, drain__delay_seconds=30) as server:
+        server.wait_ready()
+        time.sleep(5)  # one that lived less is not started again
+        first = process_of(server, None)
+        os.kill(first, signal.SIGKILL)
+        if policy == "restart":
+            wait_until(lambda: status(server, "/readyz") == 503)
+            assert status(server, "/livez") == status(server, "/startupz") == 200
+            server.wait_ready()
+            assert process_of(server, None) != first
+            os.kill(process_of(server, None), signal.SIGKILL)  # soon again
+        assert server.process.wait(10) == 70
+
+
+def test_sighup_reads_the_checkpoint_again() -> None:
+    with started(device="cpu", backend="dense") as server:
+        server.wait_ready()
+        server.process.send_signal(signal.SIGHUP)
+        assert event(server, "reloaded")["checkpoint"] == "weights/demo"
+
+
+def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(tmp_path: Path) -> None:
+    with started(*FRONTED, environment={"TMPDIR": str(tmp_path)}) as server:
+        server.wait_ready()
+        [directory] = tmp_path.glob("ranker-*")
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(5)
+            stranger.connect(str(directory / "engine"))
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        event(server, "link_broken")
+        assert server.answers()
+        assert server.stop() == 0
+        assert list(tmp_path.iterdir()) == []
