@@ -29,12 +29,14 @@ class Group(BaseModel):
 class Limits(Group):
     """What one request may be. A request beyond these gets 413."""
 
-    max_body_bytes: int = Field(default=2 * MIB, ge=1024)
+    max_body_bytes: int = Field(default=MIB, ge=1024)
     """Longest body in bytes, counted while it is read."""
     max_candidates: int = Field(default=4096, ge=1)
     """Most candidates in one request."""
-    max_history: int = Field(default=8192, ge=1)
+    max_history: int = Field(default=2048, ge=1)
     """Most history items in one request; those beyond the model's window are dropped, oldest first."""
+    max_values: int = Field(default=30_000, ge=100)
+    """Most values in one request, each list, object and escaped character counted too."""
     max_batch_requests: int = Field(default=64, ge=1)
     """Most requests in one call of /rank/batch."""
 

@@ -11,11 +11,13 @@ from contextlib import suppress
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import MAX_ID_DIGITS, explain
+from app.request.explain import explain
+from app.request.ids import MAX_ID_DIGITS
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -83,6 +85,8 @@ class Body(Strict):
     request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
 
 
+SHORT_BYTES = 2**14  # nothing in a body of that length is slow
+
 _BODY = msgspec.json.Decoder(Body)
 _ENCODER = msgspec.json.Encoder()
 
@@ -90,14 +94,9 @@ _ENCODER = msgspec.json.Encoder()
 def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> Body:
     """The typed body, with no more candidates and history than the limits allow.
 
-    Raises MalformedJson, TooLarge or InvalidRequest. A body with more values than the longest request within the limits is
-    refused before it is read: they are counted by the bytes that begin or separate them.
+    Raises MalformedJson, TooLarge or InvalidRequest. What takes too long to read is refused before it is read.
     """
-    actions = len(vocabulary.action_names)
-    most = 5 * limits.max_candidates + (7 + actions) * limits.max_history + 4 * actions + 100
-    if len(body) > most and len(body) - len(body.translate(None, b",[{")) > most:
-        check_syntax(body)
-        raise TooLarge(f"The body holds more than {most} values.")
+    check_cost(body, limits.max_values)
     try:
         typed = _BODY.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -119,14 +118,20 @@ def count_items(items: Sequence[Struct] | HistoryArrays | CandidateArrays | Unse
     return 0 if items is UNSET else len(items)
 
 
-def check_syntax(body: bytes | bytearray) -> None:
-    """Raise MalformedJson for what is not JSON, making no objects; what `strict_json` refuses beyond that may pass."""
-    try:
-        msgspec.json.decode(body, type=Raw)
-    except msgspec.DecodeError as error:
-        raise MalformedJson(f"The body is not valid JSON: {error}.") from None
-    except RecursionError:
-        raise MalformedJson("The body is nested too deeply.") from None
+def check_cost(body: bytes | bytearray, max_values: int) -> None:
+    """Refuse what is slow to read, by its bytes alone. Raises TooLarge or InvalidRequest.
+
+    Values are counted by the bytes that begin, separate or escape them. Integers are read in quadratic time.
+    """
+    if len(body) > max_values and len(body) - len(body.translate(None, b",[{\\")) > max_values:
+        raise TooLarge(f"The body holds more than {max_values} values.")
+    if len(body) < SHORT_BYTES:
+        return
+    digits = np.frombuffer(body, np.uint64, len(body) // 8) & 0xF0F0F0F0F0F0F0F0 == 0x3030303030303030
+    for step in (1, 2, 4, 8, 1):  # words of digits and colons, 17 in a row
+        digits = digits[:-step] & digits[step:]
+    if digits.any():
+        raise InvalidRequest([("", "must hold no number of more than 128 digits")])
 
 
 class BatchDecoder:
@@ -153,9 +158,14 @@ class BatchDecoder:
         return found, is_bare
 
     def _read(self, body: bytes | bytearray) -> tuple[Struct | None, bool]:
-        with suppress(msgspec.DecodeError, RecursionError):
-            return self._named.decode(body).requests, False  # type: ignore[attr-defined]
-        with suppress(msgspec.DecodeError, RecursionError):
-            return self._bare.decode(body), True
-        check_syntax(body)
+        try:
+            with suppress(msgspec.ValidationError):
+                return self._named.decode(body).requests, False  # type: ignore[attr-defined]
+            with suppress(msgspec.ValidationError):
+                return self._bare.decode(body), True
+            msgspec.json.decode(body, type=Raw)  # neither; is it JSON?
+        except msgspec.DecodeError as error:
+            raise MalformedJson(f"The body is not valid JSON: {error}.") from None
+        except RecursionError:
+            raise MalformedJson("The body is nested too deeply.") from None
         return None, True

@@ -5,7 +5,6 @@ Both shapes of history and candidates become the same columns. Whatever is not r
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,15 +13,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import orjson
 from msgspec import UNSET, Struct
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from app.request.body import Body, CandidateArrays, HistoryArrays
 from app.request.contract import MAX_ID, is_request_id
-from app.request.explain import explain, is_id
-from app.request.strict_json import parse
+from app.request.explain import explain
+from app.request.ids import is_id, read_ids
 from app.request.vocabulary import Vocabulary
 
 Column = Any  # a sequence with one entry an item, or UNSET
@@ -76,10 +74,10 @@ class Request:
 
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:
-    """Check what the types leave open. Raises InvalidRequest with the first ten problems, or MalformedJson for endless integers."""
+    """Check what the types leave open. Raises InvalidRequest with the first ten problems."""
     with suppress(ValueError, OverflowError, KeyError):
         return _checked(body, vocabulary)
-    raise explain(parse(msgspec.json.encode(body)), vocabulary)
+    raise explain(msgspec.to_builtins(body), vocabulary)
 
 
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:
@@ -129,26 +127,10 @@ def _columns(items: Sequence[Struct] | Struct) -> Any:
 
 
 def _posts(post_ids: Column, author_ids: Column, surfaces: Column, vocabulary: Vocabulary) -> Posts:
-    found = Posts(_ids(post_ids), _ids(author_ids), _numbers("q", surfaces, len(post_ids)))
+    found = Posts(read_ids(post_ids), read_ids(author_ids), _numbers("q", surfaces, len(post_ids)))
     if found.surfaces.max(initial=0) >= vocabulary.product_surfaces:
         raise ValueError
     return found
-
-
-def _ids(values: Column) -> NDArray[np.uint64]:
-    """uint64 `[n]` from integers and decimal strings. Strings are read in one go, as one JSON list."""
-    with suppress(TypeError):
-        return np.asarray(array("Q", values))
-    try:
-        decimals = ",".join(values).encode()
-    except TypeError:  # some of each
-        decimals = ",".join(map(str, values)).encode()
-    if decimals.translate(None, b"0123456789,"):
-        raise ValueError
-    numbers = orjson.loads(b"[%b]" % decimals)  # refuses empty strings and leading zeros
-    if len(numbers) != len(values) or float in map(type, numbers):  # a comma in a string; 2^64 and more
-        raise ValueError
-    return np.asarray(array("Q", numbers))
 
 
 def _numbers(code: str, values: Column, count: int) -> NDArray[Any]:
@@ -168,13 +150,17 @@ def _cells(column: Column, index: Mapping[str, int]) -> ActionCells:
     if column is UNSET:
         return NO_ACTIONS
     items: list[Any] = [item or () for item in column]
-    rows = [row for row, item in enumerate(items) for _ in item]
-    columns = [index[name] for item in items for name in item]
+    lengths = np.fromiter(map(len, items), np.int64, len(items))
+    rows = np.repeat(np.arange(len(items)), lengths)
+    columns = np.array([index[name] for item in items for name in item], np.int64)
     values = np.ones(len(columns))
-    if dict in map(type, items):
+    is_map = [type(item) is dict for item in items]
+    if any(is_map):
         pairs = (item.values() if type(item) is dict else repeat(1.0, len(item)) for item in items)
         values = np.fromiter(chain.from_iterable(pairs), np.float64, len(columns))
-        for item in items:
-            if type(item) is dict:
-                _distinct(item, index)
-    return ActionCells(np.array(rows, np.int64), np.array(columns, np.int64), values)
+        in_map = np.repeat(np.array(is_map), lengths)
+        named = np.zeros((len(items), len(index)), bool)
+        named[rows[in_map], columns[in_map]] = True
+        if np.count_nonzero(named) < np.count_nonzero(in_map):  # one action by name and by index
+            raise ValueError
+    return ActionCells(rows, columns, values)

@@ -1,0 +1,52 @@
+"""Ids: unsigned 64-bit integers, as JSON integers or as decimal strings without leading zeros."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from app.request.contract import MAX_ID
+
+MAX_ID_DIGITS = len(str(MAX_ID))
+
+
+def is_id(value: Any) -> bool:
+    """Whether one JSON value is an id."""
+    if type(value) is int:
+        return 0 <= value <= MAX_ID
+    if type(value) is not str or len(value) > MAX_ID_DIGITS or not (value.isascii() and value.isdigit()):
+        return False
+    return (value[0] != "0" or value == "0") and (len(value) < MAX_ID_DIGITS or int(value) <= MAX_ID)
+
+
+def are_ids(values: Sequence[Any]) -> bool:
+    """The same of all values at once, in a tenth of the time."""
+    if not set(map(type, values)) <= {int, str}:
+        return False
+    try:
+        read_ids(values)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def read_ids(values: Sequence[int | str]) -> NDArray[np.uint64]:
+    """uint64 `[n]`. Raises ValueError or OverflowError for what is no id."""
+    with suppress(TypeError):
+        return np.asarray(array("Q", values))  # type: ignore[type-var]  # integers alone
+    try:
+        written = orjson.dumps(values).translate(None, b'"')
+    except orjson.JSONEncodeError:  # 2^64 and more
+        raise ValueError from None
+    if written[1:-1].translate(None, b"0123456789,"):
+        raise ValueError
+    numbers = orjson.loads(written)  # refuses empty strings and leading zeros
+    if len(numbers) != len(values) or float in map(type, numbers):  # a comma in a string; 2^64 and more
+        raise ValueError
+    return np.asarray(array("Q", numbers))
