@@ -51,6 +51,9 @@ FRAMES = {  # @: the units, in which % is a running number; #: as many ones
     "weights": b'{"user_id":1,%b,"weights":{@}}' % POSTS,
     "wanted": b'{"user_id":1,%b,"actions_wanted":[@]}' % POSTS,
 }  # fmt: skip
+BATCHES = ("batch", "list")  # they are split without their values being read
+EVENT = b'{"post_id":9223372036854775809,"author_id":"1","product_surface":3,"actions":["favorite","7"],"dwell_time":12.5}'
+CANDIDATE = b'{"post_id":9223372036854775809,"author_id":"1","product_surface":3,"created_at":1779990000}'
 KEYS = (b"post_id", b"author_id", b"product_surface", b"created_at", b"actions", b"dwell_time", b"user_id", b"history", b"candidates",
         b"weights", b"requests", b"favorite", b"0", b"18", b"x", b"", b"k%")  # fmt: skip
 VALUES = (b"0", b"1", b"-1", b"18446744073709551615", b"9223372036854775808", b"1e300", b"0.1", b"1779990000", b"null", b"true", b'""',
@@ -87,8 +90,8 @@ class Recipe:
     def _fits(self, count: int, size: int, max_values: int) -> bool:
         cycle = b",".join([*self.units, b""]).replace(b"%", NUMBER % 0)
         copies = -(-count // len(self.units)) * sum(map(FRAMES[self.frame].count, (b"@", b"#")))
-        last = len(self.last) + 200
-        return copies * len(cycle) + last < size and copies * _values(cycle) + last < max_values
+        values, last = 0 if self.frame in BATCHES else _values(cycle), len(self.last) + 200
+        return copies * len(cycle) + last < size and copies * values + last < max_values
 
     def _written(self, count: int) -> bytes:
         units = (list(self.units) * (count // len(self.units) + 1))[:count]
@@ -176,6 +179,8 @@ def _unit(rng: random.Random) -> bytes:
     kind = rng.random()
     if kind < 0.35:
         return rng.choice(VALUES)
+    if kind < 0.4:
+        return rng.choice((EVENT, CANDIDATE))
     if kind < 0.45:
         return b"[%b]" % b",".join(rng.choices(VALUES, k=rng.randint(0, 19)))
     if kind < 0.6:
