@@ -32,7 +32,8 @@ from uvicorn.server import ServerState
 from app.interface import Reloads, Service
 from app.server.direct import Routes
 from app.server.listener import Listener
-from app.server.protocol import Observer, StrictProtocol
+from app.server.observer import Observer
+from app.server.protocol import StrictProtocol
 from app.settings import Settings
 from app.telemetry import logs
 
@@ -76,7 +77,7 @@ class RankingServer(uvicorn.Server):
         self.service = service
         self.reloads = reloads
         self.side_apps = side_apps
-        self.observer = Observer(service.metrics)
+        self.observer = Observer(service.metrics, settings.budgets)
         self.exit_code = 0
         self.listeners: list[Listener] = []
         self._signals = 0
@@ -99,7 +100,7 @@ class RankingServer(uvicorn.Server):
             raise SystemExit(EXIT_START)
         self._listen(self.config, self.server_state)
         for (host, port), side in self.side_apps.items():
-            config = _config(side, self.settings, self.observer, host, port, {}, lifespan="off")
+            config = _config(side, self.settings, self.observer, host, port, None, lifespan="off")
             config.load()
             self._listen(config, ServerState())
         if len(self.listeners) <= len(self.side_apps):
@@ -191,9 +192,16 @@ class RankingServer(uvicorn.Server):
 
 
 def _config(
-    app: Any, settings: Settings, observer: Observer, host: str, port: int, routes: Routes, *, lifespan: Any
+    app: Any, settings: Settings, observer: Observer, host: str, port: int, routes: Routes | None, *, lifespan: Any
 ) -> uvicorn.Config:
-    protocol: Any = functools.partial(StrictProtocol, limits=settings.connections, observer=observer, routes=routes)
+    """`routes` are None on a port for operators, whose connections are not counted: it answers when the others are too many."""
+    protocol: Any = functools.partial(
+        StrictProtocol,
+        limits=settings.connections,
+        observer=observer,
+        routes=routes or {},
+        is_counted=routes is not None,
+    )
     return uvicorn.Config(
         app,
         host=host,

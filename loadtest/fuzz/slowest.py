@@ -52,7 +52,9 @@ FRAMES = {  # @: the units, in which % is a running number; #: as many ones
     "wanted": b'{"user_id":1,%b,"actions_wanted":[@]}' % POSTS,
 }  # fmt: skip
 BATCHES = ("batch", "list")  # they are split without their values being read
-EVENT = b'{"post_id":9223372036854775809,"author_id":"1","product_surface":3,"actions":["favorite","7"],"dwell_time":12.5}'
+EVENT = (
+    b'{"post_id":9223372036854775809,"author_id":"1","product_surface":3,"actions":["favorite","7"],"dwell_time":12.5}'
+)
 CANDIDATE = b'{"post_id":9223372036854775809,"author_id":"1","product_surface":3,"created_at":1779990000}'
 KEYS = (b"post_id", b"author_id", b"product_surface", b"created_at", b"actions", b"dwell_time", b"user_id", b"history", b"candidates",
         b"weights", b"requests", b"favorite", b"0", b"18", b"x", b"", b"k%")  # fmt: skip

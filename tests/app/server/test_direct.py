@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.http.direct import RankCall, RankEndpoint
+from app.server.deadline import Deadline
 from app.server.direct import Call
 from app.server.protocol import StrictProtocol
 from loadtest.generate.payload import rank_request
@@ -112,18 +113,18 @@ def test_without_the_call_the_work_is_done_for_nobody(monkeypatch: pytest.Monkey
 
 
 def test_a_connection_keeps_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_timer, timers = StrictProtocol._set_timer, []
+    set_timer, timers = Deadline._set_timer, []
 
-    def counting(protocol: StrictProtocol, until: float | None) -> None:
+    def counting(deadline: Deadline, until: float | None) -> None:
         timers.append(until)
-        set_timer(protocol, until)
+        set_timer(deadline, until)
 
-    monkeypatch.setattr(StrictProtocol, "_set_timer", counting)
+    monkeypatch.setattr(Deadline, "_set_timer", counting)
     with live(FakeEngine()) as server, connect(server.port) as sock:
         for user in range(20):
             sock.sendall(rank_request(user))
             assert statuses(one_reply(sock)) == [200]
-        assert len(timers) <= 2  # from the connect and for the first headers; later deadlines lie behind those
+        assert len(timers) <= 3  # for the connect, the first headers and the first body; later deadlines lie behind those
 
 
 def left_over(bodies: Sequence[bytes]) -> int:
