@@ -9,12 +9,13 @@ from typing import NamedTuple
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from app.errors import Overloaded, ServiceError
+from app.budgets import Budget
+from app.errors import Overloaded, ServiceError, TooLarge
 from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
 from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel, ranked
-from app.request.body import BatchDecoder
-from app.settings import Batching
+from app.request.body import BatchDecoder, count_items
+from app.settings import Batching, Budgets
 from app.telemetry.exchange import Exchange
 
 
@@ -29,10 +30,11 @@ class Answer(NamedTuple):
 class BatchEndpoint:
     """Several requests. One that fails carries its own problem, and each that does not names its model."""
 
-    def __init__(self, ranking: Ranking, batching: Batching) -> None:
+    def __init__(self, ranking: Ranking, batching: Batching, budgets: Budgets) -> None:
         self.ranking = ranking
         self.batching = batching
         self.decoder = BatchDecoder(ranking.limits.max_batch_requests)
+        self.candidates = ranking.metrics.watch_budget("batch_candidates", Budget(budgets.batch_candidates))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ranking, service, exchange = self.ranking, self.ranking.service, exchange_of(scope)
@@ -49,9 +51,12 @@ class BatchEndpoint:
         exchange.requests = len(items)
         if deadline is None:  # one for all of them, from the start
             deadline = service.clock() + service.default_deadline_seconds
-        run = Run(ranking, self.batching, deadline, exchange)
-        with Watching(receive):
-            answers = await run.all(items)
+        run = Run(ranking, self.batching, deadline, exchange, self.candidates)
+        try:
+            with Watching(receive):
+                answers = await run.all(items)
+        finally:
+            self.candidates.give(run.candidates)
         models = [answer.model for answer in answers if answer.model is not None]
         results = [answer.ranked for answer in answers if answer.ranked is not None]
         fields = ranking.headers(models[-1] if models else service.model, results, exchange)
@@ -63,11 +68,15 @@ class Run:
     """The requests of one call. About one forward's worth of them is queued at a time, so that a batch neither fills the queue
     for others nor is refused because of its own requests."""
 
-    def __init__(self, ranking: Ranking, batching: Batching, deadline: float, exchange: Exchange) -> None:
+    def __init__(
+        self, ranking: Ranking, batching: Batching, deadline: float, exchange: Exchange, budget: Budget
+    ) -> None:
         self.ranking = ranking
         self.batching = batching
         self.deadline = deadline
         self.exchange = exchange
+        self.candidates = 0  # of its requests so far; their places in the budget are given back when all is answered
+        self._budget = budget
         self._queued: dict[asyncio.Task[Answer], Prepared] = {}
 
     async def all(self, items: list[bytes]) -> list[Answer]:
@@ -75,7 +84,9 @@ class Run:
         begun: list[Answer | asyncio.Task[Answer]] = []
         try:
             for item in items:
+                started = time.perf_counter()
                 begun.append(await self._begin(item))
+                spent = time.perf_counter() - started
                 await asyncio.sleep(0)  # lets other callers' requests in between
             return [answer if isinstance(answer, Answer) else await answer for answer in begun]
         finally:
@@ -86,6 +97,7 @@ class Run:
     async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
         try:
             body = self.ranking.decode(item, self.exchange)
+            self._count(count_items(body.candidates))
         except ServiceError as error:
             return _failed(error)
         while True:
@@ -103,6 +115,14 @@ class Run:
                 task = asyncio.get_running_loop().create_task(self._finish(job))
                 self._queued[task] = job
                 return task
+
+    def _count(self, candidates: int) -> None:
+        """Raise TooLarge or Overloaded where the whole call, or all calls, would hold too many."""
+        if self.candidates + candidates > self.ranking.limits.max_batch_candidates:
+            raise TooLarge(f"The batch holds more than {self.ranking.limits.max_batch_candidates} candidates.")
+        if not self._budget.take(candidates):
+            raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
+        self.candidates += candidates
 
     async def _finish(self, job: Prepared) -> Answer:
         try:
