@@ -12,6 +12,9 @@ VALUE_BYTES = 256  # a JSON value, typed and plain
 CANDIDATE_BYTES = 256  # an admitted candidate: ids as sent and as numbers, its scores
 REQUEST_BYTES = 2**14  # an admitted request beside its candidates and history
 
+REST_FROM_SECONDS = 0.002  # a caller whose request held the event loop for longer
+REST_TIMES = 4.0  # rests for so many times as long before the next one
+
 
 class Budget:
     """So much of something, for the whole process. Belongs to the event loop."""
@@ -34,6 +37,11 @@ class Budget:
     def give(self, amount: int) -> None:
         """Take back what was taken."""
         self.used -= amount
+
+
+def rest_seconds(held_seconds: float) -> float:
+    """How long a caller's next request waits for those of others when one has held the event loop for so long."""
+    return REST_TIMES * held_seconds if held_seconds > REST_FROM_SECONDS else 0.0
 
 
 def most_bytes(settings: Settings, config: ModelConfig) -> dict[str, int]:

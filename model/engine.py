@@ -89,7 +89,7 @@ class Engine(Protocol):
 class OverlappingEngine(Engine, Protocol):
     """An engine that can also compute in native threads while its caller goes on: one forward at a time, begun, then finished.
 
-    After `open`, all but `cache_stats` and `close` belong to one thread, and `forward` is not called any more.
+    After `open`, all but `cache_stats` and `close` belong to one thread, and `forward` waits for nothing that was begun.
     """
 
     def open(self) -> int | None:

@@ -34,7 +34,7 @@ class Versions:
             raise ReloadInProgress("another checkpoint is being loaded")
         loop = asyncio.get_running_loop()
         self._loading = True
-        thread = EngineThread(load, self.events.warming, loop)
+        thread = EngineThread(load, self.events.warming, loop, self.clock)
         try:
             await asyncio.wait([thread.ready])
         except asyncio.CancelledError:

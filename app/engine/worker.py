@@ -11,7 +11,7 @@ import structlog
 
 from app.engine.loading import LoadedModel
 from app.engine.rank_job import RankJob
-from app.engine.thread import EngineThread, ForwardsAside, Result
+from app.engine.thread import EngineThread, NativeForwards, Result
 from app.errors import DeadlineExceeded, EngineDown, NonFiniteScores, ServiceError
 from app.scheduling.batching import Batcher, Chunk
 from app.scheduling.forecast import Running
@@ -57,10 +57,10 @@ class EngineWorker:
         self._events = events
         self._loop = loop
         engine = self.model.engine
-        self._aside: ForwardsAside | None = None
+        self._native: NativeForwards | None = None
         if isinstance(engine, OverlappingEngine) and (descriptor := engine.open()) is not None:
-            self._aside = ForwardsAside(self.model, descriptor, loop)
-        self._runner = self._aside or thread
+            self._native = NativeForwards(engine, descriptor, loop, clock)
+        self._runner = self._native or thread
         self._alone: deque[Chunk[RankJob]] = deque()  # of a batch that failed: each is tried by itself
         self._running: list[Chunk[RankJob]] = []
         self._running_since = self._collated = 0.0
@@ -100,8 +100,8 @@ class EngineWorker:
         if self._next is not None:
             self._next.cancel()
         if not self._running:
-            if self._aside is not None:
-                self._aside.close()
+            if self._native is not None:
+                self._native.close()
             self._thread.close()
 
     def running(self) -> Running:
@@ -140,15 +140,14 @@ class EngineWorker:
                 job.started = now
             items = [chunk.job.item(chunk.start, chunk.stop) for chunk in chunks]
             self._collated = self.clock()
-            self._runner.forward(items, self._end)
+            self._runner.forward(items, self._candidates + self._tokens, self._end)
         for job in expired:
             job.finish(DeadlineExceeded())
         if not chunks:
             self._begin_next()
 
-    def _end(self, result: Result) -> None:
+    def _end(self, result: Result, finished: float) -> None:
         """The forward is over: begin the next one, then answer."""
-        finished = self.clock()
         chunks, self._running, self._last_forward = self._running, [], finished
         for chunk in chunks:
             chunk.job.forward_seconds += finished - self._collated

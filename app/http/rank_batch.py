@@ -9,7 +9,7 @@ from typing import NamedTuple
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from app.budgets import Budget
+from app.budgets import Budget, rest_seconds
 from app.errors import Overloaded, ServiceError, TooLarge
 from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
 from app.http.rank import Prepared, Ranking
@@ -84,10 +84,11 @@ class Run:
         begun: list[Answer | asyncio.Task[Answer]] = []
         try:
             for item in items:
-                started = time.perf_counter()
+                before = self.exchange.stages["parse"]
                 begun.append(await self._begin(item))
-                spent = time.perf_counter() - started
-                await asyncio.sleep(0)  # lets other callers' requests in between
+                await asyncio.sleep(
+                    rest_seconds(self.exchange.stages["parse"] - before)
+                )  # other callers come in between
             return [answer if isinstance(answer, Answer) else await answer for answer in begun]
         finally:
             for task in self._queued:

@@ -16,17 +16,8 @@ from app.request.contract import MAX_ID
 MAX_ID_DIGITS = len(str(MAX_ID))
 
 
-def is_id(value: Any) -> bool:
-    """Whether one JSON value is an id."""
-    if type(value) is int:
-        return 0 <= value <= MAX_ID
-    if type(value) is not str or len(value) > MAX_ID_DIGITS or not (value.isascii() and value.isdigit()):
-        return False
-    return (value[0] != "0" or value == "0") and (len(value) < MAX_ID_DIGITS or int(value) <= MAX_ID)
-
-
 def are_ids(values: Sequence[Any]) -> bool:
-    """The same of all values at once, in a tenth of the time."""
+    """Whether all of these JSON values are ids."""
     if not set(map(type, values)) <= {int, str}:
         return False
     try:

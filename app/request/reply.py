@@ -86,7 +86,7 @@ def render(
     head = orjson.dumps({"model": form.model, "actions": names})
     tail: dict[str, Any] = {
         "history_used": history_used,
-        "history_dropped": len(request.history) - history_used,
+        "history_dropped": request.history_length - history_used,
         "timings_ms": timings_ms,
     }
     if request.request_id is not None:

@@ -5,10 +5,10 @@ Both shapes of history and candidates become the same columns. Whatever is not r
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain, repeat
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from app.request.body import Body, CandidateArrays, HistoryArrays
 from app.request.contract import MAX_ID, is_request_id
 from app.request.explain import explain
-from app.request.ids import is_id, read_ids
+from app.request.ids import read_ids
 from app.request.vocabulary import Vocabulary
 
 Column = Any  # a sequence with one entry an item, or UNSET
@@ -38,30 +38,22 @@ class Posts:
         return len(self.post_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ActionCells:
-    """The actions of a history, as cells of its `[h, A]` matrix: item `rows[i]` has `values[i]` in column `columns[i]`."""
-
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    values: NDArray[np.float64]
-
-
 NO_HISTORY, NO_CANDIDATES = HistoryArrays([], []), CandidateArrays([], [])
-NO_ACTIONS = ActionCells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A valid request. `echo_ids` are the candidates' post ids as they came.
 
-    `dwell_seconds` float64 `[h]`, `created_at` int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`.
+    `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`, `created_at`
+    int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`.
     `wanted` are columns of the reply, None for all.
     """
 
     user_id: int
+    history_length: int
     history: Posts
-    actions: ActionCells
+    actions: NDArray[np.float32]
     dwell_seconds: NDArray[np.float64]
     candidates: Posts
     created_at: NDArray[np.int64]
@@ -71,6 +63,11 @@ class Request:
     top_k: int | None
     wanted: list[int] | None
     request_id: str | None
+
+    def without_history(self) -> Request:
+        """All that the reply needs, so that a long history is not kept while the request waits."""
+        nothing = np.zeros(0)
+        return replace(self, history=Posts(nothing, nothing, nothing), actions=nothing, dwell_seconds=nothing)  # type: ignore[arg-type]
 
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:
@@ -83,9 +80,12 @@ def check(body: Body, vocabulary: Vocabulary) -> Request:
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     """Raises ValueError, OverflowError or KeyError where the body is not right."""
     posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
-    history = _posts(posts, authors, surfaces, vocabulary)
-    echo_ids, authors, surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
-    candidates = _posts(echo_ids, authors, surfaces, vocabulary)
+    echo_ids, candidate_authors, candidate_surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
+    events, count = len(posts), len(echo_ids)
+    ids = read_ids([body.user_id, *posts, *authors, *echo_ids, *candidate_authors])
+    history = Posts(ids[1 : 1 + events], ids[1 + events : 1 + 2 * events], _surfaces(surfaces, events, vocabulary))
+    of_candidates = ids[1 + 2 * events :].copy()  # a view would keep the ids of the history
+    candidates = Posts(of_candidates[:count], of_candidates[count:], _surfaces(candidate_surfaces, count, vocabulary))
     weights, wanted = vocabulary.weights, None
     if body.weights is not UNSET:
         weights = np.zeros(len(vocabulary.action_names))
@@ -93,20 +93,16 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     if body.actions_wanted is not UNSET:
         wanted = _distinct(body.actions_wanted, vocabulary.index)
     top_k, request_id = body.top_k or None, body.request_id
-    if not (
-        is_id(body.user_id)
-        and echo_ids
-        and (top_k is None or top_k <= MAX_ID)
-        and (request_id is UNSET or is_request_id(request_id))
-    ):
+    if not (count and (top_k is None or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
         raise ValueError
     return Request(
-        user_id=int(body.user_id),
+        user_id=int(ids[0]),
+        history_length=events,
         history=history,
-        actions=_cells(actions, vocabulary.index),
-        dwell_seconds=_numbers("d", dwell_times, len(history)),
+        actions=_actions(actions, events, vocabulary),
+        dwell_seconds=_numbers("d", dwell_times, events),
         candidates=candidates,
-        created_at=_numbers("q", created_at, len(candidates)),
+        created_at=_numbers("q", created_at, count),
         echo_ids=list(echo_ids),
         impression_ts=body.impression_ts or 0,
         weights=weights,
@@ -126,16 +122,20 @@ def _columns(items: Sequence[Struct] | Struct) -> Any:
     return columns
 
 
-def _posts(post_ids: Column, author_ids: Column, surfaces: Column, vocabulary: Vocabulary) -> Posts:
-    found = Posts(read_ids(post_ids), read_ids(author_ids), _numbers("q", surfaces, len(post_ids)))
-    if found.surfaces.max(initial=0) >= vocabulary.product_surfaces:
+def _surfaces(values: Column, count: int, vocabulary: Vocabulary) -> NDArray[np.int64]:
+    found = _numbers("q", values, count)
+    if count and np.maximum.reduce(found) >= vocabulary.product_surfaces:
         raise ValueError
     return found
 
 
 def _numbers(code: str, values: Column, count: int) -> NDArray[Any]:
     """`[n]` of a numpy type code, 0 where nothing was sent."""
-    return np.zeros(count, code) if values is UNSET else np.array([value or 0 for value in values], code)
+    if values is UNSET:
+        return np.zeros(count, code)
+    if UNSET in values:
+        values = [value or 0 for value in values]
+    return np.asarray(array(code, values))
 
 
 def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
@@ -146,21 +146,18 @@ def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
     return columns
 
 
-def _cells(column: Column, index: Mapping[str, int]) -> ActionCells:
+def _actions(column: Column, events: int, vocabulary: Vocabulary) -> NDArray[np.float32]:
+    width, index = len(vocabulary.action_names), vocabulary.index
+    found = np.zeros((events, width), np.float32)
     if column is UNSET:
-        return NO_ACTIONS
+        return found
     items: list[Any] = [item or () for item in column]
-    lengths = np.fromiter(map(len, items), np.int64, len(items))
-    rows = np.repeat(np.arange(len(items)), lengths)
-    columns = np.array([index[name] for item in items for name in item], np.int64)
-    values = np.ones(len(columns))
-    is_map = [type(item) is dict for item in items]
-    if any(is_map):
-        pairs = (item.values() if type(item) is dict else repeat(1.0, len(item)) for item in items)
-        values = np.fromiter(chain.from_iterable(pairs), np.float64, len(columns))
-        in_map = np.repeat(np.array(is_map), lengths)
-        named = np.zeros((len(items), len(index)), bool)
-        named[rows[in_map], columns[in_map]] = True
-        if np.count_nonzero(named) < np.count_nonzero(in_map):  # one action by name and by index
-            raise ValueError
-    return ActionCells(rows, columns, values)
+    places = [row * width + index[name] for row, item in enumerate(items) for name in item]
+    values: Any = 1.0
+    if dict in map(type, items):
+        values = [value for item in items for value in (item.values() if type(item) is dict else [1.0] * len(item))]
+        for item in items:
+            if type(item) is dict and len(set(map(index.__getitem__, item))) < len(item):
+                raise ValueError
+    found.ravel()[places] = values
+    return found

@@ -37,7 +37,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES
+from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
 from app.server.deadline import Deadline
 from app.server.direct import Call, Routes
 from app.server.observer import Observer
@@ -49,8 +49,6 @@ MAX_PIPELINED = 16
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
 LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
-REST_FROM_SECONDS = 0.002  # a connection whose request held the event loop for longer
-REST_TIMES = 4.0  # rests for so many times as long before its next one
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
 
 LINGER_BYTES = 64 * 2**20  # thrown away of what comes after a reply: several times what honest clients send by mistake
@@ -301,8 +299,8 @@ class StrictProtocol(HttpToolsProtocol):
 
     def rest(self, seconds: float) -> None:
         """A request has held the event loop for so long: other connections come first for a while."""
-        if seconds > REST_FROM_SECONDS:
-            self.rest_until = self.loop.time() + REST_TIMES * seconds
+        if rest := rest_seconds(seconds):
+            self.rest_until = self.loop.time() + rest
             self.flow.pause_reading()
             self.loop.call_at(self.rest_until, self._go_on)
 

@@ -202,6 +202,8 @@ class _Plan:
         return keys, job, "miss" if older is None else "prefix"
 
     def _add_context(self, context: Context, older: Keys | None) -> tuple[Keys, int]:
+        if context.actions.shape != (len(context), self._engine.config.actions):
+            raise EngineError("the actions of a context are not those of the checkpoint")
         present = np.flatnonzero(context.post_ids)  # padding is left out, and positions are carried along
         has_user = int(context.user_id != 0)
         start = older.rows if older else 0

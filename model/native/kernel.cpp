@@ -137,7 +137,11 @@ std::vector<typename Engine<T>::Tile> Engine<T>::cut(Index job, Index rows, Inde
 
 template <class T>
 bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* jobs, Index n_jobs, const Candidates& all) {
-    const Index threads = pool_.size();
+    Index rows = 0;
+    for (Index c = 0; c < n_contexts; ++c) rows += contexts[c].rows;
+    for (Index c = 0; c < n_jobs; ++c) rows += jobs[c].rows;
+    const bool is_small = rows * multiplications_of_a_row() < WORTH_A_THREAD;
+    const Index threads = is_small ? 1 : pool_.size();
     std::vector<Work> works(n_contexts);
     struct Step {
         Index job, tile, layer;
@@ -175,7 +179,7 @@ bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
                     pause_briefly(spins);
         if (!candidate_tile(job, all, tile, scratch_[thread])) finite = false;
         mark(OUTSIDE);
-    });
+    }, is_small);
     return finite;
 }
 

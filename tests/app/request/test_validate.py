@@ -27,8 +27,7 @@ def test_both_shapes_mean_the_same(body: dict[str, Any]) -> None:
             assert np.array_equal(getattr(getattr(left, name), column), getattr(getattr(right, name), column))
     assert np.array_equal(left.dwell_seconds, right.dwell_seconds)
     assert np.array_equal(left.created_at, right.created_at)
-    for column in ("rows", "columns", "values"):
-        assert np.array_equal(getattr(left.actions, column), getattr(right.actions, column))
+    assert np.array_equal(left.actions, right.actions)
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,14 +40,12 @@ def test_ids_keep_value_and_form(body: dict[str, Any]) -> None:
     assert request.candidates.author_ids.tolist() == [int(candidate["author_id"]) for candidate in body["candidates"]]
 
 
-def test_actions_become_cells() -> None:
+def test_actions_become_a_matrix() -> None:
     history = [
         {"post_id": 1, "author_id": 1, "actions": actions} for actions in (["2", "favorite"], {"reply": 0.5}, [])
     ]
     for shape in (history, in_arrays(history)):
-        cells = checked(good(history=shape)).actions
-        triples = zip(cells.rows.tolist(), cells.columns.tolist(), cells.values.tolist(), strict=True)
-        assert list(triples) == [(0, 2, 1.0), (0, 0, 1.0), (1, 1, 0.5)]
+        assert checked(good(history=shape)).actions.tolist() == [[1.0, 0.0, 1.0], [0.0, 0.5, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_weights_replace_the_defaults_whole() -> None:

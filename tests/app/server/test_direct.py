@@ -124,7 +124,9 @@ def test_a_connection_keeps_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
         for user in range(20):
             sock.sendall(rank_request(user))
             assert statuses(one_reply(sock)) == [200]
-        assert len(timers) <= 3  # for the connect, the first headers and the first body; later deadlines lie behind those
+        assert (
+            len(timers) <= 3
+        )  # for the connect, the first headers and the first body; later deadlines lie behind those
 
 
 def left_over(bodies: Sequence[bytes]) -> int:
