@@ -111,7 +111,7 @@ class StrictProtocol(HttpToolsProtocol):
         ] = {}  # bytes of bodies that are being read, as they were counted
         self.body_bytes = 0  # received of the present body
         self.body_until = 0.0
-        self.rest_until = 0.0
+        self.is_resting = False  # other connections come first for a while
 
     # bytes
 
@@ -224,7 +224,7 @@ class StrictProtocol(HttpToolsProtocol):
         self.body_until = max(self.begun + self.limits.body_seconds, self.loop.time() + LEAST_BODY_SECONDS)
         self._watch_body()
         if endpoint is not None:
-            if (before is None or before.response_complete) and not self._rests():
+            if (before is None or before.response_complete) and not self.is_resting:
                 self.cycle.start()
             else:
                 self.flow.pause_reading()
@@ -300,18 +300,19 @@ class StrictProtocol(HttpToolsProtocol):
     def rest(self, seconds: float) -> None:
         """A request has held the event loop for so long: other connections come first for a while."""
         if rest := rest_seconds(seconds):
-            self.rest_until = self.loop.time() + rest
+            self.is_resting = True
             self.flow.pause_reading()
-            self.loop.call_at(self.rest_until, self._go_on)
+            self.loop.call_later(rest, self._rest_ends)
 
-    def _rests(self) -> bool:
-        return self.loop.time() < self.rest_until
+    def _rest_ends(self) -> None:
+        self.is_resting = False
+        self._go_on()
 
     def _go_on(self) -> None:
         """Begin the next request of the pipeline, unless the client leaves replies unread or the connection rests."""
         if self.state in (State.LINGERING, State.CLOSED):
             return
-        if self.flow.write_paused or self._rests():
+        if self.flow.write_paused or self.is_resting:
             self.flow.pause_reading()
             return
         self.flow.resume_reading()
