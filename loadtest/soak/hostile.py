@@ -50,7 +50,7 @@ def dear_body() -> bytes:
     )
 
 
-BATCH = post("x", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 64))
+BATCH = post("x", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 30))
 DEAR = post("x", "/rank", dear_body())
 Act = Callable[[socket.socket], Awaitable[None]]
 
@@ -148,10 +148,10 @@ async def watch(server: Server, seconds: float, seen: Seen) -> None:
                 seen.resident.append((now - seen.began, usage(server, 0).resident_bytes))
 
 
-def observe(kinds: list[str], seconds: float, **settings: object) -> tuple[Seen, float, int]:
+def observe(kinds: list[str], seconds: float, *faults: str, **settings: object) -> tuple[Seen, float, int]:
     """A third of the time in peace, then under attack: what was seen, when it began, and the stated most of memory in bytes."""
     seen = Seen()
-    with fake("--forward-ms=5", **settings) as server, asyncio.Runner() as runner:
+    with fake("--forward-ms=5", *faults, **settings) as server, asyncio.Runner() as runner:
         runner.run(watch(server, seconds / 3, seen))
         most = server.target.info()["memory_bytes"]["total"]
         with attacked(server, kinds):
@@ -167,17 +167,17 @@ def growth(seen: Seen, began: float) -> int:
     return max(count for _, count in seen.resident) - before[-1]
 
 
-def dear(seconds: float, **settings: object) -> Row:
+def dear(seconds: float, *faults: str) -> Row:
     """B10: one connection with bodies that are dear to read, back to back."""
-    seen, began, _ = observe(["dear bodies"], seconds, **settings)
+    seen, began, _ = observe(["dear bodies"], seconds, *faults)
     ratio = seen.percentile(50, after=began) / seen.percentile(50, before=began - 1.0)
     what = "one connection with bodies dear to read: p50 of others"
     return Row("B10", what, len(seen.latencies), seen.failed, ratio, P50_LIMIT, "× without it")
 
 
-def memory(seconds: float, **settings: object) -> Row:
+def memory(seconds: float, *faults: str, **settings: object) -> Row:
     """B11: every kind at once, by the hundred."""
-    seen, began, most = observe(list(KINDS), seconds, **settings)
+    seen, began, most = observe(list(KINDS), seconds, *faults, **settings)
     what = f"{sum(number for _, number in KINDS.values())} hostile clients of every kind at once: memory beyond that before"
     return Row("B11", what, len(seen.latencies), seen.failed, growth(seen, began) / MIB, most / MIB, "MiB")
 
