@@ -1,10 +1,11 @@
-"""What the connections of a process share: budgets, a count of those that the server closed, and whether the process drains."""
+"""What the connections of a process share: budgets, refusals that wait, a count of those that the server closed, whether it drains."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from app.budgets import Budget
+from app.server.patience import Refusals
 from app.settings import Budgets
 from app.telemetry.metrics import Metrics
 
@@ -20,8 +21,9 @@ class Reader(Protocol):
 class Observer:
     """Belongs to the event loop."""
 
-    def __init__(self, metrics: Metrics, budgets: Budgets) -> None:
+    def __init__(self, metrics: Metrics, budgets: Budgets, held_refusals: int) -> None:
         self.draining = False
+        self.refusals = Refusals(held_refusals, metrics)
         self.connections = metrics.watch_budget("connections", Budget(budgets.connections))
         self.body_bytes = metrics.watch_budget("body_bytes", Budget(budgets.body_bytes))
         self.reply_bytes = metrics.watch_budget("reply_bytes", Budget(budgets.reply_bytes))
@@ -31,6 +33,11 @@ class Observer:
     def closed(self, reason: str) -> None:
         """The server has closed a connection."""
         self._closed.labels(reason).inc()
+
+    def drain(self) -> None:
+        """From here on every reply ends its connection, and none waits."""
+        self.draining = True
+        self.refusals.end_all()
 
     def unsent(self, reader: Reader, count: int) -> None:
         """So many bytes wait for this connection's client. Beyond the budget, who has waited longest is cut off."""

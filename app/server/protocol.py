@@ -41,6 +41,7 @@ from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
 from app.server.deadline import Deadline
 from app.server.direct import Call, Routes
 from app.server.observer import Observer
+from app.server.patience import REPEAT_SECONDS
 from app.server.refusals import refusal_reply, without_upgrade
 from app.settings import Connections
 
@@ -106,12 +107,11 @@ class StrictProtocol(HttpToolsProtocol):
         self.header_count = 0
         self.dropped_bytes = 0  # received after the reply
         self.linger_until = 0.0
-        self.held: dict[
-            RequestResponseCycle | Call, int
-        ] = {}  # bytes of bodies that are being read, as they were counted
+        self.held: dict[Any, int] = {}  # bytes of bodies that are being read, by cycle, as they were counted
         self.body_bytes = 0  # received of the present body
         self.body_until = 0.0
         self.is_resting = False  # other connections come first for a while
+        self.refused_at = -float("inf")
 
     # bytes
 
@@ -256,21 +256,14 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self.body_bytes += len(body)
-        if not self.cycle.response_complete and not self._hold(len(body) + CHUNK_BYTES):
-            return
-        if isinstance(self.cycle, Call):
-            self.cycle.feed(body)
-        else:
-            super().on_body(body)
-
-    def _hold(self, count: int) -> bool:
-        """Whether there is room for some more of a body. Without, the request is refused."""
+        cycle, count = self.cycle, len(body) + CHUNK_BYTES
+        if cycle.response_complete or (isinstance(cycle, Call) and cycle.response_started):
+            return  # nobody reads it
         if self.observer.body_bytes.take(count):
-            self.held[self.cycle] = self.held.get(self.cycle, 0) + count
-            return True
-        if not (isinstance(self.cycle, Call) and self.cycle.refuse_for_room()):
+            self.held[cycle] = self.held.get(cycle, 0) + count
+            cycle.feed(body) if isinstance(cycle, Call) else super().on_body(body)
+        elif not (isinstance(cycle, Call) and cycle.refuse_for_room()):
             raise Refused("crowded")
-        return False
 
     def release(self, cycle: RequestResponseCycle | Call) -> None:
         """The body of a request is needed no more."""
@@ -378,6 +371,11 @@ class StrictProtocol(HttpToolsProtocol):
             self._cut("endless_body")
         else:
             self.transport.close()
+
+    def is_impatient(self) -> bool:
+        """Told of a request that is refused: whether the one before it was, a moment ago."""
+        before, self.refused_at = self.refused_at, self.loop.time()
+        return self.refused_at - before < REPEAT_SECONDS
 
     def _refuse(self, refusal: str) -> None:
         """Answer the request that is being read, unless it has a reply already or an older one is pending; then end."""

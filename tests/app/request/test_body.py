@@ -18,16 +18,13 @@ from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.request import contract, strict_json
 from app.request.body import BatchDecoder, decode
 from app.request.validate import check
-from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from loadtest.fuzz import bodies
 from loadtest.fuzz.bodies import in_arrays
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.sources import corpus
-from tests.app.fakes import FakeEngine, loaded
-from tests.app.serving import good
+from tests.app.serving import VOCABULARY, good
 
-VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 LIMITS = Limits()
 POST: dict[str, Any] = {"post_id": 1, "author_id": 1}
 

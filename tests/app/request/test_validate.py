@@ -1,4 +1,4 @@
-"""Checked requests: both shapes mean the same, ids keep value and form, actions become cells."""
+"""Checked requests: both shapes mean the same, ids keep value and form, actions become a matrix."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from tests.app.serving import checked, good
 @given(bodies.valid)
 def test_both_shapes_mean_the_same(body: dict[str, Any]) -> None:
     left, right = checked(body), checked(bodies.columnar(body))
-    assert (left.user_id, left.echo_ids, left.top_k, left.wanted) == (
-        right.user_id,
-        right.echo_ids,
-        right.top_k,
-        right.wanted,
-    )
+    for name in ("user_id", "echo_ids", "top_k", "wanted"):
+        assert getattr(left, name) == getattr(right, name)
     for name in ("history", "candidates"):
         for column in ("post_ids", "author_ids", "surfaces"):
             assert np.array_equal(getattr(getattr(left, name), column), getattr(getattr(right, name), column))
