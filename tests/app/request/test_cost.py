@@ -49,6 +49,17 @@ HOSTILE = {
     "two bytes a character": Recipe("name", ("é".encode(),)),
     "a batch of numbers": Recipe("batch", (b"0",)),
     "a batch of lists": Recipe("batch", (b"[[]]",)),
+} | {  # what `python -m loadtest.fuzz.slowest` has found, each slower than any above when it was
+    "long numbers of zeros, and an escape": Recipe("candidate columns", (b"17799" + b"0" * 70,), b'"\\u0031"'),
+    "the same in the history": Recipe("history columns", (b"17799177999" + b"0" * 73,), b'"\\u0031"'),
+    "the same as actions": Recipe("one item's actions", (b"17799" + b"0" * 88, b'{"1e300":0.1}'), b'"\\u0031"'),
+    "the same as a batch": Recipe("batch", (b"17799" + b"0" * 88, b'{"1e300":0.1}'), b'"\\u0031"'),
+    "many odd columns": Recipe("history members", (b'"k%":"01"', b'"k%":"1"')),
+    "short events, the last one wrong": Recipe("history", (b'{"author_id":"1","post_id":1}',), b'{"author_id":"x","post_id":1}'),
+    "short candidates, the last one wrong": Recipe("candidates", (b'{"author_id":"1","post_id":1}',), b'{"post_id":[[]]}'),
+    "columns of objects": Recipe("candidate columns", (b'{"author_id":{"0":0.1},"post_id":"1"}',), b'{"author_id":"\\u0031"}'),
+    "nested objects as candidates": Recipe("candidates", (b'{"actions":"01","author_id":9223372036854775808,"post_id":{"1":0.1}}',)),
+    "objects as actions": Recipe("one item's actions", (b'{"0":0.1}', b'{"18":[],"x":{"0":1,"favorite":2}}')),
 } | {
     f"{frame} of {piece.decode()}": Recipe(frame, (piece,))
     for frame in ("bytes", "list", "text")
@@ -56,15 +67,20 @@ HOSTILE = {
 }  # fmt: skip
 
 
+def is_in_time(body: bytes) -> bool:
+    """The best of some tries, since others may use the machine."""
+    return any(cost(body, times=5) < MOST for _ in range(5))
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("recipe", HOSTILE.values(), ids=HOSTILE.keys())
 def test_no_body_holds_the_loop(recipe: Recipe, size: int) -> None:
-    assert cost(recipe.body(size), times=5) < MOST
+    assert is_in_time(recipe.body(size))
 
 
 def test_the_largest_legal_request_is_read_in_time() -> None:
     read(LEGAL)
-    assert cost(LEGAL) < MOST
+    assert is_in_time(LEGAL)
 
 
 PLANTED: dict[str, tuple[str, str, object]] = {
@@ -79,7 +95,7 @@ def test_without_its_guards_a_body_would_hold_the_loop(
 ) -> None:
     shape, guard, nothing = fault
     monkeypatch.setattr(guard, nothing)
-    assert cost(HOSTILE[shape].body(SIZES[-1], max_values=10**9)) > MOST
+    assert not is_in_time(HOSTILE[shape].body(SIZES[-1], max_values=10**9))
 
 
 def test_long_integers_are_refused_before_they_are_read() -> None:
