@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
+.PHONY: wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -57,10 +57,14 @@ bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
 bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
 
-bench-front: $(VENV)/.installed ## requests a second beside a bare ASGI function, by wrk: ARGS="--rounds 9"
+bench-front: $(VENV)/.installed wrk ## requests a second beside a bare ASGI function, and impatient callers, by wrk: ARGS="--rounds 9"
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
+	$(BIN)/python -m loadtest.bench.impatience $(ARGS)
 
-profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
+wrk: ## the C load generator, from Debian; without it what needs it says so
+	@command -v wrk >/dev/null || apt-get install -y --no-install-recommends wrk || echo "wrk could not be installed"
+
+profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile
 
 test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--backend torch"
