@@ -23,10 +23,6 @@ the client closes, or takes no bytes for too long   CLOSED
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import socket
-import struct
-import termios
 from collections import deque
 from enum import Enum, auto
 from typing import Any, cast
@@ -43,6 +39,7 @@ from app.server.direct import Call, Routes
 from app.server.observer import Observer
 from app.server.patience import REPEAT_SECONDS
 from app.server.refusals import refusal_reply, without_upgrade
+from app.server.sockets import has_unread, set_write_deadline
 from app.settings import Connections
 
 MAX_HEADERS = 100
@@ -122,9 +119,7 @@ class StrictProtocol(HttpToolsProtocol):
             self._cut("too_many")
             return
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: looks at progress, and at what only the kernel still holds
-            deadline = round(WRITE_SECONDS * 1000)
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, deadline)
+        set_write_deadline(transport, WRITE_SECONDS)
         self.deadline.set(self.limits.header_seconds, self._cut, "silent")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -459,12 +454,3 @@ def _disconnect(cycle: RequestResponseCycle | Call) -> None:
     else:
         cycle.disconnected = True
         cycle.message_event.set()
-
-
-def has_unread(transport: asyncio.Transport) -> bool:
-    """Whether bytes have arrived that the loop has not read yet."""
-    try:
-        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
-    except OSError:
-        return False
-    return bool(struct.unpack("i", found)[0])
