@@ -31,13 +31,22 @@ def read_ids(values: Sequence[int | str]) -> NDArray[np.uint64]:
     """uint64 `[n]`. Raises ValueError or OverflowError for what is no id."""
     with suppress(TypeError):
         return np.asarray(array("Q", values))  # type: ignore[type-var]  # integers alone
-    try:
-        written = orjson.dumps(values).translate(None, b'"')
-    except orjson.JSONEncodeError:  # 2^64 and more
-        raise ValueError from None
-    if written[1:-1].translate(None, b"0123456789,"):
+    decimals = _joined(values)
+    if decimals.translate(None, b"0123456789,"):
         raise ValueError
-    numbers = orjson.loads(written)  # refuses empty strings and leading zeros
+    numbers = orjson.loads(b"[%b]" % decimals)  # refuses empty strings and leading zeros
     if len(numbers) != len(values) or float in map(type, numbers):  # a comma in a string; 2^64 and more
         raise ValueError
     return np.asarray(array("Q", numbers))
+
+
+def _joined(values: Sequence[Any]) -> bytes:
+    """All of them with commas between."""
+    try:
+        return ",".join(values).encode()
+    except TypeError:  # some are integers
+        pass
+    try:
+        return orjson.dumps(values)[1:-1].translate(None, b'"')
+    except orjson.JSONEncodeError:  # 2^64 and more
+        raise ValueError from None
