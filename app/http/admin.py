@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized
-from app.http.asgi import check_media_type, read_body
+from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
+from app.http.asgi import read_body
+from app.http.negotiation import BATCH, is_compressed, wire_of
 from app.http.observe import Observe, Recorder
 from app.http.problems import HANDLERS
 from app.interface import CheckpointNotFound, ReloadInProgress, Reloads
@@ -79,7 +80,9 @@ async def _requested(request: Request, reloads: Reloads) -> Path | None:
     body = await read_body(headers, request.receive, MAX_BODY_BYTES)
     if not body:
         return None
-    check_media_type(headers)
+    wire_of(headers, BATCH)
+    if is_compressed(headers):
+        raise UnsupportedMediaType("The body must not be compressed.")
     wanted = strict_json.parse(bytes(body))
     if type(wanted) is not dict or wanted.keys() - {"checkpoint"} or type(wanted.get("checkpoint", "")) is not str:
         raise InvalidRequest([("", 'must be {"checkpoint": "name"} or {}')])

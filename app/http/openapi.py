@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from app.errors import (
+    BadRequest,
     DeadlineExceeded,
     Draining,
     EngineDown,
@@ -18,6 +19,8 @@ from app.errors import (
     InvalidRequest,
     MalformedJson,
     NonFiniteScores,
+    NotAcceptable,
+    NotFound,
     NotReady,
     Overloaded,
     ServiceError,
@@ -25,12 +28,14 @@ from app.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
+from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
 from app.request.contract import BatchReply, Problem, RankBatch, RankReply, RankRequest
+from app.request.inference_contract import InferReply, InferRequest
 
 REF = "#/components/schemas/{model}"
 FAILURES: tuple[type[ServiceError], ...] = (
-    MalformedJson, Unauthorized, TooLarge, UnsupportedMediaType, InvalidRequest, Overloaded, NonFiniteScores,
+    MalformedJson, BadRequest, Unauthorized, NotAcceptable, TooLarge, UnsupportedMediaType, InvalidRequest, Overloaded, NonFiniteScores,
     InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
 )  # fmt: skip
 PREFERRED = ("favorite", "dwell", "reply", "repost")
@@ -51,7 +56,7 @@ HEADERS_OUT = {
 def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
     """The whole document. The examples use these action names."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    models: list[type[BaseModel]] = [RankRequest, RankBatch, RankReply, BatchReply, Problem]
+    models: list[type[BaseModel]] = [RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, Problem]
     refs, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     ref = {model: refs[model, "validation"] for model in models}
@@ -60,7 +65,8 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
     paths = {
         "/rank": _operation(
             "Rank one user's candidates",
-            "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself.",
+            "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself. "
+            "The tensors of the Open Inference Protocol are taken as well, as `application/octet-stream`; any body may be gzip.",
             _body(ref[RankRequest], examples),
             ref[RankReply],
         ),
@@ -80,6 +86,16 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
             },
         ),
     }
+    for path in (f"{MODEL}/infer", f"{VERSION}/infer"):
+        paths[path] = _operation(
+            "Rank one user's candidates, as tensors" + (" of one version" if path.startswith(VERSION) else ""),
+            "The Open Inference Protocol with its binary tensor extension: JSON, and behind it the binary data of those tensors "
+            "that say so. The same tensors are taken by `/rank` as `application/octet-stream`, and over gRPC.",
+            _body(ref[InferRequest], {"tensors": {"value": example_tensors()}}),
+            ref[InferReply],
+            [NotFound],
+            path_parameters(path),
+        )
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
@@ -121,11 +137,28 @@ def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
+def example_tensors() -> dict[str, Any]:
+    """A small request as tensors, which any checkpoint takes."""
+    ids = {"user_id": [7], "candidates.post_id": [90, 91], "candidates.author_id": [7, 5]}
+    ids |= {"history.post_id": [17], "history.author_id": [5]}
+    inputs = [
+        {"name": name, "datatype": "UINT64", "shape": [len(values)], "data": values} for name, values in ids.items()
+    ]
+    return {"inputs": inputs, "outputs": [{"name": "post_id"}, {"name": "score"}]}
+
+
 def _body(schema: dict[str, Any], examples: dict[str, Any]) -> dict[str, Any]:
     return {"required": True, "content": {"application/json": {"schema": schema, "examples": examples}}}
 
 
-def _operation(summary: str, description: str, body: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
+def _operation(
+    summary: str,
+    description: str,
+    body: dict[str, Any],
+    reply: dict[str, Any],
+    more_failures: Sequence[type[ServiceError]] = (),
+    more_parameters: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
     inward = [
         {
             "name": name,
@@ -140,8 +173,9 @@ def _operation(summary: str, description: str, body: dict[str, Any], reply: dict
     answers: dict[str, Any] = {
         "200": {"description": "The ranking.", "content": {"application/json": {"schema": reply}}, "headers": outward}
     }
-    for status in sorted({failure.status for failure in FAILURES}):
-        kinds = [failure for failure in FAILURES if failure.status == status]
+    failures = (*FAILURES, *more_failures)
+    for status in sorted({failure.status for failure in failures}):
+        kinds = [failure for failure in failures if failure.status == status]
         text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)
         schema = {"$ref": REF.format(model="Problem")}
         answers[str(status)] = {"description": text, "content": {MEDIA_TYPE: {"schema": schema}}}
@@ -149,8 +183,8 @@ def _operation(summary: str, description: str, body: dict[str, Any], reply: dict
         "tags": ["ranking"],
         "summary": summary,
         "description": description,
-        "operationId": summary.lower().replace(" ", "_").replace("'", ""),
-        "parameters": inward,
+        "operationId": summary.lower().replace(" ", "_").replace("'", "").replace(",", ""),
+        "parameters": [*more_parameters, *inward],
         "requestBody": body,
         "responses": answers,
         "security": [{}, {"key": []}],

@@ -6,9 +6,9 @@ tests hold all three to the same verdict. Ids in range, known names and equal le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import explain
+from app.request.explain import Rule, explain, request_rule
 from app.request.ids import MAX_ID_DIGITS
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.vocabulary import Vocabulary
@@ -30,63 +30,67 @@ Actions = list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)
 Weights = dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]]
 
 
+class Typed(Protocol):
+    """What a wire makes of bytes before a place in the queue is asked for: how much work it is, not whether it is right."""
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long the caller waits, where the body says it."""
+        ...
+
+    @property
+    def reply(self) -> Any:
+        """As in `Request`; UNSET is the same as objects."""
+        ...
+
+    def count(self, name: str) -> int:
+        """Items of `candidates` or `history`."""
+        ...
+
+
 class Strict(Struct, forbid_unknown_fields=True, gc=False):
     """Unknown fields are errors, and so is `null`. The garbage collector need not look: JSON has no cycles."""
 
 
-class HistoryItem(Strict):
-    """Fields as in `HistoryArrays`, in the same order."""
-
-    post_id: Id
-    author_id: Id
-    product_surface: Surface | UnsetType = UNSET
-    actions: Actions | UnsetType = UNSET
-    dwell_time: Dwell | UnsetType = UNSET
-
-
-class HistoryArrays(Strict):
-    """One entry an item."""
-
-    post_id: list[Id]
-    author_id: list[Id]
-    product_surface: list[Surface] | UnsetType = UNSET
-    actions: list[Actions] | UnsetType = UNSET
-    dwell_time: list[Dwell] | UnsetType = UNSET
+def _shapes(name: str, **optional: Any) -> tuple[type[Struct], type[Struct]]:
+    """A post with these optional fields, as one item and as arrays with an entry an item. Both have the fields in this order."""
+    required, many = {"post_id": Id, "author_id": Id}, cast(Any, list)
+    item: list[Any] = [*required.items(), *((field, kind | UnsetType, UNSET) for field, kind in optional.items())]
+    arrays: list[Any] = [(field, many[kind]) for field, kind in required.items()]
+    arrays += [(field, many[kind] | UnsetType, UNSET) for field, kind in optional.items()]
+    return msgspec.defstruct(name, item, bases=(Strict,)), msgspec.defstruct(f"{name}Arrays", arrays, bases=(Strict,))
 
 
-class Candidate(Strict):
-    """Fields as in `CandidateArrays`, in the same order."""
-
-    post_id: Id
-    author_id: Id
-    product_surface: Surface | UnsetType = UNSET
-    created_at: Time | UnsetType = UNSET
-
-
-class CandidateArrays(Strict):
-    """One entry an item."""
-
-    post_id: list[Id]
-    author_id: list[Id]
-    product_surface: list[Surface] | UnsetType = UNSET
-    created_at: list[Time] | UnsetType = UNSET
+HistoryItem, HistoryArrays = _shapes("HistoryItem", product_surface=Surface, actions=Actions, dwell_time=Dwell)
+Candidate, CandidateArrays = _shapes("Candidate", product_surface=Surface, created_at=Time)
 
 
 class Body(Strict):
     """A request whose types are right. Ids, names and lengths are still to be checked."""
 
     user_id: Id
-    candidates: list[Candidate] | CandidateArrays
-    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET
+    candidates: list[Candidate] | CandidateArrays  # type: ignore[valid-type]
+    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
     impression_ts: Time | UnsetType = UNSET
     weights: Weights | UnsetType = UNSET
     top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
     actions_wanted: list[str] | UnsetType = UNSET
     request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
+    reply: Literal["objects", "columns"] | UnsetType = UNSET
+
+    timeout_seconds: ClassVar[None] = None  # a header says it
+
+    def count(self, name: str) -> int:
+        """Items of `candidates` or `history`, in either shape: how much work they ask for. Arrays may still differ in length."""
+        items: Any = getattr(self, name)
+        if isinstance(items, HistoryArrays | CandidateArrays):
+            items = items.post_id  # type: ignore[attr-defined]
+        return 0 if items is UNSET else len(items)
 
 
 SHORT_BYTES = 2**14  # nothing in a body of that length is slow
 
+T = TypeVar("T")
 _BODY = msgspec.json.Decoder(Body)
 _ENCODER = msgspec.json.Encoder()
 
@@ -97,25 +101,26 @@ def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> B
     Raises MalformedJson, TooLarge or InvalidRequest. What takes too long to read is refused before it is read.
     """
     check_cost(body, limits.max_values)
-    try:
-        typed = _BODY.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise explain(parse(body), vocabulary) from None
-    refuse_duplicates(body, _ENCODER.encode(typed))
-    for name, count, limit in (
-        ("candidates", count_items(typed.candidates), limits.max_candidates),
-        ("history", count_items(typed.history), limits.max_history),
-    ):
-        if count > limit:
-            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+    typed = read(_BODY, body, lambda: request_rule(vocabulary))
+    refuse_long(typed, limits)
     return typed
 
 
-def count_items(items: Sequence[Struct] | HistoryArrays | CandidateArrays | UnsetType) -> int:
-    """Items in either shape: how much work they ask for. Whether arrays are equally long is not known yet."""
-    if isinstance(items, HistoryArrays | CandidateArrays):
-        return len(items.post_id)
-    return 0 if items is UNSET else len(items)
+def read(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, rule: Callable[[], Rule]) -> T:
+    """The typed value of strict JSON. Raises MalformedJson, or InvalidRequest as the rule explains it."""
+    try:
+        typed = decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise explain(parse(body), rule()) from None
+    refuse_duplicates(body, _ENCODER.encode(typed))
+    return typed
+
+
+def refuse_long(typed: Typed, limits: Limits) -> None:
+    """Raise TooLarge for more items than the limits allow."""
+    for name, limit in (("candidates", limits.max_candidates), ("history", limits.max_history)):
+        if (count := typed.count(name)) > limit:
+            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
 
 
 def check_cost(body: bytes | bytearray, max_values: int) -> None:

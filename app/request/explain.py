@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT, is_request_id
+from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
 from app.request.ids import are_ids
 from app.request.vocabulary import Vocabulary
 
@@ -29,36 +29,39 @@ class Rule(NamedTuple):
 
 Rules = Mapping[str, Rule]
 
-REQUIRED = ("user_id", "candidates", "post_id", "author_id")
+REQUIRED = ("user_id", "candidates", "post_id", "author_id", "inputs", "name", "datatype", "shape", "binary_data_size")
 BLOCKS = (256, 16, 1)
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
+REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
 NAMED_TWICE = ("", "names one action twice, by name and by index")
 
 
-def explain(body: Any, vocabulary: Vocabulary) -> InvalidRequest:
-    """The error for a JSON value that is no valid request."""
-    problems = _request(vocabulary).problems(body)
+def explain(body: Any, rule: Rule) -> InvalidRequest:
+    """The error for a JSON value that breaks the rule of a request."""
+    problems = rule.problems(body)
     assert problems, "a request was refused that has nothing wrong with it"
     return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
 
 
-def _request(vocabulary: Vocabulary) -> Rule:
+def request_rule(vocabulary: Vocabulary) -> Rule:
+    """Of a request in JSON objects or arrays."""
     ids = _rule(are_ids, ID_RULE)
-    post = {"post_id": ids, "author_id": ids, "product_surface": _integer(0, vocabulary.product_surfaces - 1)}
-    time, names = _integer(0, MAX_TIME), _names(vocabulary.index)
+    post = {"post_id": ids, "author_id": ids, "product_surface": integer(0, vocabulary.product_surfaces - 1)}
+    time, names = integer(0, MAX_TIME), _names(vocabulary.index)
     event = post | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
-    return _object(
+    return object_of(
         {
             "user_id": ids,
             "history": _once(_posts(event, least=0)),
             "candidates": _once(_posts(post | {"created_at": time}, least=1)),
             "impression_ts": time,
             "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
-            "top_k": _value(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1"),
+            "top_k": COUNT,
             "actions_wanted": _once(lambda value: names.problems(value) or _named_twice(value, vocabulary.index)),
-            "request_id": _value(is_request_id, "must be 1 to 128 letters, digits or any of _ . : @ / + = -"),
+            "request_id": NAME,
+            "reply": fulfils(lambda value: value in REPLIES, f"must be one of {', '.join(REPLIES)}"),
         }
     )
 
@@ -68,7 +71,8 @@ def _rule(fit: Callable[[Sequence[Any]], bool], sentence: str) -> Rule:
     return Rule(fit, lambda value: () if fit([value]) else problem)
 
 
-def _value(is_good: Callable[[Any], bool], sentence: str) -> Rule:
+def fulfils(is_good: Callable[[Any], bool], sentence: str) -> Rule:
+    """Of a value that is good in one way alone."""
     return _rule(lambda values: all(map(is_good, values)), sentence)
 
 
@@ -77,13 +81,27 @@ def _once(problems: Problems) -> Rule:
     return Rule(lambda values: not any(map(problems, values)), problems)
 
 
-def _integer(low: int, high: int) -> Rule:
-    return _rule(_within({int}, low, high), f"must be an integer between {low} and {high}")
+NAME = fulfils(is_request_id, REQUEST_ID_RULE)
+COUNT = fulfils(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1")
+
+
+def integer_rule(low: int, high: int) -> str:
+    """The sentence of an integer in these bounds."""
+    return f"must be an integer between {low} and {high}"
+
+
+def integer(low: int, high: int) -> Rule:
+    """Of an integer in these bounds."""
+    return _rule(_within({int}, low, high), integer_rule(low, high))
+
+
+def number_rule(low: float, high: float) -> str:
+    """The sentence of a number in these bounds."""
+    return "must be a number " + (f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}")
 
 
 def _number(low: float, high: float) -> Rule:
-    bounds = f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}"
-    return _rule(_within({int, float}, low, high), f"must be a number {bounds}")
+    return _rule(_within({int, float}, low, high), number_rule(low, high))
 
 
 def _within(kinds: set[type], low: float, high: float) -> Callable[[Sequence[Any]], bool]:
@@ -92,7 +110,9 @@ def _within(kinds: set[type], low: float, high: float) -> Callable[[Sequence[Any
     )
 
 
-def _object(rules: Rules) -> Rule:
+def object_of(rules: Rules) -> Rule:
+    """Of an object whose fields have these rules; those in REQUIRED must be there."""
+
     def fit(values: Sequence[Any]) -> bool:
         if not set(map(type, values)) <= {dict} or not set().union(*values) <= rules.keys():
             return False
@@ -124,13 +144,19 @@ def _unknown_field(name: str, known: Collection[str]) -> str:
     return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
-def _array(rule: Rule) -> Rule:
+def array_of(rule: Rule, most: int | None = None) -> Rule:
+    """Of an array all of whose entries have this rule, and that holds no more than `most`."""
+
     def fit(values: Sequence[Any]) -> bool:
-        return set(map(type, values)) <= {list} and rule.fit(list(chain.from_iterable(values)))
+        if not set(map(type, values)) <= {list} or (most is not None and any(len(value) > most for value in values)):
+            return False
+        return rule.fit(list(chain.from_iterable(values)))
 
     def problems(value: Any) -> list[Problem]:
         if type(value) is not list:
             return [("", "must be an array")]
+        if most is not None and len(value) > most:
+            return [("", f"must hold at most {most}")]
         found: list[Problem] = []
         for place in _wrong(rule, value):
             found += [(f"[{place}]{path}", sentence) for path, sentence in rule.problems(value[place])]
@@ -155,7 +181,7 @@ def _wrong(rule: Rule, values: list[Any], start: int = 0, sizes: Sequence[int] =
 
 
 def _posts(rules: Rules, least: int) -> Problems:
-    objects, arrays = _array(_object(rules)), _object({name: _array(rule) for name, rule in rules.items()})
+    objects, arrays = array_of(object_of(rules)), object_of({name: array_of(rule) for name, rule in rules.items()})
 
     def problems(value: Any) -> Sequence[Problem]:
         if type(value) is list:
@@ -174,7 +200,7 @@ def _posts(rules: Rules, least: int) -> Problems:
 
 
 def _names(index: Mapping[str, int]) -> Rule:
-    return _array(_rule(lambda names: set(map(type, names)) <= {str} and set(names) <= index.keys(), ACTION_RULE))
+    return array_of(_rule(lambda names: set(map(type, names)) <= {str} and set(names) <= index.keys(), ACTION_RULE))
 
 
 def _named_twice(names: Collection[str], index: Mapping[str, int]) -> Sequence[Problem]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.request.explain import Rule, _array, _request, explain
+from app.request.explain import Rule, array_of, explain, request_rule
 from loadtest.fuzz import bodies
 from tests.app.serving import VOCABULARY, checked, good
 
@@ -46,7 +46,7 @@ def test_ten_problems_are_looked_for_and_no_more() -> None:
         return 2 not in values
 
     for values in ([2] * 100_000, ([1] * 99 + [2]) * 1000):
-        assert len(_array(Rule(fit, lambda value: [("", "")])).problems(values)) == 10
+        assert len(array_of(Rule(fit, lambda value: [("", "")])).problems(values)) == 10
         assert sum(looked_at) < 10_000
 
 
@@ -64,10 +64,10 @@ def test_any_json_is_refused_with_a_reason(value: Any) -> None:
 @settings(max_examples=300, deadline=None)
 @given(bodies.nearly_valid())
 def test_many_values_are_judged_as_each_of_them_is(value: Any) -> None:
-    rule = _request(VOCABULARY)
+    rule = request_rule(VOCABULARY)
     assert rule.fit([value, good()]) == (not rule.problems(value))
 
 
 def test_a_refusal_without_a_reason_is_a_fault_of_ours() -> None:
     with pytest.raises(AssertionError):
-        explain(good(), VOCABULARY)
+        explain(good(), request_rule(VOCABULARY))
