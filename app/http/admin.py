@@ -60,6 +60,8 @@ def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Sta
         path = await _requested(request, reloads)
         try:
             model = await reloads.reload(path)
+        except CheckpointNotFound:
+            raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
         except (CheckpointError, EngineError) as error:
