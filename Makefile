@@ -11,7 +11,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: wrk soak overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -101,6 +101,9 @@ soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line 
 	  $(BIN)/python -m loadtest.fuzz --only-paths --requests 1000000 --seconds $$(share 5) || failed=1; \
 	  $(BIN)/python -m loadtest.fuzz.checkpoints $$(share 5) || failed=1; \
 	fi; exit $$failed
+
+hostile-plot: $(VENV)/.installed ## memory and latency under hostile clients of every kind as a PNG: SECONDS=60
+	$(BIN)/python -m loadtest.soak.hostile --seconds $(or $(SECONDS),60) $(ARGS)
 
 overload-plot: $(VENV)/.installed ## offered load against goodput and p99 as a PNG: SECONDS=90
 	$(BIN)/python -m loadtest.soak.plot --seconds $(or $(SECONDS),90) $(ARGS)

@@ -41,14 +41,31 @@ class Group(BaseModel):
 class Limits(Group):
     """What one request may be. A request beyond these gets 413."""
 
-    max_body_bytes: int = Field(default=2 * MIB, ge=1024)
+    max_body_bytes: int = Field(default=MIB, ge=1024)
     """Longest body in bytes, counted while it is read."""
     max_candidates: int = Field(default=4096, ge=1)
     """Most candidates in one request."""
-    max_history: int = Field(default=8192, ge=1)
+    max_history: int = Field(default=2048, ge=1)
     """Most history items in one request; those beyond the model's window are dropped, oldest first."""
+    max_values: int = Field(default=30_000, ge=100)
+    """Most values in one request, each list, object and escaped character counted too."""
     max_batch_requests: int = Field(default=64, ge=1)
     """Most requests in one call of /rank/batch."""
+    max_batch_candidates: int = Field(default=16_384, ge=1)
+    """Most candidates in one call of /rank/batch, in all its requests; one that goes beyond gets 413 in its place."""
+
+
+class Budgets(Group):
+    """What all callers together may take of the process. Beyond these, 429 or no connection."""
+
+    connections: int = Field(default=2048, ge=1)
+    """Connections open at once; further ones are closed as soon as they come. Those of the probes' port are not counted."""
+    body_bytes: int = Field(default=64 * MIB, ge=1024)
+    """Bytes of bodies that are being read; a request that goes beyond gets 429."""
+    reply_bytes: int = Field(default=64 * MIB, ge=1024)
+    """Bytes of replies that clients have left unread; beyond it, who has done so longest is cut off."""
+    batch_candidates: int = Field(default=65_536, ge=1)
+    """Candidates in all calls of /rank/batch that are being answered; a request that goes beyond gets 429 in its place."""
 
 
 class Queue(Group):
@@ -124,8 +141,10 @@ class Connections(Group):
 
     header_seconds: float = Field(default=5.0, gt=0)
     """From the first byte (or the connect) to the end of the headers."""
-    body_seconds: float = Field(default=8.0, gt=0)
-    """From the first byte to the end of the body; after slow headers, at least a second for the body."""
+    body_seconds: float = Field(default=30.0, gt=0)
+    """From the first byte to the end of the body, as long as it makes progress; after slow headers, at least a second for the body."""
+    stall_seconds: float = Field(default=4.0, gt=0)
+    """A body of which less than 4 KiB arrive in so long makes no progress."""
     keep_alive_seconds: float = Field(default=75.0, gt=0)
     """How long an idle connection is kept after a reply; longer than the balancer's own idle time."""
     max_header_bytes: int = Field(default=32_768, ge=1024)
@@ -269,6 +288,7 @@ class Settings(BaseSettings):
     """With fronts, what follows when the engine process ends: another one, or exit code 70."""
 
     limits: Limits = Limits()
+    budgets: Budgets = Budgets()
     queue: Queue = Queue()
     batching: Batching = Batching()
     cache: Cache = Cache()

@@ -76,7 +76,7 @@ def create_app(settings: Settings, service: Service) -> Application:
     app = _application(settings, service, routers, paths, tracer)
     ranking = app.ranking = Ranking(service, settings)
     app.rank = RankEndpoint(ranking, app.recorder)
-    batch = Observe(BatchEndpoint(ranking, settings.batching), app.recorder)
+    batch = Observe(BatchEndpoint(ranking, settings.batching, settings.budgets), app.recorder)
     app.endpoints = {("POST", "/rank"): app.rank, ("POST", "/rank/batch"): batch}
     app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
     return app

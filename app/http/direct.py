@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from app.errors import ServiceError
+from app.errors import Overloaded, ServiceError
 from app.http.asgi import ClientGone, Headers, read_body, too_long
 from app.http.negotiation import RANK, Wires, check_accept
 from app.http.observe import Recorder
@@ -113,6 +113,10 @@ class RankCall:
     def too_long(self) -> None:
         """More of the body has arrived than `max_body_bytes`."""
         self.fail(too_long(self.max_body_bytes))
+
+    def no_room(self) -> None:
+        """Too much is being read for all callers."""
+        self.fail(Overloaded("Too many bytes of requests are being read.", retry_after_seconds=1.0))
 
     def abandon(self) -> None:
         """The client has disconnected."""

@@ -10,6 +10,7 @@ import orjson
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from app.budgets import most_bytes
 from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import Service
 from app.request.contract import Problem
@@ -96,6 +97,7 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
         "candidate_positions": engine.candidate_positions,
         "engine": engine.notes,
         "limits": settings.limits.model_dump(mode="json"),
+        "memory_bytes": most_bytes(settings, manifest.config),
         "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},
         "build": {
             "version": version("phoenix-ranking-server"),

@@ -127,8 +127,9 @@ class Ranking:
         except BaseException:
             ticket.release()
             raise
-        if len(context) < len(request.history):
+        if len(context) < request.history_length:
             self.metrics.history_truncated.inc()
+            request = request.without_history()
         seconds = time.perf_counter() - started
         _add(exchange, "parse", seconds)
         return Prepared(model, ticket, request, context, candidates, form, seconds)

@@ -9,14 +9,15 @@ from typing import NamedTuple
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from app.errors import Overloaded, ServiceError
+from app.budgets import Budget, rest_seconds
+from app.errors import Overloaded, ServiceError, TooLarge
 from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
 from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel, ranked
 from app.request.body import BatchDecoder, Body, decode
 from app.request.wires import JSON, OBJECTS
-from app.settings import Batching
+from app.settings import Batching, Budgets
 from app.telemetry.exchange import Exchange
 
 JSON_HEADER = (b"content-type", JSON)
@@ -37,10 +38,11 @@ class Answer(NamedTuple):
 class BatchEndpoint:
     """Several requests. One that fails carries its own problem, and each that does not names its model."""
 
-    def __init__(self, ranking: Ranking, batching: Batching) -> None:
+    def __init__(self, ranking: Ranking, batching: Batching, budgets: Budgets) -> None:
         self.ranking = ranking
         self.batching = batching
         self.decoder = BatchDecoder(ranking.limits.max_batch_requests)
+        self.candidates = ranking.metrics.watch_budget("batch_candidates", Budget(budgets.batch_candidates))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ranking, service, exchange = self.ranking, self.ranking.service, exchange_of(scope)
@@ -57,9 +59,12 @@ class BatchEndpoint:
         exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
         deadline = terms.deadline or ranking.deadline(service.default_deadline_seconds)  # one for all, from the start
-        run = Run(ranking, self.batching, deadline, exchange)
-        with Watching(receive):
-            answers = await run.all(items)
+        run = Run(ranking, self.batching, deadline, exchange, self.candidates)
+        try:
+            with Watching(receive):
+                answers = await run.all(items)
+        finally:
+            self.candidates.give(run.candidates)
         models = [answer.model for answer in answers if answer.model is not None]
         results = [answer.ranked for answer in answers if answer.ranked is not None]
         fields = [JSON_HEADER, *ranking.headers(models[-1] if models else service.model, results, exchange)]
@@ -71,11 +76,15 @@ class Run:
     """The requests of one call. About one forward's worth of them is queued at a time, so that a batch neither fills the queue
     for others nor is refused because of its own requests."""
 
-    def __init__(self, ranking: Ranking, batching: Batching, deadline: float | None, exchange: Exchange) -> None:
+    def __init__(
+        self, ranking: Ranking, batching: Batching, deadline: float | None, exchange: Exchange, budget: Budget
+    ) -> None:
         self.ranking = ranking
         self.batching = batching
         self.deadline = deadline
         self.exchange = exchange
+        self.candidates = 0  # of its requests so far; their places in the budget are given back when all is answered
+        self._budget = budget
         self._queued: dict[asyncio.Task[Answer], Prepared] = {}
 
     async def all(self, items: list[bytes]) -> list[Answer]:
@@ -83,8 +92,11 @@ class Run:
         begun: list[Answer | asyncio.Task[Answer]] = []
         try:
             for item in items:
+                before = self.exchange.stages["parse"]
                 begun.append(await self._begin(item))
-                await asyncio.sleep(0)  # lets other callers' requests in between
+                await asyncio.sleep(
+                    rest_seconds(self.exchange.stages["parse"] - before)
+                )  # other callers come in between
             answers = [answer if isinstance(answer, Answer) else await answer for answer in begun]
             return [answer if answer.again is None else await self._alone(answer.again) for answer in answers]
         finally:
@@ -95,6 +107,7 @@ class Run:
     async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
         try:
             body = self.ranking.decode(lambda words: decode(item, self.ranking.limits, words), self.exchange)
+            self._count(body.count("candidates"))
         except ServiceError as error:
             return _failed(error)
         return await self._queue(body)
@@ -121,6 +134,14 @@ class Run:
                 task = asyncio.get_running_loop().create_task(self._finish(job, body))
                 self._queued[task] = job
                 return task
+
+    def _count(self, candidates: int) -> None:
+        """Raise TooLarge or Overloaded where the whole call, or all calls, would hold too many."""
+        if self.candidates + candidates > self.ranking.limits.max_batch_candidates:
+            raise TooLarge(f"The batch holds more than {self.ranking.limits.max_batch_candidates} candidates.")
+        if not self._budget.take(candidates):
+            raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
+        self.candidates += candidates
 
     async def _finish(self, job: Prepared, body: Body) -> Answer:
         try:

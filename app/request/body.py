@@ -6,15 +6,18 @@ tests hold all three to the same verdict. Ids in range, known names and equal le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import MAX_ID_DIGITS, Rule, explain, request_rule
+from app.request.explain import Rule, explain, request_rule
+from app.request.ids import MAX_ID_DIGITS
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -85,6 +88,8 @@ class Body(Strict):
         return 0 if items is UNSET else len(items)
 
 
+SHORT_BYTES = 2**14  # nothing in a body of that length is slow
+
 T = TypeVar("T")
 _BODY = msgspec.json.Decoder(Body)
 _ENCODER = msgspec.json.Encoder()
@@ -93,32 +98,22 @@ _ENCODER = msgspec.json.Encoder()
 def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> Body:
     """The typed body, with no more candidates and history than the limits allow.
 
-    Raises MalformedJson, TooLarge or InvalidRequest. A body with more values than the longest request within the limits is
-    refused before it is read: they are counted by the bytes that begin or separate them.
+    Raises MalformedJson, TooLarge or InvalidRequest. What takes too long to read is refused before it is read.
     """
-    refuse_many_values(body, limits, vocabulary)
-    typed = read(_BODY, body, request_rule(vocabulary))
+    check_cost(body, limits.max_values)
+    typed = read(_BODY, body, lambda: request_rule(vocabulary))
     refuse_long(typed, limits)
     return typed
 
 
-def read(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, rule: Rule) -> T:
+def read(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, rule: Callable[[], Rule]) -> T:
     """The typed value of strict JSON. Raises MalformedJson, or InvalidRequest as the rule explains it."""
     try:
         typed = decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise explain(parse(body), rule) from None
+        raise explain(parse(body), rule()) from None
     refuse_duplicates(body, _ENCODER.encode(typed))
     return typed
-
-
-def refuse_many_values(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> None:
-    """Raise TooLarge for JSON with more values than the longest request within the limits, or MalformedJson. Reads none of them."""
-    actions = len(vocabulary.action_names)
-    most = 5 * limits.max_candidates + (7 + actions) * limits.max_history + 4 * actions + 100
-    if len(body) > most and len(body) - len(body.translate(None, b",[{")) > most:
-        check_syntax(body)
-        raise TooLarge(f"The body holds more than {most} values.")
 
 
 def refuse_long(typed: Typed, limits: Limits) -> None:
@@ -128,14 +123,20 @@ def refuse_long(typed: Typed, limits: Limits) -> None:
             raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
 
 
-def check_syntax(body: bytes | bytearray) -> None:
-    """Raise MalformedJson for what is not JSON, making no objects; what `strict_json` refuses beyond that may pass."""
-    try:
-        msgspec.json.decode(body, type=Raw)
-    except msgspec.DecodeError as error:
-        raise MalformedJson(f"The body is not valid JSON: {error}.") from None
-    except RecursionError:
-        raise MalformedJson("The body is nested too deeply.") from None
+def check_cost(body: bytes | bytearray, max_values: int) -> None:
+    """Refuse what is slow to read, by its bytes alone. Raises TooLarge or InvalidRequest.
+
+    Values are counted by the bytes that begin, separate or escape them. Integers are read in quadratic time.
+    """
+    if len(body) > max_values and len(body) - len(body.translate(None, b",[{\\")) > max_values:
+        raise TooLarge(f"The body holds more than {max_values} values.")
+    if len(body) < SHORT_BYTES:
+        return
+    digits = np.frombuffer(body, np.uint64, len(body) // 8) & 0xF0F0F0F0F0F0F0F0 == 0x3030303030303030
+    for step in (1, 2, 4, 8, 1):  # words of digits and colons, 17 in a row
+        digits = digits[:-step] & digits[step:]
+    if digits.any():
+        raise InvalidRequest([("", "must hold no number of more than 128 digits")])
 
 
 class BatchDecoder:
@@ -162,9 +163,14 @@ class BatchDecoder:
         return found, is_bare
 
     def _read(self, body: bytes | bytearray) -> tuple[Struct | None, bool]:
-        with suppress(msgspec.DecodeError, RecursionError):
-            return self._named.decode(body).requests, False  # type: ignore[attr-defined]
-        with suppress(msgspec.DecodeError, RecursionError):
-            return self._bare.decode(body), True
-        check_syntax(body)
+        try:
+            with suppress(msgspec.ValidationError):
+                return self._named.decode(body).requests, False  # type: ignore[attr-defined]
+            with suppress(msgspec.ValidationError):
+                return self._bare.decode(body), True
+            msgspec.json.decode(body, type=Raw)  # neither; is it JSON?
+        except msgspec.DecodeError as error:
+            raise MalformedJson(f"The body is not valid JSON: {error}.") from None
+        except RecursionError:
+            raise MalformedJson("The body is nested too deeply.") from None
         return None, True

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from app.request.validate import Request
 from model.config import MAX_DWELL_SECONDS, ModelConfig
@@ -12,15 +15,19 @@ from model.inputs import Candidates, Context, age_bucket
 def context_of(request: Request, config: ModelConfig) -> Context:
     """User and history, the newest `history_length` items of it. Values that the checkpoint has no input for do no harm."""
     kept = min(len(request.history), config.history_length)
-    newest = slice(len(request.history) - kept, None)
+    first = len(request.history) - kept
+
+    def newest(column: NDArray[Any]) -> NDArray[Any]:
+        return column[first:].copy() if first else column  # a view would keep all of it while the request waits
+
     # The model clips there anyway; clipping here makes equal tokens equal keys of the cache, and 1e300 fit a float32.
-    dwell = np.minimum(request.dwell_seconds[newest], MAX_DWELL_SECONDS).astype(np.float32)
+    dwell = np.minimum(newest(request.dwell_seconds), MAX_DWELL_SECONDS).astype(np.float32)
     return Context(
         user_id=request.user_id,
-        post_ids=request.history.post_ids[newest],
-        author_ids=request.history.author_ids[newest],
-        actions=request.actions[newest],
-        surfaces=request.history.surfaces[newest],
+        post_ids=newest(request.history.post_ids),
+        author_ids=newest(request.history.author_ids),
+        actions=newest(request.actions),
+        surfaces=newest(request.history.surfaces),
         dwell_seconds=dwell,
     )
 

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
-from app.request.body import Strict, read, refuse_long, refuse_many_values
+from app.request.body import Strict, check_cost, read, refuse_long
 from app.request.contract import is_request_id
 from app.request.explain import NAME, REQUEST_ID_RULE, array_of, fulfils, integer, object_of
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
@@ -108,8 +108,8 @@ def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary, json
     InvalidRequest.
     """
     text = body if json_bytes is None else body[: _length(json_bytes, len(body))]
-    refuse_many_values(text, limits, vocabulary)
-    header = read(_HEADER, text, _RULE)
+    check_cost(text, limits.max_values)
+    header = read(_HEADER, text, lambda: _RULE)
     tensors = Tensors(
         inputs=_with_data(header.inputs, memoryview(body)[len(text) :]),
         parameters=header.parameters or Parameters(),

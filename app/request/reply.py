@@ -113,7 +113,7 @@ def render(
     head = orjson.dumps({"model": form.model, "actions": rows.names})
     tail: dict[str, Any] = {
         "history_used": history_used,
-        "history_dropped": len(request.history) - history_used,
+        "history_dropped": request.history_length - history_used,
         "timings_ms": timings_ms,
     }
     if request.request_id is not None:

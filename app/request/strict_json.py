@@ -36,9 +36,9 @@ def refuse_duplicates(body: bytes | bytearray, written: bytes) -> None:
     Every member has one colon and every string keeps its own, so only a dropped duplicate loses some.
     """
     colons = _colons(body)
-    if b"\\" in body and b"\\u003" in body:
-        unescaped = body.replace(b"\\\\", b"")  # what is left of a backslash begins an escape
-        colons += unescaped.count(b"\\u003a") + unescaped.count(b"\\u003A")
+    if b"\\" in body:
+        escapes = body.replace(b"\\\\", b"").split(b"\\")[1:]  # what is left of a backslash begins an escape
+        colons += sum(escape[:5] in (b"u003a", b"u003A") for escape in escapes)
     if _colons(written) != colons:
         raise MalformedJson("An object in the body has the same key twice.")
 

@@ -149,6 +149,7 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
         weights = _spread(columns["weights"], checks.actions, (width,), "f8")
     return Request(
         user_id=int(columns["user_id"][0]),
+        history_length=len(history),
         history=history,
         actions=_spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
         dwell_seconds=columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),

@@ -8,12 +8,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import orjson
 from msgspec import UNSET, Struct
 from msgspec.structs import astuple
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from app.request.body import Body, CandidateArrays, HistoryArrays
 from app.request.contract import MAX_ID, is_request_id
 from app.request.explain import explain, request_rule
-from app.request.strict_json import parse
+from app.request.ids import read_ids
 from app.request.vocabulary import Vocabulary
 
 Column = Any  # a sequence with one entry an item, or UNSET
@@ -52,6 +51,7 @@ class Request:
     """
 
     user_id: int
+    history_length: int
     history: Posts
     actions: NDArray[np.float32]
     dwell_seconds: NDArray[np.float64]
@@ -65,12 +65,17 @@ class Request:
     request_id: str | None
     reply: Literal["objects", "columns"] | dict[str, bool] = "objects"
 
+    def without_history(self) -> Request:
+        """All that the reply needs, so that a long history is not kept while the request waits."""
+        nothing = np.zeros(0)
+        return replace(self, history=Posts(nothing, nothing, nothing), actions=nothing, dwell_seconds=nothing)  # type: ignore[arg-type]
+
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:
-    """Check what the types leave open. Raises InvalidRequest with the first ten problems, or MalformedJson for endless integers."""
+    """Check what the types leave open. Raises InvalidRequest with the first ten problems."""
     with suppress(ValueError, OverflowError, KeyError):
         return _checked(body, vocabulary)
-    raise explain(parse(msgspec.json.encode(body)), request_rule(vocabulary))
+    raise explain(msgspec.to_builtins(body), request_rule(vocabulary))
 
 
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:
@@ -78,9 +83,9 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
     echo_ids, candidate_authors, candidate_surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
     events, count = len(posts), len(echo_ids)
-    ids = _ids([body.user_id, *posts, *authors, *echo_ids, *candidate_authors])
+    ids = read_ids([body.user_id, *posts, *authors, *echo_ids, *candidate_authors])
     history = Posts(ids[1 : 1 + events], ids[1 + events : 1 + 2 * events], _surfaces(surfaces, events, vocabulary))
-    of_candidates = ids[1 + 2 * events :]
+    of_candidates = ids[1 + 2 * events :].copy()  # a view would keep the ids of the history
     candidates = Posts(of_candidates[:count], of_candidates[count:], _surfaces(candidate_surfaces, count, vocabulary))
     weights, wanted = vocabulary.weights, None
     if body.weights is not UNSET:
@@ -93,6 +98,7 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
         raise ValueError
     return Request(
         user_id=int(ids[0]),
+        history_length=events,
         history=history,
         actions=_actions(actions, events, vocabulary),
         dwell_seconds=_numbers("d", dwell_times, events),
@@ -116,21 +122,6 @@ def _columns(items: Sequence[Struct] | Struct) -> Any:
     if len({len(column) for column in columns if column is not UNSET}) > 1:
         raise ValueError
     return columns
-
-
-def _ids(values: Sequence[int | str]) -> NDArray[np.uint64]:
-    """uint64 `[n]` from integers and decimal strings. Strings are read in one go, as one JSON list."""
-    if int in (kinds := set(map(type, values))):
-        if len(kinds) == 1:
-            return np.asarray(array("Q", cast(Any, values)))
-        values = list(map(str, values))
-    decimals = ",".join(values).encode()  # type: ignore[arg-type]
-    if decimals.translate(None, b"0123456789,"):
-        raise ValueError
-    numbers = orjson.loads(b"[%b]" % decimals)  # refuses empty strings and leading zeros
-    if len(numbers) != len(values) or float in map(type, numbers):  # a comma in a string; 2^64 and more
-        raise ValueError
-    return np.asarray(array("Q", numbers))
 
 
 def _surfaces(values: Column, count: int, vocabulary: Vocabulary) -> NDArray[np.int64]:
@@ -168,7 +159,7 @@ def _actions(column: Column, events: int, vocabulary: Vocabulary) -> NDArray[np.
     if dict in map(type, items):
         values = [value for item in items for value in (item.values() if type(item) is dict else [1.0] * len(item))]
         for item in items:
-            if type(item) is dict:
-                _distinct(item, index)
+            if type(item) is dict and len(set(map(index.__getitem__, item))) < len(item):
+                raise ValueError
     found.ravel()[places] = values
     return found

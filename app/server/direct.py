@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,10 @@ class Handler(Protocol):
 
     def too_long(self) -> None:
         """More of it has arrived than `max_body_bytes`."""
+        ...
+
+    def no_room(self) -> None:
+        """Too much is being read for all callers."""
         ...
 
     def abandon(self) -> None:
@@ -51,19 +56,8 @@ class Call:
     """One such request, as the protocol knows it in place of uvicorn's cycle."""
 
     __slots__ = (
-        "_body",
-        "_bytes",
-        "_endpoint",
-        "_expects_continue",
-        "_fields",
-        "_handler",
-        "_is_read",
-        "_protocol",
-        "_size",
-        "disconnected",
-        "keep_alive",
-        "response_complete",
-        "response_started",
+        "_body", "_bytes", "_endpoint", "_expects_continue", "_fields", "_handler", "_is_read", "_protocol", "_size",
+        "disconnected", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +93,14 @@ class Call:
         else:
             self._body.append(data)
 
+    def refuse_for_room(self) -> bool:
+        """Answer that there is no room for more of the body; False where it is not this request's turn."""
+        if self._handler is None:
+            return False
+        self._body = []
+        self._handler.no_room()
+        return True
+
     def end(self) -> None:
         """The body is complete."""
         self._is_read = True
@@ -119,8 +121,11 @@ class Call:
             return
         if self._size > handler.max_body_bytes:
             handler.too_long()
-        else:
-            handler.finish(body[0] if len(body) == 1 else b"".join(body))
+            return
+        started = time.perf_counter()
+        handler.finish(body[0] if len(body) == 1 else b"".join(body))
+        self._protocol.release(self)
+        self._protocol.rest(time.perf_counter() - started)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
         """Write head and body at once. Raises RuntimeError for a value that would break the head."""

@@ -33,7 +33,8 @@ from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
 from app.interface import Reloads, Service
 from app.server.direct import Routes
 from app.server.listener import Listener
-from app.server.protocol import Observer, StrictProtocol
+from app.server.observer import Observer
+from app.server.protocol import StrictProtocol
 from app.settings import Settings
 from app.telemetry import logs
 
@@ -91,7 +92,7 @@ class RankingServer(uvicorn.Server):
         self.reloads = reloads
         self.side_apps = side_apps
         self.others = others
-        self.observer = Observer(service.metrics, settings.connections.held_refusals)
+        self.observer = Observer(service.metrics, settings.budgets, settings.connections.held_refusals)
         self.exit_code = 0
         self.listeners: list[Listener] = []
         self._signals = 0
@@ -118,7 +119,7 @@ class RankingServer(uvicorn.Server):
             raise SystemExit(EXIT_START)
         self._listen(self.config, self.server_state, next(given, None))
         for host, port, side in self.side_apps:
-            config = _config(side, self.settings, self.observer, host, port, {}, lifespan="off")
+            config = _config(side, self.settings, self.observer, host, port, None, lifespan="off")
             config.load()
             self._listen(config, ServerState(), next(given, None))
         if len(self.listeners) <= len(self.side_apps) or not await self._start_others():
@@ -229,9 +230,16 @@ class RankingServer(uvicorn.Server):
 
 
 def _config(
-    app: Any, settings: Settings, observer: Observer, host: str, port: int, routes: Routes, *, lifespan: Any
+    app: Any, settings: Settings, observer: Observer, host: str, port: int, routes: Routes | None, *, lifespan: Any
 ) -> uvicorn.Config:
-    protocol: Any = functools.partial(StrictProtocol, limits=settings.connections, observer=observer, routes=routes)
+    """`routes` are None on a port for operators, whose connections are not counted: it answers when the others are too many."""
+    protocol: Any = functools.partial(
+        StrictProtocol,
+        limits=settings.connections,
+        observer=observer,
+        routes=routes or {},
+        is_counted=routes is not None,
+    )
     return uvicorn.Config(
         app,
         host=host,

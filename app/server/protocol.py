@@ -23,14 +23,7 @@ the client closes, or takes no bytes for too long   CLOSED
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import functools
-import math
-import socket
-import struct
-import termios
 from collections import deque
-from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -40,17 +33,20 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
+from app.server.deadline import Deadline
 from app.server.direct import Call, Routes
-from app.server.patience import REPEAT_SECONDS, Refusals
+from app.server.observer import Observer
+from app.server.patience import REPEAT_SECONDS
 from app.server.refusals import refusal_reply, without_upgrade
+from app.server.sockets import has_unread, set_write_deadline
 from app.settings import Connections
-from app.telemetry.metrics import Metrics
 
 MAX_HEADERS = 100
 MAX_PIPELINED = 16
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
-CLOCK_SECONDS = 0.001  # resolution of uvloop's clock
+LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
 
 LINGER_BYTES = 64 * 2**20  # thrown away of what comes after a reply: several times what honest clients send by mistake
@@ -58,23 +54,6 @@ LINGER_SECONDS = 2.0  # in each such span the client has to send LINGER_LEAST_BY
 LINGER_LEAST_BYTES = 64 * 2**10
 LINGER_MOST_SECONDS = 30.0
 LINGER_DRAIN_SECONDS = 5.0  # the same while the process drains, which waits for lingering connections
-
-
-class Observer:
-    """What the connections of a process share: refusals that wait, a count of those that the server closed, whether the process drains."""
-
-    def __init__(self, metrics: Metrics, held_refusals: int) -> None:
-        self.draining = False
-        self.refusals = Refusals(held_refusals, metrics)
-        self._closed = metrics.connections_closed
-
-    def closed(self, reason: str) -> None:
-        self._closed.labels(reason).inc()
-
-    def drain(self) -> None:
-        """From here on every reply ends its connection, and none waits."""
-        self.draining = True
-        self.refusals.end_all()
 
 
 class State(Enum):
@@ -108,16 +87,15 @@ class StrictProtocol(HttpToolsProtocol):
         limits: Connections,
         observer: Observer,
         routes: Routes,
+        is_counted: bool = True,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.limits = limits
         self.routes = routes
         self.observer = observer
+        self.is_counted = is_counted  # has a place among the connections of the process
         self.state = State.IDLE
-        self.deadline = math.inf  # of the present state, in seconds of the loop's clock
-        self.at_deadline: Callable[[], None] = _nothing
-        self.timer: asyncio.TimerHandle | None = None  # looks at the deadline, then or before
-        self.timer_ends = math.inf
+        self.deadline = Deadline(self.loop)  # of the present state
         self.cycle: Any = None  # of the last request: RequestResponseCycle or Call
         self.pending: list[RequestResponseCycle | Call] = []  # requests without a complete reply, oldest first
         self.begun = self.idle_since = self.loop.time()
@@ -126,16 +104,23 @@ class StrictProtocol(HttpToolsProtocol):
         self.header_count = 0
         self.dropped_bytes = 0  # received after the reply
         self.linger_until = 0.0
-        self.refused_at = -math.inf
+        self.held: dict[Any, int] = {}  # bytes of bodies that are being read, by cycle, as they were counted
+        self.body_bytes = 0  # received of the present body
+        self.body_until = 0.0
+        self.is_resting = False  # other connections come first for a while
+        self.refused_at = -float("inf")
 
     # bytes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: looks at progress, and at what only the kernel still holds
-            deadline = round(WRITE_SECONDS * 1000)
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, deadline)
-        self._arm(self.limits.header_seconds, self._cut, "silent")
+        if self.is_counted and not self.observer.connections.take(1):
+            self.is_counted = False
+            self._cut("too_many")
+            return
+        transport.set_write_buffer_limits(WRITE_HIGH_BYTES)
+        set_write_deadline(transport, WRITE_SECONDS)
+        self.deadline.set(self.limits.header_seconds, self._cut, "silent")
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, TimeoutError):
@@ -143,12 +128,23 @@ class StrictProtocol(HttpToolsProtocol):
         self._enter(State.CLOSED)
         for cycle in self.pending:
             _disconnect(cycle)
+        self.observer.body_bytes.give(sum(self.held.values()))
+        self.held.clear()
+        self.observer.unsent(self, 0)
+        if self.is_counted:
+            self.observer.connections.give(1)
         self.cycle = None
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client leaves replies unread."""
+        super().pause_writing()
+        self.observer.unsent(self, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """The client has read enough of what was written."""
         super().resume_writing()
+        self.observer.unsent(self, 0)
         self._go_on()
 
     def data_received(self, data: bytes) -> None:
@@ -176,7 +172,7 @@ class StrictProtocol(HttpToolsProtocol):
         if self.cycle is not None:  # the first one has begun with the connection
             self.begun = self.loop.time()
         self._enter(State.HEADERS)
-        self._arm(self.begun + self.limits.header_seconds - self.loop.time(), self._refuse, "slow")
+        self.deadline.set(self.begun + self.limits.header_seconds - self.loop.time(), self._refuse, "slow")
 
     def _decline(self, rest: bytes) -> None:
         """An upgrade may be declined by answering in HTTP/1.1: parse the same request again, asking for none."""
@@ -218,11 +214,12 @@ class StrictProtocol(HttpToolsProtocol):
         self.pending.append(self.cycle)
         if self.observer.draining:
             self._close_after_last()
-        left = self.begun + self.limits.body_seconds - self.loop.time()
         self._enter(State.BODY)
-        self._arm(max(left, LEAST_BODY_SECONDS), self._refuse, "slow")
+        self.body_bytes = 0
+        self.body_until = max(self.begun + self.limits.body_seconds, self.loop.time() + LEAST_BODY_SECONDS)
+        self._watch_body()
         if endpoint is not None:
-            if before is None or before.response_complete:
+            if (before is None or before.response_complete) and not self.is_resting:
                 self.cycle.start()
             else:
                 self.flow.pause_reading()
@@ -242,11 +239,30 @@ class StrictProtocol(HttpToolsProtocol):
         else:
             super()._start_asgi_task(cycle, app)
 
-    def on_body(self, body: bytes) -> None:
-        if isinstance(self.cycle, Call):
-            self.cycle.feed(body)
+    def _watch_body(self) -> None:
+        left = self.body_until - self.loop.time()
+        self.deadline.set(min(left, self.limits.stall_seconds), self._check_body, self.body_bytes)
+
+    def _check_body(self, bytes_before: int) -> None:
+        if self.loop.time() < self.body_until and self.body_bytes - bytes_before >= LEAST_BODY_BYTES:
+            self._watch_body()
         else:
-            super().on_body(body)
+            self._refuse("slow")
+
+    def on_body(self, body: bytes) -> None:
+        self.body_bytes += len(body)
+        cycle, count = self.cycle, len(body) + CHUNK_BYTES
+        if cycle.response_complete or (isinstance(cycle, Call) and cycle.response_started):
+            return  # nobody reads it
+        if self.observer.body_bytes.take(count):
+            self.held[cycle] = self.held.get(cycle, 0) + count
+            cycle.feed(body) if isinstance(cycle, Call) else super().on_body(body)
+        elif not (isinstance(cycle, Call) and cycle.refuse_for_room()):
+            raise Refused("crowded")
+
+    def release(self, cycle: RequestResponseCycle | Call) -> None:
+        """The body of a request is needed no more."""
+        self.observer.body_bytes.give(self.held.pop(cycle, 0))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -261,16 +277,30 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Without uvicorn's own, whose keep-alive timer begins with the reply though the body may still arrive."""
+        for cycle in self.pending:
+            if cycle.response_complete:
+                self.release(cycle)
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:
             self._rest()
 
+    def rest(self, seconds: float) -> None:
+        """A request has held the event loop for so long: other connections come first for a while."""
+        if rest := rest_seconds(seconds):
+            self.is_resting = True
+            self.flow.pause_reading()
+            self.loop.call_later(rest, self._rest_ends)
+
+    def _rest_ends(self) -> None:
+        self.is_resting = False
+        self._go_on()
+
     def _go_on(self) -> None:
-        """Begin the next request of the pipeline, unless the client leaves replies unread."""
+        """Begin the next request of the pipeline, unless the client leaves replies unread or the connection rests."""
         if self.state in (State.LINGERING, State.CLOSED):
             return
-        if self.flow.write_paused:
+        if self.flow.write_paused or self.is_resting:
             self.flow.pause_reading()
             return
         self.flow.resume_reading()
@@ -281,7 +311,7 @@ class StrictProtocol(HttpToolsProtocol):
         self._enter(State.IDLE)
         self.idle_since = self.loop.time()
         if not self.pending:
-            self._arm(self.limits.keep_alive_seconds, self._cut, "keep_alive")
+            self.deadline.set(self.limits.keep_alive_seconds, self._cut, "keep_alive")
 
     def _reset_counts(self) -> None:
         self.header_bytes = self.field_bytes = self.header_count = self.dropped_bytes = 0
@@ -323,7 +353,9 @@ class StrictProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         left = self.linger_until - self.loop.time()
-        self._arm(min(left, LINGER_SECONDS) if left > 0 else LINGER_SECONDS, self._check_lingering, self.dropped_bytes)
+        self.deadline.set(
+            min(left, LINGER_SECONDS) if left > 0 else LINGER_SECONDS, self._check_lingering, self.dropped_bytes
+        )
 
     def _check_lingering(self, dropped_before: int) -> None:
         is_sending = self.dropped_bytes - dropped_before >= LINGER_LEAST_BYTES
@@ -351,6 +383,7 @@ class StrictProtocol(HttpToolsProtocol):
                 self._cut(refusal)
                 return
             _disconnect(cycle)  # the application says nothing more
+            self.release(cycle)
             self.pending.remove(cycle)
             self.pipeline = deque(entry for entry in self.pipeline if entry[0] is not cycle)
         self.observer.closed(refusal)
@@ -381,6 +414,10 @@ class StrictProtocol(HttpToolsProtocol):
         for cycle in self.pending:
             cycle.keep_alive = cycle is not self.pending[-1]
 
+    def cut_for_room(self) -> None:
+        """Other clients need the memory of what this one leaves unread."""
+        self._cut("reply_budget")
+
     def _cut(self, reason: str) -> None:
         self.observer.closed(reason)
         self._enter(State.CLOSED)
@@ -392,34 +429,10 @@ class StrictProtocol(HttpToolsProtocol):
 
     def _enter(self, state: State) -> None:
         self.state = state
-        self.deadline = math.inf
         if state is State.CLOSED:
-            self._set_timer(None)
-
-    def _arm(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
-        """Set the deadline of the present state. The timer of an earlier state stays if it runs out in time: most never do."""
-        self.deadline = self.loop.time() + seconds
-        self.at_deadline = functools.partial(act, *arguments)
-        if self.deadline < self.timer_ends:
-            self._set_timer(self.deadline)
-
-    def _set_timer(self, until: float | None) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer = None if until is None else self.loop.call_at(until, self._look_at_deadline)
-        self.timer_ends = math.inf if until is None else until
-
-    def _look_at_deadline(self) -> None:
-        now = self.loop.time()
-        if now >= self.deadline:
-            self._set_timer(None)
-            self.deadline = math.inf
-            self.at_deadline()
+            self.deadline.close()
         else:
-            self._set_timer(max(self.deadline, now + CLOCK_SECONDS) if self.deadline < math.inf else None)
-
-
-def _nothing() -> None: ...
+            self.deadline.clear()
 
 
 class _ReplyTransport:
@@ -441,12 +454,3 @@ def _disconnect(cycle: RequestResponseCycle | Call) -> None:
     else:
         cycle.disconnected = True
         cycle.message_event.set()
-
-
-def has_unread(transport: asyncio.Transport) -> bool:
-    """Whether bytes have arrived that the loop has not read yet."""
-    try:
-        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
-    except OSError:
-        return False
-    return bool(struct.unpack("i", found)[0])

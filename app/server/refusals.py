@@ -10,6 +10,7 @@ REFUSALS = {  # status, code, title, sentence
     "headers": (
         431, "headers_too_large", "Request Header Fields Too Large", "The headers are longer than the limit.",
     ),
+    "crowded": (429, "overloaded", "Too Many Requests", "There is no room to read this request now."),
     "version": (505, "http_version", "HTTP Version Not Supported", "This server speaks HTTP/1.1 and HTTP/1.0."),
 }  # fmt: skip
 

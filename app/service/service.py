@@ -9,6 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 
+import structlog
+
+from app.budgets import most_bytes
 from app.engine.loading import Loader
 from app.engine.rank_job import RankJob
 from app.engine.thread import ENGINE_THREAD
@@ -28,8 +31,19 @@ from model.inputs import Candidates, Context
 RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
 RETRY_AFTER_DOWN_SECONDS = 5.0
 WATCHDOG_SECONDS = 0.5
+COLLECT_OBJECTS = 10_000
+COLLECT_TIMES = 10  # collections of a generation before the next older one has its turn
 CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
 OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be answered", retry_after_seconds=1.0)
+
+log = structlog.get_logger("app.service")
+
+
+def collect_garbage() -> None:
+    """Collect cycles if enough objects were made to hold some: what Python does by itself, but between two requests."""
+    young, middle, old = gc.get_count()
+    if young > COLLECT_OBJECTS:
+        gc.collect(2 if old > COLLECT_TIMES else 1 if middle > COLLECT_TIMES else 0)
 
 
 class RankingService:
@@ -96,6 +110,7 @@ class RankingService:
         await self.versions.close(max(0.1, until - self.clock()))
         for task in self._tasks:
             task.cancel()
+        gc.enable()
         self.lifecycle.move(State.STOPPED)
         return finished
 
@@ -109,6 +124,9 @@ class RankingService:
             self.versions.install(worker)
             gc.collect()
             gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
+            gc.disable()  # until `stop`: a long body would begin a collection in the middle of its reading; see `_watchdog`
+            most = most_bytes(self.settings, worker.model.served.manifest.config)
+            log.info("memory", **{f"{name}_bytes": count for name, count in most.items()})
             self.lifecycle.move(State.READY)
 
     # admission
@@ -263,8 +281,9 @@ class RankingService:
         return f"The engine has work and has finished no forward for {silent:.1f} s." if stalled else ""
 
     async def _watchdog(self) -> None:
-        while self.versions.silent_seconds() <= self.settings.queue.stall_exit_seconds:  # noqa: ASYNC110  # time is the event
+        while self.versions.silent_seconds() <= self.settings.queue.stall_exit_seconds:  # time is the event
             await asyncio.sleep(WATCHDOG_SECONDS)
+            collect_garbage()
         self._fatal(f"The engine has finished no forward for {self.settings.queue.stall_exit_seconds:g} s.")
 
     def _fatal(self, reason: str) -> None:

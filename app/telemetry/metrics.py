@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -61,6 +61,17 @@ class Source(Protocol):
     def snapshot(self) -> Snapshot: ...
 
 
+class Budget(Protocol):
+    """So much of something for the whole process."""
+
+    limit: int
+    used: int
+    refused: int
+
+
+B = TypeVar("B", bound=Budget)
+
+
 class Metrics:
     """The counters and histograms that code increments. `watch` adds those that are read at scrape time."""
 
@@ -99,6 +110,8 @@ class Metrics:
         )
         self.refusals_held = counter("refusals_held", "Refusals of callers who sent again at once, written later.")
         self.connections_closed = counter("connections_closed", "Connections the server closed.", "reason")
+        self._budgets: dict[str, Budget] = {}
+        registry.register(_BudgetCollector(self._budgets))
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS)
@@ -109,6 +122,11 @@ class Metrics:
     def watch(self, source: Source) -> None:
         """Read this source at each scrape from now on."""
         self.registry.register(_SnapshotCollector(source))
+
+    def watch_budget(self, name: str, budget: B) -> B:
+        """Read this budget at each scrape from now on, and return it."""
+        self._budgets[name] = budget
+        return budget
 
     def watch_log(self, sink: Sink) -> None:
         """Read at each scrape what this sink has dropped."""
@@ -171,6 +189,23 @@ class _SnapshotCollector(Collector):
         if now.device_memory_bytes is not None:
             text = "Device memory held by tensors."
             yield GaugeMetricFamily("ranker_device_memory_bytes", text, value=now.device_memory_bytes)
+
+
+class _BudgetCollector(Collector):
+    def __init__(self, budgets: Mapping[str, Budget]) -> None:
+        self.budgets = budgets
+
+    def collect(self) -> Iterator[Metric]:
+        used = GaugeMetricFamily("ranker_budget_used", "What all callers together take now.", labels=["budget"])
+        limit = GaugeMetricFamily("ranker_budget_limit", "The most they may take.", labels=["budget"])
+        refused = CounterMetricFamily(
+            "ranker_budget_refusals", "Refused or cut off for want of room.", labels=["budget"]
+        )
+        for name, budget in self.budgets.items():
+            used.add_metric([name], budget.used)
+            limit.add_metric([name], budget.limit)
+            refused.add_metric([name], budget.refused)
+        yield from (used, limit, refused)
 
 
 class _DroppedLines(Collector):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.matrix import Row, table
-from loadtest.soak import endings, excess, fronts, leak, lines, overload, protocol, slow, swaps
+from loadtest.soak import endings, excess, fronts, hostile, leak, lines, overload, protocol, slow, swaps
 
 Part = Callable[[float], list[Row]]
 
@@ -30,6 +30,8 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "stuck": (0.04, lambda seconds: [endings.stuck(_count(seconds, 1 / 12, 1))]),
     "raising": (0.03, lambda seconds: endings.raising(_count(seconds, 50, 200))),
     "slow": (0.02, lambda seconds: slow.slow(_count(seconds, 20, 200))),
+    "dear": (0.03, lambda seconds: [hostile.dear(seconds)]),
+    "hostile": (0.05, lambda seconds: [hostile.memory(seconds), hostile.terminations(list(hostile.KINDS))]),
     "protocol": (0.03, lambda seconds: [protocol.protocol(seconds)]),
     "lines": (0.03, lambda seconds: [lines.lines(seconds)]),
     "excess": (0.05, lambda seconds: excess.excess(_count(seconds, 1 / 60, 1))),

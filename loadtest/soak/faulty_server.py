@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app import assembly
+from app import assembly, budgets
 from app.engine.loading import LoadedModel, Loader, Steps
 from app.fronts.role import Role
 from app.server import process
@@ -23,6 +23,7 @@ from model.engine import EngineError, Item, Outcome
 from weights.errors import CheckpointError
 
 leaked: list[bytearray] = []
+limitless = budgets.Budget.__init__
 
 
 class FaultyEngine(FakeEngine):
@@ -70,7 +71,7 @@ def load_late_and_fail(seconds: float) -> Loader:
 
 
 def stock_protocol(
-    *arguments: Any, limits: object, observer: object, routes: object, **named: Any
+    *arguments: Any, limits: object, observer: object, routes: object, is_counted: object, **named: Any
 ) -> HttpToolsProtocol:
     """In place of ours: no deadlines, no limits, no care for what follows a broken request."""
     return HttpToolsProtocol(*arguments, **named)
@@ -85,7 +86,13 @@ def main() -> int:
     parser.add_argument("--refused-after-seconds", type=float, help="the first load fails")
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
     parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
+    parser.add_argument("--no-rest", action="store_true", help="no connection rests after a request that held the loop")
+    parser.add_argument("--no-budgets", action="store_true", help="there is room for whatever comes")
     options = parser.parse_args()
+    if options.no_rest:
+        vars(budgets)["REST_TIMES"] = 0.0
+    if options.no_budgets:
+        budgets.Budget.__init__ = lambda budget, limit: limitless(budget, 2**60)  # type: ignore[assignment, method-assign]
     if options.stock_protocol:
         vars(process)["StrictProtocol"] = stock_protocol  # the name that its server looks up
     role, settings = Role.inherited(), load_settings([])

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from app.settings import Drain, names
+from app.budgets import most_bytes
+from app.settings import Drain, Settings, names
 from tests.docker.dockerfile import ROOT
+from weights.checkpoint import load_manifest
 
 FILE = ROOT / "docker/compose.yaml"
 COMPOSE: dict[str, Any] = yaml.safe_load(FILE.read_text())
@@ -41,6 +43,8 @@ def test_a_service_is_hardened(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in service["security_opt"]
     assert "privileged" not in service
+    assert service["mem_limit"] == service["memswap_limit"]  # no swap
+    assert 0 < service["pids_limit"] <= 512
     assert all(port.startswith("${BIND:-127.0.0.1}:") for port in service["ports"])
     if name not in OURS:  # our image brings its user, health check and tag
         assert service["user"].split(":")[0] not in {"", "0", "root"}
@@ -68,6 +72,13 @@ def test_the_service_gets_its_checkpoint_and_time_to_drain(name: str) -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) > drain.delay_seconds + drain.timeout_seconds
     assert {key for key in service.get("environment", {}) if key.startswith("RANKER_")} <= set(names())
     assert service["build"]["target"] == name.removeprefix("ranker-")
+
+
+def test_the_memory_of_the_service_is_more_than_its_callers_can_take() -> None:
+    limit = re.fullmatch(r"\$\{MEMORY:-(\d+)g\}", SERVICES["ranker-cpu"]["mem_limit"])
+    assert limit is not None
+    config = load_manifest(ROOT / "weights/demo").config
+    assert int(limit[1]) * 2**30 >= 3 * most_bytes(Settings(), config)["total"]
 
 
 def test_every_mounted_file_exists_and_every_volume_is_declared() -> None:

@@ -21,7 +21,7 @@ from tests.ops.prometheus import CONFIG, ROOT, Server, load_rules, promtool, run
 JSON = {"content-type": "application/json"}
 LOAD_SECONDS = 12.0
 NAMES = re.compile(r"(?<![\w:])(?:\w+:ranker_\w+:\w+|ranker_\w+|process_\w+|up)(?![\w:(])")
-ENUMERATED = ("route", "stage", "reason", "result", "method")
+ENUMERATED = ("route", "stage", "reason", "result", "method", "budget")
 
 
 def offer_load(url: str, stop: threading.Event) -> None:

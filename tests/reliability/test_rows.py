@@ -11,7 +11,7 @@ import pytest
 
 from loadtest.generate import wrk
 from loadtest.matrix import Row
-from loadtest.soak import endings, leak, lines, overload, protocol, swaps
+from loadtest.soak import endings, hostile, leak, lines, overload, protocol, swaps
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -108,6 +108,33 @@ def test_f6_the_innocent_get_their_scores_and_a_lost_device_ends_the_process() -
 
 def test_f7_clients_may_vanish() -> None:
     assert endings.vanishing(150).ok
+
+
+def test_b10_one_connection_with_dear_bodies_does_not_slow_others_down() -> None:
+    row = hostile.dear(6.0)
+    assert not row.failed
+    assert hostile.dear(6.0, "--no-rest").figure > 1.3 * row.figure  # the control
+
+
+SMALL = {
+    "budgets__body_bytes": 4 * 2**20, "budgets__reply_bytes": 4 * 2**20, "budgets__connections": 700, "cache__bytes": 0,
+    "budgets__batch_candidates": 16_384, "queue__max_requests": 256, "queue__max_context_tokens": 16_384,
+}  # fmt: skip
+
+
+def test_b11_hostile_clients_by_the_hundred_take_no_more_memory_than_is_stated() -> None:
+    row = hostile.memory(7.0, **SMALL)
+    assert row.ok, row
+
+
+def test_b11_is_red_without_budgets() -> None:
+    assert not hostile.memory(7.0, "--no-budgets", **SMALL).ok
+
+
+@pytest.mark.parametrize("kind", hostile.KINDS)
+def test_b11_sigterm_under_hostile_clients_exits_0_in_time(kind: str) -> None:
+    row = hostile.terminations([kind])
+    assert row.ok, row
 
 
 def test_b5_no_broken_request_brings_a_second_reply() -> None:

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from app.http.application import create_app
 from app.scheduling.admission import Refusal
-from app.settings import Batching, Queue, Settings
+from app.settings import Batching, Budgets, Limits, Queue, Settings
 from model.engine import Item, Outcome
 from tests.app.fakes import FakeEngine, running
 from tests.app.serving import ask, chunk, good, served, value_of
@@ -163,3 +163,30 @@ def test_nan_fails_one_request_alone() -> None:
         assert (alone.status_code, alone.json()["code"]) == (500, "non_finite_scores")
         assert "null" not in alone.text
         assert "NaN" not in alone.text
+
+
+def errors(client: TestClient, items: list[object]) -> list[int | None]:
+    return [result.get("error", {}).get("status") for result in client.post("/rank/batch", json=items).json()]
+
+
+def test_candidates_of_a_call_and_of_all_calls_have_room_up_to_a_bound() -> None:
+    items: list[object] = [
+        good(user_id=user, candidates=[{"post_id": 1, "author_id": 1}] * 4, top_k=...) for user in range(5)
+    ]
+    with served(settings=Settings(limits=Limits(max_batch_candidates=12))) as (client, _):
+        assert errors(client, items) == [None, None, None, 413, 413]
+    with served(settings=Settings(budgets=Budgets(batch_candidates=12))) as (client, _):
+        for _ in range(3):  # what a call has taken it gives back
+            assert errors(client, items) == [None, None, None, 429, 429]
+        used = 'ranker_budget_used{budget="batch_candidates"}'
+        assert value_of(client.get("/metrics").text, used) == 0
+        assert value_of(client.get("/metrics").text, used.replace("used", "refusals_total")) == 6
+        assert errors(client, items[:3]) == [None] * 3
+
+
+def test_between_requests_of_a_batch_that_hold_the_loop_others_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.http.rank_batch.rest_seconds", lambda held: 0.05)
+    with served() as (client, _):
+        began = time.monotonic()
+        assert errors(client, [good(user_id=user) for user in range(4)]) == [None] * 4
+        assert time.monotonic() - began > 4 * 0.05

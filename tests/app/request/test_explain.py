@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.request.explain import explain, request_rule
-from app.request.vocabulary import Vocabulary
+from app.request.explain import Rule, array_of, explain, request_rule
+from loadtest.fuzz import bodies
 from tests.app.serving import VOCABULARY, checked, good
 
 POST: dict[str, Any] = {"post_id": 1, "author_id": 1}
@@ -38,19 +39,15 @@ def test_problems_of_all_parts_are_told_in_order() -> None:
 
 
 def test_ten_problems_are_looked_for_and_no_more() -> None:
-    class Counting(dict[str, int]):
-        looked_up = 0
+    looked_at: list[int] = []
 
-        def __contains__(self, name: object) -> bool:
-            self.looked_up += 1
-            return super().__contains__(name)
+    def fit(values: Sequence[Any]) -> bool:
+        looked_at.append(len(values))
+        return 2 not in values
 
-    body = good(weights=..., actions_wanted=...)
-    for count in (10, 10_000):
-        index = Counting(VOCABULARY.index)
-        vocabulary = Vocabulary(VOCABULARY.action_names, index, VOCABULARY.product_surfaces, VOCABULARY.weights)
-        found = explain(body | {"history": [POST | {"actions": ["?"] * count}]}, request_rule(vocabulary))
-        assert (len(found.problems), index.looked_up) == (10, 10)
+    for values in ([2] * 100_000, ([1] * 99 + [2]) * 1000):
+        assert len(array_of(Rule(fit, lambda value: [("", "")])).problems(values)) == 10
+        assert sum(looked_at) < 10_000
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,6 +59,13 @@ def test_ten_problems_are_looked_for_and_no_more() -> None:
 )
 def test_any_json_is_refused_with_a_reason(value: Any) -> None:
     assert 0 < len(errors(value)) <= 10
+
+
+@settings(max_examples=300, deadline=None)
+@given(bodies.nearly_valid())
+def test_many_values_are_judged_as_each_of_them_is(value: Any) -> None:
+    rule = request_rule(VOCABULARY)
+    assert rule.fit([value, good()]) == (not rule.problems(value))
 
 
 def test_a_refusal_without_a_reason_is_a_fault_of_ours() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,3 +79,29 @@ def test_dwell_that_the_model_cannot_tell_apart_is_one_cache_key() -> None:
     assert len(keys) == 1
     body = good(history=[{"post_id": 1, "author_id": 1, "dwell_time": 29}])
     assert context_of(checked(body), CONFIG).events(CONFIG) not in keys
+
+
+def test_of_a_long_history_nothing_is_kept_but_what_the_model_reads() -> None:
+    for length in (CONFIG.history_length, 20 * CONFIG.history_length):
+        posts = list(range(1, length + 1))
+        request = checked(good(history={"post_id": posts, "author_id": posts, "dwell_time": posts}))
+        context, candidates = context_of(request, CONFIG), candidates_of(request, CONFIG)
+        kept = [*vars_of(context), *vars_of(candidates), *vars_of(request.without_history())]
+        assert request.without_history().history_length == length
+        if length > CONFIG.history_length:
+            assert max(map(held_bytes, kept)) < 8 * length
+            assert held_bytes(request.history.post_ids) >= 16 * length  # the check can fail
+
+
+def vars_of(value: Any) -> list[Any]:
+    """The arrays of a dataclass, and of those in it."""
+    found = [getattr(value, field.name) for field in fields(value)]
+    inner = [column for entry in found if is_dataclass(entry) for column in vars_of(entry)]
+    return [column for column in found if isinstance(column, np.ndarray)] + inner
+
+
+def held_bytes(column: Any) -> int:
+    """What an array keeps alive: all of what it is a view of."""
+    while isinstance(column.base, np.ndarray):
+        column = column.base
+    return int(column.nbytes)

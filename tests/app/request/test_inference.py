@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused(case: tuple[Any, bytes | None, type[Servic
 @pytest.mark.parametrize("last", [b"", b',{"name":1}'])
 def test_no_number_of_tensors_takes_long_to_refuse(last: bytes) -> None:
     tensor = orjson.dumps(USER | {"data": [1]})
-    body = b'{"inputs":[%b%b]}' % (b",".join([tensor] * 14_000), last)  # not more values than a long request has
+    body = b'{"inputs":[%b%b]}' % (b",".join([tensor] * 3_500), last)  # not more values than a long request has
     spent = []
     for _ in range(3):
         started = time.thread_time()
@@ -136,7 +136,7 @@ def test_no_number_of_tensors_takes_long_to_refuse(last: bytes) -> None:
             decode(body)
         spent.append(time.thread_time() - started)
         assert caught.value.problems[0].message == "must hold at most 22"
-    assert min(spent) < 0.04
+    assert min(spent) < 0.02
 
 
 def test_a_wrong_value_in_json_data_is_told_as_its_tensor() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 
 from app.http.direct import RankCall, RankEndpoint
+from app.server import protocol
+from app.server.deadline import Deadline
 from app.server.direct import Call
 from app.server.protocol import StrictProtocol
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from tests.app.fakes import Gate
-from tests.reliability.live import Live, connect, exchange, live, one_reply, statuses, wait_until
+from tests.reliability.live import Live, connect, exchange, live, one_reply, read_all, statuses, wait_until
 
 
 class Recorded:
@@ -112,18 +115,20 @@ def test_without_the_call_the_work_is_done_for_nobody(monkeypatch: pytest.Monkey
 
 
 def test_a_connection_keeps_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_timer, timers = StrictProtocol._set_timer, []
+    set_timer, timers = Deadline._set_timer, []
 
-    def counting(protocol: StrictProtocol, until: float | None) -> None:
+    def counting(deadline: Deadline, until: float | None) -> None:
         timers.append(until)
-        set_timer(protocol, until)
+        set_timer(deadline, until)
 
-    monkeypatch.setattr(StrictProtocol, "_set_timer", counting)
+    monkeypatch.setattr(Deadline, "_set_timer", counting)
     with live(FakeEngine()) as server, connect(server.port) as sock:
         for user in range(20):
             sock.sendall(rank_request(user))
             assert statuses(one_reply(sock)) == [200]
-        assert len(timers) <= 2  # from the connect and for the first headers; later deadlines lie behind those
+        assert (
+            len(timers) <= 3
+        )  # for the connect, the first headers and the first body; later deadlines lie behind those
 
 
 def left_over(bodies: Sequence[bytes]) -> int:
@@ -157,3 +162,20 @@ def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) 
         reply = exchange(server.port, b"HEAD" + head)
         assert statuses(reply) == [500]
         assert reply.endswith(b"\r\n\r\n")
+
+
+def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = [0.0]
+    monkeypatch.setattr(protocol, "rest_seconds", lambda held: rest[0])
+    took = {}
+    for rest[0] in (0.0, 0.0003, 0.02):
+        with live(FakeEngine()) as server, connect(server.port, 5) as sock:
+            began = time.monotonic()
+            for user in range(10):
+                sock.sendall(rank_request(user))
+                assert statuses(one_reply(sock)) == [200]
+            sock.sendall(b"".join(map(rank_request, range(9))) + rank_request(9, headers={"Connection": "close"}))
+            assert statuses(read_all(sock)) == [200] * 10
+            took[rest[0]] = time.monotonic() - began
+    assert took[0.02] > 18 * 0.02
+    assert took[0.0] < 9 * 0.02

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from itertools import chain
 
 import pytest
 
 from app.assembly import build_server
 from app.engine.loading import LoadedModel, Steps
-from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, NotReady, Overloaded
+from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, NonFiniteScores, NotReady, Overloaded
 from app.interface import Health, ranked
+from app.request.body import decode
 from app.scheduling.loop_lag import LoopLag
-from app.service.service import RankingService
-from app.settings import Batching, Deadline, Queue, Settings
+from app.service.service import COLLECT_OBJECTS, RankingService
+from app.settings import Batching, Deadline, Limits, Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
 from tests.app.fakes import FakeEngine, Gate, busy, loaded, loader, rank, request, right, running, until
-from tests.app.serving import value_of
+from tests.app.request.test_cost import HOSTILE
+from tests.app.serving import VOCABULARY, value_of
 
 pytestmark = pytest.mark.anyio
 
@@ -296,3 +300,33 @@ async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_long
             await service.stop(30.0)
         assert engine.closed.is_set() is is_freed
         hold.set()
+
+
+async def test_no_body_begins_a_garbage_collection_and_cycles_are_collected_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("app.service.service.WATCHDOG_SECONDS", 0.01)
+    body = HOSTILE["nested objects as candidates"].body(2**20)
+    begun: list[str] = []
+    gc.callbacks.append(lambda phase, info: begun.append(phase))
+    try:
+        async with running(FakeEngine()) as service:
+            for _ in range(20):
+                begun.clear()
+                with pytest.raises(InvalidRequest):
+                    decode(body, Limits(), VOCABULARY)
+                assert begun == []
+            cycles = [weakref.ref(Cycle()) for _ in range(COLLECT_OBJECTS)]
+            await until(lambda: not any(cycle() for cycle in cycles))
+            assert service.health().ready
+        assert gc.isenabled()
+        with pytest.raises(InvalidRequest):
+            decode(body, Limits(), VOCABULARY)
+        assert begun  # the check can fail
+    finally:
+        gc.callbacks.pop()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self

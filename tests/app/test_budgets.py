@@ -1,0 +1,49 @@
+"""Budgets: what is taken and given back, and the sum that the operators' page states."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from app.budgets import Budget, most_bytes, rest_seconds
+from app.settings import Budgets, Cache, Limits, Queue, Settings
+from loadtest.machine import ROOT
+from weights.checkpoint import load_manifest
+
+CONFIG = load_manifest(ROOT / "weights/demo").config
+PAGE = (ROOT / "docs/operations.md").read_text()
+MIB = 2**20
+
+
+def test_a_budget_takes_no_more_than_its_limit() -> None:
+    budget = Budget(10)
+    assert [budget.take(6), budget.take(5), budget.take(4), budget.take(1)] == [True, False, True, False]
+    budget.give(4)
+    assert (budget.used, budget.refused) == (6, 2)
+    assert budget.take(4)
+
+
+def test_the_page_states_the_sum_and_its_parts() -> None:
+    most = most_bytes(Settings(), CONFIG)
+    stated = {name: int(mib) for name, mib in re.findall(r"^\| `(\w+)` \| (\d+) MiB \|", PAGE, re.M)}
+    assert stated == {name: round(count / MIB) for name, count in most.items()}
+    assert most["total"] == sum(most.values()) - most["total"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"budgets": Budgets(connections=4096)}, {"budgets": Budgets(body_bytes=2**30)}, {"budgets": Budgets(reply_bytes=2**30)},
+        {"budgets": Budgets(batch_candidates=2**20)}, {"cache": Cache(bytes=2**30)}, {"queue": Queue(max_requests=10**5)},
+        {"queue": Queue(max_context_tokens=2**20)}, {"limits": Limits(max_values=10**6)}, {"limits": Limits(max_batch_candidates=2**16)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_whatever_may_grow_grows_the_sum(changed: dict[str, object]) -> None:
+    assert most_bytes(Settings(**changed), CONFIG)["total"] > most_bytes(Settings(), CONFIG)["total"]  # type: ignore[arg-type]
+
+
+def test_only_a_caller_that_held_the_loop_rests() -> None:
+    assert rest_seconds(0.001) == 0
+    assert rest_seconds(0.010) == pytest.approx(0.040)

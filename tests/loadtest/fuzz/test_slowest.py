@@ -1,0 +1,31 @@
+"""The search for slow bodies finds what is planted, in a body of the size that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.request import strict_json
+from loadtest.fuzz.slowest import cost, search
+
+SIZE = 2**16
+SLOW = 8.0
+
+
+def parse(body: bytes) -> Any:
+    """Strict JSON, with a planted word that takes long."""
+    for _ in range(10_000_000 if b"dwell_time" in body else 0):
+        pass
+    return strict_json.parse(body)
+
+
+def test_a_slow_word_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert search(SIZE, 1.0)[0][0] < SLOW
+    monkeypatch.setattr("app.request.body.parse", parse)
+    found, recipe = search(SIZE, 1.0)[0]
+    body = recipe.body(SIZE)
+    assert found > SLOW
+    assert b"dwell_time" in body
+    assert len(body) <= SIZE
+    assert cost(body) > SLOW

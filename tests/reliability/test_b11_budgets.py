@@ -1,0 +1,187 @@
+"""B11: connections, bodies being read and replies left unread have room for all callers together, and no more than that."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import pytest
+
+from app.budgets import CHUNK_BYTES, Budget
+from loadtest.generate.payload import post, rank_body, rank_request
+from loadtest.soak.fake_engine import FakeEngine
+from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
+
+HALF = (
+    b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500000\r\n\r\n" + b" " * 100_000
+)
+
+
+def budget(server: Live, name: str, series: str = "used") -> float:
+    """One figure of a budget, as Prometheus sees it."""
+    found = server.service.metrics.registry.get_sample_value(f"ranker_budget_{series}", {"budget": name})
+    assert found is not None
+    return found
+
+
+def refusals(server: Live, name: str) -> float:
+    return budget(server, name, "refusals_total")
+
+
+def test_connections_beyond_the_budget_are_closed_as_they_come() -> None:
+    with live(FakeEngine(), budgets={"connections": 3}, probes={"port": 0}) as server, ExitStack() as crowd:
+        for _ in range(3):
+            crowd.enter_context(connect(server.port))
+        wait_until(lambda: budget(server, "connections") == 3)
+        with connect(server.port) as late:
+            assert read_all(late) == b""
+        assert (refusals(server, "connections"), closed(server, "too_many")) == (1, 1)
+        probes = server.server.listeners[1].socket.getsockname()[1]
+        assert httpx.get(f"http://127.0.0.1:{probes}/livez").status_code == 200  # operators are not locked out
+        crowd.close()
+        wait_until(lambda: budget(server, "connections") == 0)
+        with connect(server.port) as sock:
+            sock.sendall(rank_request(1))
+            assert statuses(one_reply(sock)) == [200]
+
+
+@contextmanager
+def half_sent(server: Live, count: int, path: bytes) -> Iterator[list[socket.socket]]:
+    """Clients that have sent a fifth of their bodies."""
+    with ExitStack() as crowd:
+        found = [crowd.enter_context(connect(server.port)) for _ in range(count)]
+        for sock in found:
+            sock.sendall(HALF % path)
+        yield found
+
+
+@pytest.mark.parametrize("path", [b"/rank", b"/rank/batch"])
+def test_bodies_beyond_the_budget_are_answered_429(path: bytes) -> None:
+    with live(FakeEngine(), budgets={"body_bytes": 250_000}) as server:
+        with half_sent(server, 6, path) as crowd:
+            wait_until(lambda: refusals(server, "body_bytes") >= 4)
+            assert 200_000 < budget(server, "body_bytes") <= 250_000
+            replies = [b""] * 6
+            for place, sock in enumerate(crowd):
+                sock.settimeout(0.3)
+                with suppress(TimeoutError):
+                    replies[place] = sock.recv(4096)
+            assert sorted(statuses(b"".join(replies))) == [429] * 4
+            with connect(server.port) as sock:
+                sock.sendall(rank_request(1))
+                assert statuses(one_reply(sock)) == [200]  # a small one still has room
+        wait_until(lambda: budget(server, "body_bytes") == 0)
+
+
+def test_every_way_a_body_ends_gives_its_room_back() -> None:
+    batch = post("x", "/rank/batch", b"[%b]" % rank_body(1))
+    long = post("x", "/rank", b" " * 300_000)
+    requests = {
+        rank_request(1, candidates=2000): 200, rank_request(-1): 422, post("x", "/rank", b"{"): 400, batch: 200, long: 400,
+        post("x", "/rank", b" " * 2_000_000): 413,
+    }  # fmt: skip
+    with live(FakeEngine()) as server:
+        for sent, status in requests.items():
+            with connect(server.port) as sock:
+                sock.sendall(sent)
+                assert statuses(one_reply(sock)) == [status]
+                wait_until(lambda: budget(server, "body_bytes") == 0)
+
+
+def test_a_body_in_tiny_pieces_is_counted_with_what_each_piece_costs() -> None:
+    chunked = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with live(FakeEngine()) as server, connect(server.port) as sock:
+        sock.sendall(chunked + b"1\r\n \r\n" * 1000)
+        wait_until(lambda: budget(server, "body_bytes") == 1000 * (1 + CHUNK_BYTES))
+
+
+def test_who_leaves_replies_unread_longest_is_cut_off_for_others() -> None:
+    long = rank_request(1, candidates=4000)
+    with live(FakeEngine(), budgets={"reply_bytes": 1_500_000}) as server, ExitStack() as crowd:
+
+        def leave_unread() -> socket.socket:
+            sock = crowd.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(long * 14)
+            return sock
+
+        for _ in range(8):
+            leave_unread()
+            time.sleep(0.3)
+            assert budget(server, "reply_bytes") <= 1_500_000
+        assert closed(server, "reply_budget") == refusals(server, "reply_bytes") >= 1
+        with connect(server.port) as sock:
+            sock.sendall(long)
+            assert statuses(one_reply(sock)) == [200]
+        crowd.close()
+        wait_until(lambda: budget(server, "reply_bytes") == 0)
+
+
+def test_what_was_unread_and_is_read_after_all_is_counted_no_more() -> None:
+    with live(FakeEngine()) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.settimeout(10)
+        sock.sendall(rank_request(1, candidates=4000) * 14)
+        wait_until(lambda: budget(server, "reply_bytes") > 0)
+        replies = b""
+        while len(statuses(replies)) < 14 or not replies.endswith(b"}"):
+            replies += sock.recv(2**20)
+        wait_until(lambda: budget(server, "reply_bytes") == 0)
+        assert budget(server, "connections") == 1
+
+
+def test_without_budgets_all_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+
+    def take_anything(budget: Budget, amount: int) -> bool:
+        budget.used += amount
+        return True
+
+    monkeypatch.setattr(Budget, "take", take_anything)
+    with (
+        live(FakeEngine(), budgets={"body_bytes": 250_000, "connections": 1}) as server,
+        half_sent(server, 6, b"/rank"),
+    ):
+        wait_until(lambda: budget(server, "body_bytes") > 600_000)
+        assert budget(server, "connections") == 6
+
+
+STALLS = {"header_seconds": 5.0, "stall_seconds": 0.4, "body_seconds": 3.0}
+
+
+@pytest.mark.parametrize(("pieces", "size", "expected"), [(8, 5000, 200), (8, 100, 408)], ids=["progress", "trickle"])
+def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int, expected: int) -> None:
+    sent = rank_request(1)
+    head, _, body = sent.partition(b"\r\n\r\n")
+    body = b" " * (pieces * size) + body
+    head = head.replace(b"Content-Length: ", b"Content-Length: %d\r\nX: " % len(body))
+    with live(FakeEngine(), connections=STALLS) as server, connect(server.port) as sock:
+        began = time.monotonic()
+        sock.sendall(head + b"\r\n\r\n")
+        for start in range(0, pieces * size, size):
+            if closed(server, "slow"):
+                assert time.monotonic() - began < 1.2
+                break
+            time.sleep(0.2)
+            sock.sendall(body[start : start + size])
+        else:
+            sock.sendall(body[pieces * size :])
+        assert statuses(one_reply(sock)) == [expected]
+
+
+def test_a_body_that_makes_progress_for_ever_is_refused_in_the_end() -> None:
+    with live(FakeEngine(), connections=STALLS | {"body_seconds": 1.2}) as server, connect(server.port) as sock:
+        sock.sendall((HALF % b"/rank")[:-100_000])
+        began = time.monotonic()
+        for _ in range(20):
+            sock.sendall(b" " * 5000)
+            time.sleep(0.2)
+            if closed(server, "slow"):
+                break
+        assert 1.0 < time.monotonic() - began < 2.5
+        assert statuses(one_reply(sock)) == [408]
