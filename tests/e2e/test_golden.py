@@ -18,7 +18,7 @@ from app.settings import Settings
 from loadtest.fuzz.bodies import in_arrays
 from tests import goldens
 from tests.e2e.process import serving
-from weights.published.importer import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedModel, import_published, labels_for
 
 PROBABILITIES = 1e-5  # 2e-6 was measured; a logit tolerance of 2e-4 alone would allow 5e-5
 DWELL_SCALE_SECONDS = 30.0
@@ -30,7 +30,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name in goldens.NAMES:
         made[name] = tmp_path_factory.mktemp("e2e") / name
-        with PublishedRanker(goldens.GOLDEN / name / "ranker") as ranker:
+        with PublishedModel(goldens.GOLDEN / name / "ranker") as ranker:
             import_published(ranker, made[name], labels_for(ranker.config, name))
     return made
 

@@ -14,7 +14,7 @@ from model.hashing import hash_rows
 from model.tolerances import PARITY
 from tests import goldens
 from weights.checkpoint import Checkpoint, load_checkpoint
-from weights.published.importer import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedModel, import_published, labels_for
 
 CASES = [(name, index) for name in goldens.NAMES for index in range(len(goldens.requests(name)))]
 PADDING_ROWS = 65  # the published pipeline lays the three tables into one, after these rows
@@ -26,7 +26,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     loaded = {}
     for name in goldens.NAMES:
         out = tmp_path_factory.mktemp("parity") / name
-        with PublishedRanker(goldens.GOLDEN / name / "ranker") as ranker:
+        with PublishedModel(goldens.GOLDEN / name / "ranker") as ranker:
             import_published(ranker, out, labels_for(ranker.config, name))
         loaded[name] = load_checkpoint(out)
     return loaded

@@ -15,7 +15,7 @@ from model.split.graphs import PlainRecorder
 from model.tolerances import PARITY
 from tests import goldens
 from weights.checkpoint import load_checkpoint
-from weights.published.importer import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedModel, import_published, labels_for
 
 
 @pytest.fixture(scope="module", params=goldens.NAMES)
@@ -23,7 +23,7 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A recorded checkpoint, imported and loaded as a user would, and its name."""
     name: str = request.param
     out = tmp_path_factory.mktemp("split") / name
-    with PublishedRanker(goldens.GOLDEN / name / "ranker") as ranker:
+    with PublishedModel(goldens.GOLDEN / name / "ranker") as ranker:
         import_published(ranker, out, labels_for(ranker.config, name))
     return load_checkpoint(out).ranker, name
 

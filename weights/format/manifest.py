@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from model.config import ConfigError, ModelConfig
+from model.config import ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
 
 FORMAT_VERSION = 1
+RETRIEVAL = {"model": "retrieval"}  # the key that the manifest of two towers has, and that of a ranker lacks
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 TENSOR_DTYPES = ("float32", "bfloat16")
@@ -96,6 +97,7 @@ class Manifest:
     def _content(self) -> dict[str, Any]:
         return {
             "format_version": self.format_version,
+            **(RETRIEVAL if isinstance(self.config, RetrievalConfig) else {}),
             "name": self.name,
             "version": self.version,
             "architecture": self.config.to_dict(),
@@ -122,9 +124,12 @@ class Manifest:
             "format_version": int, "name": str, "version": str, "architecture": dict, "action_names": list,
             "continuous": list, "score_weights": dict, "files": dict, "tensors": dict, "digest": str,
         }  # fmt: skip
+        is_retrieval = "model" in values
+        if is_retrieval and values.pop("model") != RETRIEVAL["model"]:
+            raise CheckpointError("is of a kind of model that this build does not know")
         check_keys(values, expected, "")
         try:
-            config = ModelConfig.from_dict(values["architecture"])
+            config = (RetrievalConfig if is_retrieval else ModelConfig).from_dict(values["architecture"])
         except (ConfigError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"describes a model that cannot be built: {error}") from error
         for name, weight in values["score_weights"].items():
