@@ -83,7 +83,7 @@ def load_any(path: str | Path, progress: Progress | None = None, *, threads: int
     path = Path(path)
     try:
         with open_directory(path) as directory:
-            manifest = read_manifest(directory)
+            manifest = read_manifest(directory, Manifest.from_json)
             model = model_for(manifest)
             tensors = read_tensors(directory, manifest, progress, threads)
     except (CheckpointError, OSError, MemoryError) as error:
@@ -98,7 +98,7 @@ def load_manifest(path: str | Path) -> Manifest:
     path = Path(path)
     try:
         with open_directory(path) as directory:
-            return read_manifest(directory)
+            return read_manifest(directory, Manifest.from_json)
     except (CheckpointError, OSError) as error:
         raise _refusal(path, error) from error
 

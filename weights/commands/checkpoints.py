@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from dataclasses import asdict
@@ -21,8 +20,8 @@ from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights
 from weights.checkpoint import CheckpointError
-from weights.commands import training
-from weights.commands.console import progress_bar, read_json, refusals, say
+from weights.commands import corpus, training
+from weights.commands.console import label_of, progress_bar, read_json, refusals, say
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
@@ -39,6 +38,7 @@ app = typer.Typer(
 )
 
 training.register(app)
+app.add_typer(corpus.app, name="corpus")
 
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
@@ -205,11 +205,6 @@ def measure(
     for what, figures in results.items():
         say(f"{what}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
     say(json.dumps({"rows": rows, "cpus": os.cpu_count(), "torch": torch.__version__, **results}))
-
-
-def label_of(directory: Path) -> str:
-    """A checkpoint name from the name of its directory."""
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", directory.absolute().name).strip("-._+")[:100] or "checkpoint"
 
 
 def read_names(path: Path) -> tuple[str, ...]:
