@@ -13,7 +13,7 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 
-.PHONY: soak overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
+.PHONY: soak overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -30,7 +30,7 @@ $(VENV)/.runtime: pyproject.toml $(LOCK) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.runtime app/client/pyproject.toml
-	$(BIN)/$(PIP_INSTALL) -e '.[dev,train,load,tracing]' -e app/client
+	$(BIN)/$(PIP_INSTALL) -e '.[dev,train,load,bench,tracing]' -e app/client
 	@touch $@
 
 # Debian's prometheus and promtool, unpacked below .cache; the tests that need them say so where this fails.
@@ -59,6 +59,9 @@ bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetenso
 
 bench-front: $(VENV)/.installed ## requests a second beside a bare ASGI function, by wrk: ARGS="--rounds 9"
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
+
+bench-retrieve: $(VENV)/.installed ## the exact search beside faiss and the memory's bandwidth: ARGS="--threads 1 --approximate 0"
+	$(BIN)/python -m loadtest.bench.retrieve $(ARGS)
 
 profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile

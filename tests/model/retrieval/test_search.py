@@ -14,33 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtest.bench.retrieve import Rows, clustered, crowded, isotropic
 from model.native import build
 from model.native.search import NativeIndex
 from model.retrieval.search import Found, Index, TorchIndex, Wish, bits_of, mask_of, score_rows
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
-
-Rows = np.ndarray[Any, np.dtype[np.float32]]
-
-
-def unit(rows: Any) -> Rows:
-    scaled: Rows = np.ascontiguousarray(rows / np.linalg.norm(rows, axis=-1, keepdims=True), np.float32)
-    return scaled
-
-
-def isotropic(rng: np.random.Generator, count: int, width: int) -> Rows:
-    return unit(rng.standard_normal((count, width)))
-
-
-def clustered(rng: np.random.Generator, count: int, width: int) -> Rows:
-    centres = rng.standard_normal((max(1, count // 100), width))
-    return unit(centres[rng.integers(0, len(centres), count)] + 0.3 * rng.standard_normal((count, width)))
-
-
-def crowded(rng: np.random.Generator, count: int, width: int) -> Rows:
-    """As the published corpus: the best scores lie close together, near 0.9."""
-    return unit(rng.standard_normal(width) + 0.4 * rng.standard_normal((count, width)))
 
 
 def with_duplicates(rng: np.random.Generator, count: int, width: int) -> Rows:
