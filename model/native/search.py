@@ -43,13 +43,14 @@ class NativeIndex:
         """vectors: float32 `[n, D]`, C-ordered, finite. `threads` 0 takes torch's number."""
         if vectors.dtype != np.float32 or not vectors.flags.c_contiguous or vectors.ndim != 2 or not len(vectors):
             raise ValueError("vectors must be C-ordered float32 [n, D], one row at least")
+        self._handle: ctypes.c_void_p | None = None
         built = build_kernel(kernel_directory, *defines, source="search")
         self.note = built.note
         self.library = open_library(built.path, [CWish])
         self.library.search_run.argtypes = (Pointer, Pointer, Int64)
         self.library.search_destroy.argtypes = (Pointer,)
         self._vectors = vectors
-        self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
+        self._handle = ctypes.c_void_p()
         rows, width = (Int64(size) for size in vectors.shape)
         count = Int64(threads or torch.get_num_threads())
         made = self.library.search_create(Pointer(vectors.ctypes.data), rows, width, count, ctypes.byref(self._handle))

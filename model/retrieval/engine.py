@@ -1,0 +1,229 @@
+"""`RetrievalEngine`: user vectors from the cache or the user tower, then the exact search, for a batch of requests at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.cache import ContextCache, ContextKey
+from model.engine import CacheStats, EngineError
+from model.inputs import Context, Ids
+from model.native.build import KernelUnavailable
+from model.native.search import NativeIndex
+from model.native.tower import NativeTower
+from model.retrieval.corpus import Corpus
+from model.retrieval.search import Found, Index, TorchIndex, Wish
+from model.retrieval.segment import Filters, Segment
+from model.retrieval.towers import Towers
+from model.tolerances import RETRIEVAL
+
+CHECKED_POSTS = 64  # of the corpus, at warm-up
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more."""
+
+    context: Context
+    k: int
+    filters: Filters
+    least: float = -np.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Retrieved:
+    """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `topics`: a name
+    or None for each. `visible`: rows that the filters left. `scored`: rows that were scored in fp32. `cached`: whether the user's
+    vector came from the cache."""
+
+    post_ids: Ids
+    author_ids: Ids
+    scores: NDArray[np.float32]
+    topics: list[str | None]
+    visible: int
+    scored: int
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """What one batch gave, in the order of its requests, and how long its two parts took."""
+
+    retrieved: list[Retrieved]
+    encode_seconds: float
+    search_seconds: float
+
+
+class Tower(Protocol):
+    """Something that encodes users."""
+
+    notes: dict[str, Any]
+
+    def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
+        """Unit vectors `[B, D]`. A user's bits do not depend on the others."""
+        ...
+
+    def close(self) -> None:
+        """Free its memory."""
+        ...
+
+
+class TorchTower:
+    """The definition, one user at a time, so that a user's bits do not depend on the others."""
+
+    def __init__(self, towers: Towers, dtype: torch.dtype, note: str) -> None:
+        self._towers = towers
+        self._dtype = dtype
+        self.notes: dict[str, Any] = {"backend": "torch", "dtype": str(dtype).removeprefix("torch."), "reason": note}
+
+    def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
+        """As `Tower.encode`."""
+        return np.concatenate([self._towers.encode_users([context], self._dtype).numpy() for context in contexts])
+
+    def close(self) -> None:
+        """The towers belong to the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalOptions:
+    """What an operator may choose; as `EngineOptions`, but that `auto` is float32: a user vector is cached, and its last bits
+    decide which posts are near ties. `cache_bytes` bounds the cache of user vectors."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    backend: Literal["auto", "native", "torch"] = "auto"
+    cache_bytes: int = 16 * 2**20
+    threads: int = 0
+    kernel_directory: Path | None = None
+
+
+class RetrievalEngine:
+    """Two towers and the corpus that their candidate tower made, on a CPU. Used by one thread at a time but for `cache_stats`.
+
+    Raises ValueError for a corpus of another width; EngineError where the choice cannot run here.
+    """
+
+    def __init__(self, towers: Towers, corpus: Corpus, options: RetrievalOptions = RetrievalOptions()) -> None:
+        if corpus.width != towers.config.width:
+            raise ValueError(f"the corpus has vectors of width {corpus.width}, the towers of {towers.config.width}")
+        self.config = towers.config
+        self.towers = towers
+        self.options = options
+        dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+        self._tower = self._make_tower(dtype)
+        self.notes: dict[str, Any] = {"user_tower": self._tower.notes}
+        self._segment = Segment(corpus, self._make_index(corpus.vectors))
+        self._users: ContextCache[NDArray[np.float32]] = ContextCache(options.cache_bytes, prefixes=False)
+
+    @property
+    def corpus(self) -> Corpus:
+        """What is searched."""
+        return self._segment.corpus
+
+    def warm_up(self) -> None:
+        """Touch what a request touches, and compare some posts and their scores with the definition. Raises EngineError."""
+        corpus = self.corpus
+        rows = np.flatnonzero(~corpus.hidden)[:CHECKED_POSTS]
+        if len(rows):
+            ours = self.towers.encode_posts(corpus.post_ids[rows], corpus.author_ids[rows]).numpy()
+            tolerance = RETRIEVAL[self.towers.tables.post.dtype].posts
+            if not np.abs(ours - corpus.vectors[rows]).max() <= tolerance:
+                raise EngineError("the corpus does not hold the vectors of this retrieval checkpoint")
+            self._check_search(corpus, rows)
+        nobody = np.empty(0, np.int64)
+        empty = Context(1, nobody.view(np.uint64), nobody.view(np.uint64), np.zeros((0, self.config.actions), np.float32),
+                        nobody, np.empty(0, np.float32))  # fmt: skip
+        self.retrieve([Request(empty, 1, Filters(nobody.view(np.uint64)))])
+        self._users.clear()
+
+    def retrieve(self, requests: Sequence[Request]) -> Answers:
+        """Answers in the order of the requests, which share one scan of the corpus. What a request gets does not depend on the
+        others."""
+        started = time.perf_counter()
+        users, cached = self._encode([request.context for request in requests])
+        encoded = time.perf_counter()
+        wishes = [
+            Wish(user, request.k, self._segment.visible(request.filters), request.least)
+            for user, request in zip(users, requests, strict=True)
+        ]
+        found = self._segment.index.search(wishes)
+        retrieved = [self._retrieved(*pair) for pair in zip(found, cached, strict=True)]
+        return Answers(retrieved, encoded - started, time.perf_counter() - encoded)
+
+    def cache_stats(self) -> CacheStats:
+        """Of the user vectors; safe to call from any thread."""
+        return self._users.stats()
+
+    def close(self) -> None:
+        """Free the indexes, the user tower and the cache."""
+        self._users.clear()
+        self._tower.close()
+        self._segment.close()
+
+    def _make_tower(self, dtype: torch.dtype) -> Tower:
+        options = self.options
+        if options.backend == "torch":
+            return TorchTower(self.towers, dtype, "chosen by the operator")
+        try:
+            return NativeTower(
+                self.towers,
+                dtype,
+                threads=options.threads,
+                kernel_directory=options.kernel_directory,
+                only_if_fast=options.backend == "auto",
+            )
+        except KernelUnavailable as error:
+            if options.backend == "native":
+                raise
+            return TorchTower(self.towers, dtype, str(error))
+
+    def _make_index(self, vectors: NDArray[np.float32]) -> Index:
+        options = self.options
+        try:
+            if options.backend == "torch":
+                raise KernelUnavailable("chosen by the operator")
+            index = NativeIndex(vectors, threads=options.threads, kernel_directory=options.kernel_directory)
+            self.notes["search"] = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
+            return index
+        except KernelUnavailable as error:
+            if options.backend == "native":
+                raise
+            self.notes["search"] = {"backend": "torch", "reason": str(error)}
+            return TorchIndex(vectors)
+
+    def _encode(self, contexts: Sequence[Context]) -> tuple[list[NDArray[np.float32]], list[bool]]:
+        """User vectors, and which of them were known."""
+        keys = [ContextKey.of(context, self.config) for context in contexts]
+        known = {key: vector for key in keys if (vector := self._users.find(key)) is not None}
+        cached = [key in known for key in keys]
+        missing = {key: context for key, context in zip(keys, contexts, strict=True) if key not in known}
+        if missing:
+            for key, vector in zip(missing, self._tower.encode(list(missing.values())), strict=True):
+                self._users.find_prefix(key)  # counts the miss
+                self._users.insert(key, vector, vector.nbytes)
+                known[key] = vector
+        return [known[key] for key in keys], cached
+
+    def _retrieved(self, found: Found, cached: bool) -> Retrieved:
+        corpus, rows = self.corpus, found.rows
+        names: list[str | None] = [None] * len(rows)
+        if corpus.topics is not None:
+            names = [corpus.topic_names[topic] if topic >= 0 else None for topic in corpus.topics[rows].tolist()]
+        ids = corpus.post_ids[rows], corpus.author_ids[rows]
+        return Retrieved(*ids, found.scores, names, found.visible, found.scored, cached)
+
+    def _check_search(self, corpus: Corpus, rows: NDArray[np.int64]) -> None:
+        vectors = np.ascontiguousarray(corpus.vectors[rows])
+        plain, index = TorchIndex(vectors, exhaustive=True), self._make_index(vectors)
+        for vector in vectors[:4]:
+            wish = Wish(vector, len(rows))
+            (ours,), (theirs,) = index.search([wish]), plain.search([wish])
+            if ours.rows.tobytes() != theirs.rows.tobytes() or ours.scores.tobytes() != theirs.scores.tobytes():
+                raise EngineError("the search does not give the definition's rows and bits on this device")
+        index.close()

@@ -1,0 +1,70 @@
+"""Posts that one index searches, and which of them a request may see: masks are made here, before the search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from model.inputs import Ids
+from model.retrieval.corpus import Corpus
+from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filters:
+    """What a request wants hidden. `exclude`: uint64 post ids. `topics`: any of these names; None for all, and a name that the
+    corpus lacks matches nothing. `created_after`: Unix seconds; posts from before it or of an unknown time are hidden."""
+
+    exclude: Ids
+    topics: tuple[str, ...] | None = None
+    created_after: int | None = None
+
+
+class Segment:
+    """A corpus with its index. `shown` are the bits of the rows that any search may return. Used by one thread at a time."""
+
+    def __init__(self, corpus: Corpus, index: Index) -> None:
+        self.corpus = corpus
+        self.index = index
+        self.shown: Bits = bits_of(~corpus.hidden)
+        self._topic_bits: dict[str, Bits] = {}
+
+    def visible(self, filters: Filters) -> Bits:
+        """The bits of the rows that are left."""
+        bits = self.shown
+        if filters.topics is not None:
+            wanted = np.zeros_like(bits)
+            for topic in filters.topics:
+                wanted |= self._bits_of_topic(topic)
+            bits = bits & wanted
+        if filters.created_after is not None:
+            created = self.corpus.created_at
+            recent = (
+                np.zeros(len(self.corpus), np.bool_) if created is None else created >= max(filters.created_after, 1)
+            )
+            bits = bits & bits_of(recent)
+        return without(bits, self.corpus, filters.exclude)
+
+    def close(self) -> None:
+        """Free the index."""
+        self.index.close()
+
+    def _bits_of_topic(self, topic: str) -> Bits:
+        corpus = self.corpus
+        if corpus.topics is None or topic not in corpus.topic_names:
+            return np.zeros_like(self.shown)
+        if topic not in self._topic_bits:
+            self._topic_bits[topic] = bits_of(corpus.topics == corpus.topic_names.index(topic))
+        return self._topic_bits[topic]
+
+
+def without(bits: Bits, corpus: Corpus, post_ids: Ids) -> Bits:
+    """The bits less those of some posts; the same object where the corpus has none of them."""
+    rows = corpus.rows_of(post_ids)
+    if not len(rows):
+        return bits
+    words, places = np.divmod(rows.astype(np.uint64), np.uint64(WORD_ROWS))
+    left = bits.copy()
+    np.bitwise_and.at(left, words.astype(np.int64), ~(np.uint64(1) << places))
+    return left

@@ -1,0 +1,176 @@
+"""The retrieval engine against the published users and the plain search: batches, cache, filters, fallbacks, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.engine import EngineError
+from model.inputs import Context
+from model.native.kernel import Kernel
+from model.native.tower import NativeTower
+from model.retrieval.corpus import Corpus
+from model.retrieval.engine import Request, RetrievalEngine, RetrievalOptions, Retrieved
+from model.retrieval.segment import Filters
+from model.tolerances import RETRIEVAL
+from tests import retrieval_goldens as goldens
+from tests.goldens import GOLDEN
+from weights.checkpoint import Encoder
+
+NAME = "retrieval-mlp-gqa"
+NONE = np.empty(0, np.uint64)
+BACKENDS: list[Any] = ["native", "torch"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return goldens.imported(GOLDEN / NAME / "retrieval", tmp_path_factory.mktemp("engine") / "towers")
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    posts = goldens.arrays(GOLDEN / NAME / "corpus.npz")
+    names, topics = np.unique(posts["topics"], return_inverse=True)
+    ids = posts["post_ids"].astype(np.uint64), posts["author_ids"].astype(np.uint64)
+    created = np.arange(len(topics)) * 60
+    vectors = posts["candidate_representations"]
+    return Corpus("x", "1", "d", *ids, vectors, created, topics.astype(np.int32), tuple(names.tolist()))
+
+
+@pytest.fixture(scope="module")
+def contexts(encoder: Encoder) -> list[Context]:
+    return goldens.contexts(NAME, encoder.towers.config)
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest, encoder: Encoder, corpus: Corpus) -> RetrievalEngine:
+    made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(backend=request.param, threads=2))
+    made.warm_up()
+    return made
+
+
+def wanted(context: Context, k: int = 50, **filters: Any) -> Request:
+    return Request(context, k, Filters(filters.pop("exclude", NONE), **filters))
+
+
+def same(ours: Retrieved, theirs: Retrieved) -> bool:
+    return ours.post_ids.tobytes() == theirs.post_ids.tobytes() and ours.scores.tobytes() == theirs.scores.tobytes()
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_native_tower_has_the_published_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    towers = goldens.imported(GOLDEN / name / "retrieval", tmp_path / "towers").towers
+    expected = goldens.arrays(GOLDEN / name / "expected.npz")
+    contexts = goldens.contexts(name, towers.config)
+    tower = NativeTower(towers, dtype, threads=2)
+    together = tower.encode(contexts)
+    for index, context in enumerate(contexts):
+        kind = str(dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float32", "fp32")
+        off = np.abs(together[index] - expected[f"{index}/user_repr_{kind}"]).max()
+        assert off <= RETRIEVAL[dtype].elements
+        assert tower.encode([context])[0].tobytes() == together[index].tobytes(), "alone and in a batch"
+    one_thread = NativeTower(towers, dtype, threads=1).encode(contexts[::-1])[::-1]
+    assert one_thread.tobytes() == together.tobytes()
+
+
+def test_the_published_posts_are_retrieved(engine: RetrievalEngine, contexts: list[Context], corpus: Corpus) -> None:
+    expected = goldens.arrays(GOLDEN / NAME / "expected.npz")
+    answers = engine.retrieve([wanted(context) for context in contexts]).retrieved
+    for index, answer in enumerate(answers):
+        scores = expected[f"{index}/top_k_scores_fp32"]
+        if index == 7:  # nobody: every score is 0; two rows of the corpus are hidden, one of them for its zero vector
+            continue
+        kept = ~corpus.hidden[expected[f"{index}/top_k_indices_fp32"]]
+        count = int(kept.sum())
+        np.testing.assert_allclose(answer.scores[:count], scores[kept], atol=RETRIEVAL[torch.float32].scores, rtol=0)
+        ids = corpus.post_ids[expected[f"{index}/top_k_indices_fp32"]][kept]
+        moved = scores[kept][answer.post_ids[:count] != ids]
+        assert all(np.sort(np.abs(scores - score))[1] < 2e-6 for score in moved)
+
+
+def test_nothing_depends_on_the_batch_or_the_cache(engine: RetrievalEngine, contexts: list[Context]) -> None:
+    together = engine.retrieve([wanted(context) for context in contexts]).retrieved
+    assert not any(answer.cached for answer in together)
+    again = engine.retrieve([wanted(context) for context in contexts[::-1]]).retrieved[::-1]
+    assert all(answer.cached for answer in again)
+    fresh = RetrievalEngine(engine.towers, engine.corpus, replace(engine.options, cache_bytes=0))
+    alone = [fresh.retrieve([wanted(context)]).retrieved[0] for context in contexts]
+    for answers in (again, alone):
+        assert all(map(same, together, answers))
+    stats = engine.cache_stats()
+    assert (stats.hits, stats.misses) == (len(contexts), len(contexts) + 1), "one miss of the warm-up"
+    assert fresh.cache_stats().entries == 0
+
+
+def test_a_vector_is_cached_by_the_exact_events(engine: RetrievalEngine, contexts: list[Context]) -> None:
+    context = contexts[4]
+    changed = replace(context, surfaces=np.concatenate((context.surfaces[:-1], [(context.surfaces[-1] + 1) % 16])))
+    dwelled = replace(context, dwell_seconds=context.dwell_seconds + 7)
+    first, other, same_user = engine.retrieve([wanted(one) for one in (context, changed, dwelled)]).retrieved
+    assert not same(first, other)
+    assert same(first, same_user), "dwell is nothing to the towers"
+    assert engine.cache_stats().entries == 2
+
+
+def test_filters_come_before_the_best(engine: RetrievalEngine, contexts: list[Context], corpus: Corpus) -> None:
+    context = contexts[4]
+    (everything,) = engine.retrieve([wanted(context, 256)]).retrieved
+    assert everything.visible == len(everything.post_ids) == len(corpus) - int(corpus.hidden.sum())
+    row = {post: place for place, post in reversed(list(enumerate(corpus.post_ids.tolist())))}
+    assert corpus.topics is not None
+    topic = corpus.topic_names[int(corpus.topics[row[everything.post_ids[0].item()]])]
+    exclude = np.array([everything.post_ids[0], everything.post_ids[3], 12345], np.uint64)
+    cases: list[tuple[Request, Any]] = [
+        (wanted(context, 9, exclude=exclude), lambda place: everything.post_ids[place] not in exclude),
+        (wanted(context, 9, topics=(topic, "nothing")), lambda place: everything.topics[place] == topic),
+        (wanted(context, 9, topics=("nothing",)), lambda place: False),
+        (wanted(context, 9, topics=()), lambda place: False),
+        (wanted(context, 9, created_after=6001), lambda place: row[everything.post_ids[place].item()] * 60 >= 6001),
+        (replace(wanted(context, 256), least=0.1), lambda place: everything.scores[place] >= np.float32(0.1)),
+    ]
+    answers = engine.retrieve([request for request, _ in cases]).retrieved
+    for answer, (request, shown) in zip(answers, cases, strict=True):
+        places = [place for place in range(len(everything.post_ids)) if shown(place)]
+        assert answer.post_ids.tolist() == everything.post_ids[places[: request.k]].tolist()
+        assert answer.scores.tobytes() == everything.scores[places[: request.k]].tobytes()
+        if request.least == -np.inf:
+            assert answer.visible == len(places)
+
+
+def test_without_times_a_maximum_age_hides_all(engine: RetrievalEngine, contexts: list[Context]) -> None:
+    corpus = replace(engine.corpus, created_at=None, topics=None)
+    timeless = RetrievalEngine(engine.towers, corpus, engine.options)
+    (answer,) = timeless.retrieve([wanted(contexts[0], created_after=1)]).retrieved
+    assert (len(answer.post_ids), answer.visible) == (0, 0)
+    (answer,) = timeless.retrieve([wanted(contexts[0])]).retrieved
+    assert answer.topics == [None] * 50
+
+
+def test_the_corpus_of_other_towers_is_refused(encoder: Encoder, corpus: Corpus) -> None:
+    turned = replace(corpus, vectors=np.ascontiguousarray(corpus.vectors[:, ::-1]))
+    with pytest.raises(EngineError, match="does not hold the vectors of this retrieval checkpoint"):
+        RetrievalEngine(encoder.towers, turned).warm_up()
+    narrow = replace(corpus, vectors=np.ascontiguousarray(corpus.vectors[:, :32]))
+    with pytest.raises(ValueError, match="vectors of width 32, the towers of 64"):
+        RetrievalEngine(encoder.towers, narrow)
+
+
+def test_what_runs_instead_is_said_with_the_reason(
+    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert RetrievalEngine(encoder.towers, corpus).notes["user_tower"]["backend"] == "native"
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "vector_bits", lambda self: 128)
+        engine = RetrievalEngine(encoder.towers, corpus)
+        assert "AVX-512" in engine.notes["user_tower"]["reason"]
+        assert engine.notes["search"] == {"backend": "native"}
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    engine = RetrievalEngine(encoder.towers, corpus)
+    engine.warm_up()
+    assert all("install g++" in engine.notes[what]["reason"] for what in ("user_tower", "search"))
