@@ -39,7 +39,8 @@ def build_server(settings: Settings, service: RankingService | None = None) -> R
         side_apps[settings.admin.host, settings.admin.port] = create_admin_app(
             settings.admin, reloader, service.metrics
         )
-    return RankingServer(create_app(settings, service), side_apps, service, reloader, settings)
+    app = create_app(settings, service)
+    return RankingServer(app, side_apps, service, reloader, settings, {(b"POST", b"/rank"): app.rank})
 
 
 def run(settings: Settings) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from app.errors import ServiceError
 from app.telemetry.metrics import Metrics
 from model.engine import CacheResult, EngineInfo
 from model.inputs import Candidates, Context, Scores
@@ -46,8 +48,12 @@ class Ticket(Protocol):
     """A reserved place in the queue of one model version. Give it to `Service.rank`, or release it."""
 
     def release(self) -> None:
-        """Free the place; a second time does nothing."""
+        """Free the place, and drop what is not computed: nobody is told any more. A second time does nothing."""
         ...
+
+
+Done = Callable[[Ranked | ServiceError], None]
+"""Told once how a request ended: its scores, or DeadlineExceeded, NonFiniteScores or EngineDown."""
 
 
 class Service(Protocol):
@@ -77,8 +83,8 @@ class Service(Protocol):
         """Reserve room for one request on `model`. Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
         ...
 
-    async def rank(self, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
-        """Scores in the order of the candidates. Raises DeadlineExceeded, NonFiniteScores or EngineDown."""
+    def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
+        """Score the candidates, in their order. `done` is called once, later, unless the ticket is released before."""
         ...
 
     def health(self) -> Health:
@@ -100,6 +106,19 @@ class Service(Protocol):
     def has_running_threads(self) -> bool:
         """Whether native code still runs that an orderly end of the process would wait for."""
         ...
+
+
+async def ranked(service: Service, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
+    """`Service.rank` for a task. Raises the error that it ended with; cancelling it drops the work."""
+    ended: asyncio.Future[Ranked | ServiceError] = asyncio.get_running_loop().create_future()
+    try:
+        service.rank(ticket, context, candidates, ended.set_result)
+        result = await ended
+    finally:
+        ticket.release()
+    if isinstance(result, ServiceError):
+        raise result
+    return result
 
 
 class CheckpointNotFound(LookupError):

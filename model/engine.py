@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from model.config import CandidatePositions, ModelConfig
 from model.inputs import Candidates, Context, Scores
@@ -82,6 +82,26 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the weights' and the cache's memory."""
+        ...
+
+
+@runtime_checkable
+class OverlappingEngine(Engine, Protocol):
+    """An engine that can also compute in native threads while its caller goes on: one forward at a time, begun, then finished.
+
+    After `open`, all but `cache_stats` and `close` belong to one thread, and `forward` waits for nothing that was begun.
+    """
+
+    def open(self) -> int | None:
+        """A descriptor that becomes readable when a forward has ended; None where the system has no thread left for it."""
+        ...
+
+    def begin(self, items: Sequence[Item]) -> None:
+        """Begin what `forward` does. Raises EngineError where it cannot begin; then there is nothing to finish."""
+        ...
+
+    def finish(self) -> list[Outcome]:
+        """What `forward` returns, of the forward that has ended. Raises EngineError."""
         ...
 
 

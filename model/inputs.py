@@ -65,8 +65,8 @@ class Candidates:
 
     def __post_init__(self) -> None:
         """Raises ValueError for columns of unequal length or other width: engines join the columns of many requests as bytes."""
-        columns = (self.post_ids, self.author_ids, self.surfaces, self.age_buckets)
-        if any(column.nbytes != 8 * len(self.post_ids) for column in columns):
+        bytes_each = {self.post_ids.nbytes, self.author_ids.nbytes, self.surfaces.nbytes, self.age_buckets.nbytes}
+        if bytes_each != {8 * len(self.post_ids)}:
             raise ValueError("the columns of candidates must be equally long and 64 bits wide")
 
     def __len__(self) -> int:
@@ -117,7 +117,8 @@ class Scores:
 
 def age_bucket(impression_ts: int, created_at: NDArray[np.int64], config: ModelConfig) -> NDArray[np.int64]:
     """Row of the post-age table for posts created at the given Unix seconds; 0 where a time is 0 or the age is negative."""
-    minutes = (impression_ts - created_at) // 60
-    buckets = np.clip(minutes // config.post_age_granularity_minutes + 1, 0, config.post_age_buckets - 1)
-    unknown = (created_at == 0) | (impression_ts == 0) | (impression_ts < created_at)
-    return np.where(unknown, 0, buckets).astype(np.int64)
+    seconds = impression_ts - created_at
+    buckets = seconds // (60 * config.post_age_granularity_minutes) + 1
+    np.minimum(buckets, config.post_age_buckets - 1, out=buckets)
+    buckets *= (seconds >= 0) & (created_at != 0) & (impression_ts != 0)
+    return buckets

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from app.engine.loading import Loader
-from app.engine.worker import EngineWorker, Events, RankJob
+from app.engine.rank_job import RankJob
+from app.engine.thread import EngineThread
+from app.engine.worker import EngineWorker, Events
 from app.interface import ReloadInProgress, ServedModel
 from app.scheduling.forecast import Running
 from app.scheduling.job import Clock
@@ -30,18 +32,17 @@ class Versions:
         """Load and warm a model in a thread of its own. Raises what `load` raises, or ReloadInProgress."""
         if self._loading:
             raise ReloadInProgress("another checkpoint is being loaded")
-        worker = EngineWorker(load, self.batching, self.events, self.clock, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
         self._loading = True
+        thread = EngineThread(load, self.events.warming, loop, self.clock)
         try:
-            worker.start()
-            await asyncio.wait([worker.ready])
+            await asyncio.wait([thread.ready])
         except asyncio.CancelledError:
-            worker.close()  # once it has loaded
+            thread.close()  # once it has loaded
             raise
         finally:
             self._loading = False
-        worker.ready.result()
-        return worker
+        return EngineWorker(thread, self.batching, self.events, self.clock, loop)
 
     def install(self, worker: EngineWorker) -> None:
         """Serve new requests with it; the one before is freed when its last request is answered."""
@@ -82,7 +83,7 @@ class Versions:
         return [job for worker in self._all for job in worker.abandon()]
 
     async def close(self, timeout_seconds: float) -> None:
-        """End all threads after their present forward; one that hangs is left behind."""
+        """Free all engines after their present forward; one that hangs is left behind."""
         workers = list(self._all)
         for worker in workers:
             worker.close()

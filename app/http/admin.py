@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized
 from app.http.asgi import check_media_type, read_body
-from app.http.observe import Observe
+from app.http.observe import Observe, Recorder
 from app.http.problems import HANDLERS
 from app.interface import CheckpointNotFound, ReloadInProgress, Reloads
 from app.request import strict_json
@@ -70,7 +70,7 @@ def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Sta
     return Starlette(
         routes=[Route(PATH, reload, methods=["POST"])],
         exception_handlers=HANDLERS,
-        middleware=[Middleware(Observe, metrics=metrics, routes={PATH}, request_log=RequestLog())],
+        middleware=[Middleware(Observe, recorder=Recorder(metrics, {PATH}, RequestLog()))],
     )
 
 

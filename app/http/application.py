@@ -8,16 +8,19 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.errors import NotReady
+from app.errors import InternalError, NotReady
 from app.http import operations
 from app.http.asgi import HeadAsGet
-from app.http.observe import Observe
+from app.http.direct import RankEndpoint
+from app.http.observe import Observe, Recorder
 from app.http.openapi import PREFERRED, describe_app
 from app.http.problems import HANDLERS
-from app.http.rank import RankEndpoint, Ranking
+from app.http.rank import Ranking
 from app.http.rank_batch import BatchEndpoint
 from app.interface import Service
 from app.settings import Settings
@@ -31,17 +34,22 @@ DESCRIPTION = (
 
 
 class Application(FastAPI):
-    """FastAPI, but the endpoints that rank are called without its layers, which cost more than a small model takes."""
+    """FastAPI, but the endpoints that rank are called without its layers, which cost more than a small model takes.
 
-    direct: Mapping[tuple[str, str], ASGIApp] = {}  # (method, path) → endpoint
+    `rank` is for a server that can do without ASGI as well.
+    """
+
+    recorder: Recorder
+    rank: RankEndpoint
+    endpoints: Mapping[tuple[str, str], ASGIApp] = {}  # (method, path) → endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Middleware that is added later does not see the direct endpoints."""
-        endpoint = self.direct.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        """ASGI. Middleware that is added later does not see these endpoints."""
+        endpoint = self.endpoints.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
         await (endpoint or super().__call__)(scope, receive, send)
 
 
-def create_app(settings: Settings, service: Service) -> FastAPI:
+def create_app(settings: Settings, service: Service) -> Application:
     """The service as one ASGI application; its lifespan starts and stops the service.
 
     `app.state` holds `service` and `metrics`. Raises SettingsProblem where tracing is asked for and not installed.
@@ -49,17 +57,16 @@ def create_app(settings: Settings, service: Service) -> FastAPI:
     routers = [operations.probes(service), operations.info(service, settings)]
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
+    app = _application(settings, service, routers, ("/rank", "/rank/batch"), tracer)
     ranking = Ranking(service, settings)
-    endpoints: dict[str, ASGIApp] = {
-        "/rank": RankEndpoint(ranking),
-        "/rank/batch": BatchEndpoint(ranking, settings.batching),
-    }
-    app = _application(settings, service, routers, endpoints, tracer)
+    app.rank = RankEndpoint(ranking, app.recorder)
+    batch = Observe(BatchEndpoint(ranking, settings.batching), app.recorder)
+    app.endpoints = {("POST", "/rank"): app.rank, ("POST", "/rank/batch"): batch}
     app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
     return app
 
 
-def create_probe_app(settings: Settings, service: Service) -> FastAPI:
+def create_probe_app(settings: Settings, service: Service) -> Application:
     """Probes, metrics and /info alone, for a port that the outside does not see."""
     routers = [operations.probes(service), operations.metrics(service), operations.info(service, settings)]
     return _application(settings, service, routers)
@@ -69,7 +76,7 @@ def _application(
     settings: Settings,
     service: Service,
     routers: Sequence[APIRouter],
-    endpoints: Mapping[str, ASGIApp] | None = None,
+    ranking_paths: Sequence[str] = (),
     tracer: RequestTracer | None = None,
 ) -> Application:
     @asynccontextmanager
@@ -80,12 +87,11 @@ def _application(
         if tracer is not None:
             tracer.close()
 
-    endpoints = endpoints or {}
     app = Application(
         title="Phoenix ranking server",
         version=version("phoenix-ranking-server"),
         description=DESCRIPTION,
-        routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()],  # for 405
+        routes=[Route(path, _not_reached, methods=["POST"]) for path in ranking_paths],  # for 405
         lifespan=lifespan,
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
@@ -97,15 +103,13 @@ def _application(
     known = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = {path for route in known if (path := getattr(route, "path", None))}
     app.add_middleware(HeadAsGet)
-    noted: dict[str, Any] = {
-        "metrics": service.metrics,
-        "routes": paths,
-        "request_log": RequestLog(settings.logs.success_sample),
-        "tracer": tracer,
-    }
-    app.add_middleware(Observe, **noted)
-    app.direct = {("POST", path): Observe(endpoint, **noted) for path, endpoint in endpoints.items()}
+    app.recorder = Recorder(service.metrics, paths, RequestLog(settings.logs.success_sample), tracer)
+    app.add_middleware(Observe, recorder=app.recorder)
     return app
+
+
+async def _not_reached(request: Request) -> Response:
+    raise InternalError
 
 
 def _action_names(service: Service) -> Any:

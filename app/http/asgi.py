@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,20 +14,7 @@ from app.telemetry.exchange import Exchange
 Headers = Mapping[bytes, bytes]
 JSON_TYPES = (b"application/json", b"application/json;charset=utf-8")
 EXCHANGE = "exchange"
-DIRECT = "ranker.direct"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
-
-
-class Direct(Protocol):
-    """What our own server offers beyond ASGI: see `server.direct`."""
-
-    def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write a whole reply at once; False where that cannot be done, and nothing was."""
-        ...
-
-    def watch(self, on_disconnect: Callable[[], object] | None) -> None:
-        """Call this once when the client disconnects; None: no longer."""
-        ...
 
 
 class ClientGone(Exception):
@@ -60,12 +46,6 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
-def direct_of(scope: Scope) -> Direct | None:
-    """What the connection offers beyond ASGI, if it is ours."""
-    found: Direct | None = scope.get("extensions", {}).get(DIRECT)
-    return found
-
-
 def request_id_of(headers: Headers) -> str | None:
     """The caller's X-Request-ID, if it may go into headers and logs."""
     sent = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -94,19 +74,28 @@ def _is_count(text: bytes) -> bool:
 
 def check_media_type(headers: Headers) -> None:
     """Raise UnsupportedMediaType for anything but plain JSON in UTF-8."""
-    sent = headers.get(b"content-type", b"").lower().replace(b" ", b"").replace(b'"', b"").rstrip(b";")
-    if sent not in JSON_TYPES:
+    sent = headers.get(b"content-type", b"")
+    if sent not in JSON_TYPES and sent.lower().replace(b" ", b"").replace(b'"', b"").rstrip(b";") not in JSON_TYPES:
         raise UnsupportedMediaType
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise UnsupportedMediaType("The body must not be compressed.")
 
 
-async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes | bytearray:
-    """The whole body. Raises TooLarge as soon as it is longer than the limit, keeping no more, and ClientGone."""
-    too_large = f"The body is longer than {limit_bytes} bytes."
+def check_length(headers: Headers, limit_bytes: int) -> None:
+    """Raise TooLarge for a body that says it is longer than the limit."""
     length = headers.get(b"content-length", b"0")
     if not _is_count(length) or int(length) > limit_bytes:
-        raise TooLarge(too_large)
+        raise too_long(limit_bytes)
+
+
+def too_long(limit_bytes: int) -> TooLarge:
+    """For a body that is longer than the limit, whether it says so or not."""
+    return TooLarge(f"The body is longer than {limit_bytes} bytes.")
+
+
+async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes | bytearray:
+    """The whole body. Raises TooLarge as soon as it is longer than the limit, keeping no more, and ClientGone."""
+    check_length(headers, limit_bytes)
     body = bytearray()
     while True:
         message = await receive()
@@ -114,7 +103,7 @@ async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> byt
             raise ClientGone
         chunk: bytes = message.get("body", b"")
         if len(body) + len(chunk) > limit_bytes:
-            raise TooLarge(too_large)
+            raise too_long(limit_bytes)
         if not message.get("more_body", False):
             return body + chunk if body else chunk
         body += chunk
@@ -123,49 +112,32 @@ async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> byt
 class Watching:
     """Cancel what runs inside when the client disconnects, and raise ClientGone then. The body must have been read."""
 
-    __slots__ = ("_direct", "_gone", "_receive", "_task", "_watcher")
+    __slots__ = ("_gone", "_receive", "_task", "_watcher")
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._direct = direct_of(scope)
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._gone = False
-        self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        if self._direct is not None:
-            self._direct.watch(self._leave)
-        else:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._direct is not None:
-            self._direct.watch(None)
-        if self._watcher is not None:
-            self._watcher.cancel()
+        self._watcher.cancel()
         if kind is asyncio.CancelledError and self._gone and not self._task.uncancel():
             raise ClientGone from None
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._leave()
-
-    def _leave(self) -> None:
         self._gone = True
         self._task.cancel()
 
 
-async def send_reply(
-    scope: Scope, send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]
-) -> None:
-    """Send a whole reply that carries the request's id, in one write where the connection is ours."""
-    exchange, direct = exchange_of(scope), direct_of(scope)
-    named = [*headers, (b"content-length", b"%d" % len(body)), (b"x-request-id", exchange.request_id.encode())]
-    if direct is not None and direct.reply(status, named, body):
-        exchange.status = status
-        return
-    await send({"type": "http.response.start", "status": status, "headers": named[:-1]})  # `Observe` adds the id
+async def send_reply(send: Send, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+    """Send a whole reply; `Observe` adds the request's id."""
+    named = [*headers, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": named})
     await send({"type": "http.response.body", "body": body})

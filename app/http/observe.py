@@ -1,4 +1,4 @@
-"""The outermost layer: names, counts and logs every request, and answers a fault of ours with a problem. Plain ASGI."""
+"""Names, counts and logs every request, and says which problem answers a fault of ours."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import traceback
 from collections.abc import Collection
 
 import structlog
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InternalError, ServiceError, TooLarge
-from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, request_id_of, send_reply
-from app.http.problems import problem_response
+from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, Headers, request_id_of, send_reply
+from app.http.problems import problem_reply
+from app.telemetry.distributions import Series
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog
 from app.telemetry.metrics import Metrics
@@ -27,7 +28,7 @@ OTHER = "other"
 log = structlog.get_logger("app.http.observe")
 _ids = random.Random(
     os.urandom(32)
-)  # unlike uuid4, no system call an id, in which the engine thread takes the interpreter lock
+)  # unlike uuid4, no system call an id, in which another thread takes the interpreter lock
 os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(32)))
 
 
@@ -36,29 +37,76 @@ def new_request_id() -> str:
     return f"{_ids.getrandbits(128):032x}"
 
 
-class Observe:
+class Recorder:
     """`routes` are the known paths: any other is one label, so that no caller can make a metric series."""
 
     def __init__(
         self,
-        app: ASGIApp,
         metrics: Metrics,
         routes: Collection[str],
         request_log: RequestLog,
         tracer: RequestTracer | None = None,
     ) -> None:
-        self.app = app
         self.metrics = metrics
         self.routes = frozenset(routes)
         self.request_log = request_log
         self.tracer = tracer
-        self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._series: dict[tuple[str, str, int], tuple[Counter, Series]] = {}
+
+    def begin(self, method: str, path: str, headers: Headers) -> Exchange:
+        """A request's headers have arrived."""
+        sent = request_id_of(headers)
+        return Exchange(
+            request_id=sent or new_request_id(),
+            is_named_by_caller=sent is not None,
+            started=time.perf_counter(),
+            method=method if method in METHODS else OTHER,
+            route=path if path in self.routes else UNMATCHED,
+        )
+
+    def problem(self, error: Exception, exchange: Exchange, *, is_begun: bool = False) -> ServiceError:
+        """What the caller is told of an error. Any that comes when the reply has begun is a fault of ours, which is logged."""
+        problem = error if isinstance(error, ServiceError) and not is_begun else InternalError()
+        exchange.code = problem.code
+        if problem is not error:
+            _log_fault(error, exchange)
+        return problem
+
+    def end(self, exchange: Exchange, headers: Headers) -> None:
+        """The reply is out, or the client has disconnected: `exchange.status` is 0 then."""
+        seconds = time.perf_counter() - exchange.started
+        exchange.status = exchange.status or CLIENT_GONE
+        requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
+        requests.inc()
+        duration.observe(seconds)
+        if exchange.code == TooLarge.code:
+            self.metrics.rejected.labels("too_large").inc()
+        trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, headers)
+        self.request_log.write(exchange, seconds, trace_id)
+
+    def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Series]:
+        """The counter and the histogram of these labels, looked up once."""
+        found = self._series.get((method, route, status))
+        if found is None:
+            counter = self.metrics.http_requests.labels(method, route, str(status))
+            found = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
+        return found
+
+
+class Observe:
+    """The outermost ASGI layer: records each request, and answers what the layers below did not."""
+
+    def __init__(self, app: ASGIApp, recorder: Recorder) -> None:
+        self.app = app
+        self.recorder = recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = self._begin(scope)
+        headers = dict(scope["headers"])
+        exchange = self.recorder.begin(scope["method"], scope["path"], headers)
+        scope.setdefault("state", {})[EXCHANGE] = exchange
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -73,52 +121,13 @@ class Observe:
             pass
         except Exception as error:
             is_begun = exchange.status != 0
-            problem = error if isinstance(error, ServiceError) and not is_begun else InternalError()
-            exchange.code = problem.code
-            if problem is not error:
-                _log_fault(error, exchange)
+            problem = self.recorder.problem(error, exchange, is_begun=is_begun)
             if is_begun:
                 exchange.status = problem.status
                 raise  # half a reply cannot be mended: the connection must end
-            response = problem_response(problem, exchange.request_id)
-            headers = [field for field in response.raw_headers if field[0] != b"content-length"]
-            await send_reply(scope, send_named, response.status_code, bytes(response.body), headers)
+            await send_reply(send_named, *problem_reply(problem, exchange.request_id))
         finally:
-            self._end(exchange, scope)
-
-    def _begin(self, scope: Scope) -> Exchange:
-        method, path = scope["method"], scope["path"]
-        sent = request_id_of(dict(scope["headers"]))
-        exchange = Exchange(
-            request_id=sent or new_request_id(),
-            is_named_by_caller=sent is not None,
-            started=time.perf_counter(),
-            method=method if method in METHODS else OTHER,
-            route=path if path in self.routes else UNMATCHED,
-        )
-        scope.setdefault("state", {})[EXCHANGE] = exchange
-        return exchange
-
-    def _end(self, exchange: Exchange, scope: Scope) -> None:
-        seconds = time.perf_counter() - exchange.started
-        exchange.status = exchange.status or CLIENT_GONE
-        requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
-        requests.inc()
-        duration.observe(seconds)
-        if exchange.code == TooLarge.code:
-            self.metrics.rejected.labels("too_large").inc()
-        trace_id = None
-        if self.tracer is not None:
-            trace_id = self.tracer.record(exchange, seconds, dict(scope["headers"]))
-        self.request_log.write(exchange, seconds, trace_id)
-
-    def _series_of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
-        """The counter and the histogram of these labels, looked up once."""
-        found = self._series.get((method, route, status))
-        if found is None:
-            counter = self.metrics.http_requests.labels(method, route, str(status))
-            found = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
-        return found
+            self.recorder.end(exchange, headers)
 
 
 def _log_fault(error: Exception, exchange: Exchange) -> None:

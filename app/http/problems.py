@@ -17,13 +17,14 @@ MEDIA_TYPE = "application/problem+json"
 MAX_RETRY_AFTER_SECONDS = 3600
 
 
-def problem_response(error: ServiceError, request_id: str) -> Response:
-    """The reply to a request that failed, with the error's own headers and Retry-After in whole seconds, at least one."""
-    headers = {name.lower(): value for name, value in error.headers.items()}
+def problem_reply(error: ServiceError, request_id: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of the reply to a request that failed; Retry-After in whole seconds, at least one."""
+    headers = [(b"content-type", MEDIA_TYPE.encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     if error.retry_after_seconds is not None:
         seconds = min(MAX_RETRY_AFTER_SECONDS, max(1, math.ceil(error.retry_after_seconds)))
-        headers["retry-after"] = str(seconds)
-    return Response(orjson.dumps(error.problem(request_id)), error.status, headers, MEDIA_TYPE)
+        headers.append((b"retry-after", b"%d" % seconds))
+    return error.status, headers, orjson.dumps(error.problem(request_id))
 
 
 async def on_service_error(request: Request, error: Exception) -> Response:
@@ -31,7 +32,10 @@ async def on_service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     exchange = exchange_of(request.scope)
     exchange.code = error.code
-    return problem_response(error, exchange.request_id)
+    status, headers, body = problem_reply(error, exchange.request_id)
+    response = Response(body, status)
+    response.raw_headers.extend(headers)
+    return response
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

@@ -1,26 +1,12 @@
-"""POST /rank: the path of a request from bytes to reply, in the order in which things may fail. Batches: `rank_batch`.
-
-Plain ASGI: FastAPI's own validation costs more than the small models take. Not for the documentation of the endpoints.
-"""
+"""What one request and a batch share, from headers and bytes to scores and a reply, in the order in which things may fail."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from starlette.types import Receive, Scope, Send
-
-from app.http.asgi import (
-    ClientGone,
-    Watching,
-    check_media_type,
-    exchange_of,
-    read_body,
-    send_reply,
-    timeout_seconds_of,
-)
+from app.http.asgi import Headers, check_length, check_media_type, timeout_seconds_of
 from app.http.auth import KeyRing
 from app.interface import Ranked, ServedModel, Service, Ticket
 from app.request import features, reply
@@ -59,19 +45,14 @@ class Ranking:
         self.metrics = service.metrics
         self._words: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
 
-    async def read(self, scope: Scope, receive: Receive, exchange: Exchange) -> tuple[bytes | bytearray, float | None]:
-        """The body and the deadline in seconds of the service's clock. Cheap refusals come first."""
-        headers = dict(scope["headers"])
+    def open(self, headers: Headers, exchange: Exchange) -> float | None:
+        """The deadline in seconds of the service's clock, None where the caller sets none. Refusals that need no body come here."""
         exchange.key = self.keys.caller(headers)
         self.service.check_open(exchange.key)
         check_media_type(headers)
+        check_length(headers, self.limits.max_body_bytes)
         timeout_seconds = timeout_seconds_of(headers)
-        deadline = None if timeout_seconds is None else self.service.clock() + timeout_seconds
-        try:
-            return await read_body(headers, receive, self.limits.max_body_bytes), deadline
-        except ClientGone:
-            self.metrics.cancelled.labels("body").inc()
-            raise
+        return None if timeout_seconds is None else self.service.clock() + timeout_seconds
 
     def decode(self, body: bytes | bytearray, exchange: Exchange) -> Body:
         """One request's JSON with its types checked."""
@@ -108,31 +89,24 @@ class Ranking:
         _add(exchange, "parse", seconds)
         return Prepared(model, ticket, request, context, candidates, form, seconds)
 
-    async def rank(self, job: Prepared) -> Ranked:
-        """The scores. Raises what `Service.rank` raises."""
-        return await self.service.rank(job.ticket, job.context, job.candidates)
-
-    async def render(self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> bytes:
-        """The reply to one request. A long one yields to other requests between its pieces."""
-        started = time.perf_counter()
+    def render(self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> Iterator[bytes]:
+        """The reply to one request, in pieces: other requests should be served between those of a long one."""
         stages = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
-        pieces: list[bytes] = []
-        for piece in reply.render(
+        for stage in ("queue", "forward"):  # requests of a batch run side by side
+            exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), stages[stage])
+        self.metrics.reply_probabilities.record(job.form.action_names, ranked.scores.probabilities)
+        pieces = reply.render(
             job.request,
             ranked.scores,
             job.form,
             history_used=len(job.context),
             timings_ms={stage: round(seconds * 1000, 3) for stage, seconds in stages.items()},
-        ):
-            if pieces and len(job.candidates) > reply.ROWS_IN_A_PIECE:
-                await asyncio.sleep(0)
-            pieces.append(piece)
-        self.metrics.reply_probabilities.record(job.form.action_names, ranked.scores.probabilities)
-        spent = exchange.stages
-        for stage in ("queue", "forward"):  # requests of a batch run side by side
-            spent[stage] = max(spent.get(stage, 0.0), stages[stage])
-        _add(exchange, "serialize", time.perf_counter() - started)
-        return b"".join(pieces)
+        )
+        started = time.perf_counter()
+        for piece in pieces:
+            _add(exchange, "serialize", time.perf_counter() - started)
+            yield piece
+            started = time.perf_counter()
 
     def headers(self, model: ServedModel, results: Sequence[Ranked], exchange: Exchange) -> list[tuple[bytes, bytes]]:
         """Headers of a reply with scores; a context counts as a hit when all of it came from the cache."""
@@ -153,24 +127,6 @@ class Ranking:
         if self._words is None or self._words[0] is not manifest:
             self._words = (manifest, Vocabulary.of(manifest), ReplyFormat.of(manifest))
         return self._words[1], self._words[2]
-
-
-class RankEndpoint:
-    """One request, as an ASGI application. It raises ServiceError and ClientGone, which the layers around it answer."""
-
-    def __init__(self, ranking: Ranking) -> None:
-        self.ranking = ranking
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ranking, exchange = self.ranking, exchange_of(scope)
-        raw, deadline = await ranking.read(scope, receive, exchange)
-        job = ranking.prepare(ranking.decode(raw, exchange), deadline, exchange)
-        if job.request.request_id is not None and not exchange.is_named_by_caller:
-            exchange.request_id = job.request.request_id
-        with Watching(scope, receive):
-            ranked = await ranking.rank(job)
-        body = await ranking.render(job, ranked, exchange.stages["parse"], exchange)
-        await send_reply(scope, send, 200, body, ranking.headers(job.model, [ranked], exchange))
 
 
 def _add(exchange: Exchange, stage: str, seconds: float) -> None:

@@ -10,9 +10,9 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from app.errors import Overloaded, ServiceError
-from app.http.asgi import Watching, exchange_of, send_reply
+from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
 from app.http.rank import Prepared, Ranking
-from app.interface import Ranked, ServedModel
+from app.interface import Ranked, ServedModel, ranked
 from app.request.body import BatchDecoder
 from app.settings import Batching
 from app.telemetry.exchange import Exchange
@@ -36,7 +36,13 @@ class BatchEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ranking, service, exchange = self.ranking, self.ranking.service, exchange_of(scope)
-        raw, deadline = await ranking.read(scope, receive, exchange)
+        headers = dict(scope["headers"])
+        deadline = ranking.open(headers, exchange)
+        try:
+            raw = await read_body(headers, receive, ranking.limits.max_body_bytes)
+        except ClientGone:
+            ranking.metrics.cancelled.labels("body").inc()
+            raise
         started = time.perf_counter()
         items, is_bare = self.decoder.split(raw)
         exchange.stages["parse"] = time.perf_counter() - started
@@ -44,13 +50,13 @@ class BatchEndpoint:
         if deadline is None:  # one for all of them, from the start
             deadline = service.clock() + service.default_deadline_seconds
         run = Run(ranking, self.batching, deadline, exchange)
-        with Watching(scope, receive):
+        with Watching(receive):
             answers = await run.all(items)
         models = [answer.model for answer in answers if answer.model is not None]
         results = [answer.ranked for answer in answers if answer.ranked is not None]
-        headers = ranking.headers(models[-1] if models else service.model, results, exchange)
+        fields = ranking.headers(models[-1] if models else service.model, results, exchange)
         body = b"[%b]" % b",".join(answer.body for answer in answers)
-        await send_reply(scope, send, 200, body if is_bare else b'{"results":%b}' % body, headers)
+        await send_reply(send, 200, fields, body if is_bare else b'{"results":%b}' % body)
 
 
 class Run:
@@ -100,10 +106,14 @@ class Run:
 
     async def _finish(self, job: Prepared) -> Answer:
         try:
-            ranked = await self.ranking.rank(job)
+            result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
         except ServiceError as error:
             return _failed(error)
-        return Answer(await self.ranking.render(job, ranked, job.check_seconds, self.exchange), job.model, ranked)
+        pieces = []
+        for piece in self.ranking.render(job, result, job.check_seconds, self.exchange):
+            pieces.append(piece)
+            await asyncio.sleep(0)
+        return Answer(b"".join(pieces), job.model, result)
 
     def _is_enough(self) -> bool:
         jobs = self._queued.values()

@@ -50,13 +50,11 @@ class ReplyFormat:
 def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Σ weight × probability, float64 `[C]`, from `[C, A]` and `[A]`.
 
-    Added action by action, each step elementwise: a matrix product would let a candidate's last bits depend on how many
-    others there are.
+    Added action by action, as running sums are: a matrix product, or a sum of numpy's, would let a candidate's last bits
+    depend on how many others there are.
     """
-    scores = np.zeros(len(probabilities))
-    for action in np.flatnonzero(weights):
-        scores += weights[action] * probabilities[:, action].astype(np.float64)
-    return scores
+    products = np.multiply(probabilities, weights + 0.0, dtype=np.float64)  # −0 would show in a score of 0
+    return np.add.accumulate(products, axis=1)[:, -1].copy()
 
 
 def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:

@@ -93,21 +93,25 @@ class Admission:
     def full(self, key: str | None = None) -> Refusal | None:
         """Whether even the smallest request of this key would be refused."""
         smallest = Job(candidates=1, context_tokens=1, deadline=float("inf"), key=key)
-        refusal = self._no_room(smallest) if self.requests else None
+        refusal = self._no_room(smallest) or self._over_wait(self.wait(smallest)) if self.requests else None
         if refusal is not None:
             self.offered.observe(self.clock())
         return refusal
 
     def refusal(self, job: Job) -> Refusal | None:
         """None when the job may join now."""
-        self.offered.observe(self.clock(), forwards_of(1, job.candidates, job.context_tokens, self.batching))
-        if job.deadline <= self.clock():
+        now = self.clock()
+        self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self.batching))
+        if job.deadline <= now:
             return Refusal("deadline", "the deadline had passed on arrival", 0.0)
         if limited := self._over_key_rate(job):
             return limited
         if not self.requests:
             return None
-        return self._no_room(job) or self._over_deadline(job)
+        if limited := self._no_room(job):
+            return limited
+        wait = self.wait(job)
+        return self._over_wait(wait) or self._over_deadline(job, wait.seconds)
 
     def add(self, job: Job) -> None:
         """The job joins."""
@@ -140,11 +144,13 @@ class Admission:
     def _share_ahead(self, job: Job) -> float:
         """Which part of the queue is served before the job: all that its key holds, and as much of each other key's work."""
         own = self._held[job.key].cost if job.key in self._held else 0
+        if own == self.cost:
+            return 1.0
         others = (held.cost for key, held in self._held.items() if key != job.key)
         return (own + sum(min(cost, own + job.cost) for cost in others)) / self.cost
 
     def _no_room(self, job: Job) -> Refusal | None:
-        """The rules of size, key share and wait."""
+        """The rules of size and key share."""
         queue = self.queue
         excess = max(
             self.candidates + job.candidates - queue.max_candidates,
@@ -154,16 +160,20 @@ class Admission:
         )
         if excess > 0:
             return Refusal("queue_full", "the queue is full", self._seconds_of(excess))
-        wait, limit = self.wait(job), queue.max_wait_seconds
+        return None
+
+    def _over_wait(self, wait: Wait) -> Refusal | None:
+        limit = self.queue.max_wait_seconds
         if limit and wait.seconds > limit and (wait.forwards or self._fills_without_it()):
             return Refusal("queue_full", "the predicted wait is over the limit", wait.seconds - limit)
         return None
 
     def _over_share(self, job: Job) -> int:
         """How much more than its share the key would hold."""
-        queue, held = self.queue, self._held.get(job.key, _Held())
+        queue = self.queue
         if job.key is None or queue.max_share_per_key >= 1:
             return 0
+        held = self._held.get(job.key, _Held())
         times = queue.max_share_per_key / (1 - queue.max_share_per_key)
         return max(
             held.candidates + job.candidates - int(times * (queue.max_candidates - self.candidates)),
@@ -175,11 +185,10 @@ class Admission:
         forwards = self.offered.forwards_per_second(self.clock()) * self.queue.max_wait_seconds
         return forwards >= FILLED_TIMES
 
-    def _over_deadline(self, job: Job) -> Refusal | None:
+    def _over_deadline(self, job: Job, wait: float) -> Refusal | None:
         own = self.forward_time.seconds(job.cost / job.chunks)
         if own is None:
             return None
-        wait = self.wait(job).seconds
         late = self.clock() + (wait + own) * job.chunks - job.deadline
         return Refusal("deadline", "the predicted wait is longer than the deadline", wait) if late > 0 else None
 
@@ -199,7 +208,9 @@ class Admission:
         return NO_RATE_RETRY_SECONDS if seconds is None else seconds * cost / max(full, 1)
 
     def _count(self, job: Job, sign: Literal[1, -1]) -> None:
-        held = self._held.setdefault(job.key, _Held())
+        held = self._held.get(job.key)
+        if held is None:
+            held = self._held[job.key] = _Held()
         self.requests += sign
         counted: Admission | _Held
         for counted in (self, held):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class ForwardTime:
@@ -40,8 +40,7 @@ class ForwardTime:
         return mean_seconds + slope * (cost - mean_cost)
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(NamedTuple):
     """The work of the forward that runs, and for how many seconds it has run. Without requests, none does."""
 
     requests: int = 0

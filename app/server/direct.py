@@ -1,63 +1,122 @@
-"""What an application may ask of a connection beyond ASGI: a whole reply in one write, and a call when the client disconnects.
-
-It lies in the scope as `scope["extensions"]["ranker.direct"]`; another ASGI server has none, and plain messages do the same.
-"""
+"""Requests that an endpoint takes from the connection itself, by calls in place of ASGI messages: no scope, no task, one write."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
-DIRECT = "ranker.direct"
+if TYPE_CHECKING:
+    from app.server.protocol import StrictProtocol
+
+Fields = Sequence[tuple[bytes, bytes]]
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Direct:
-    """One request's side of its connection. It does what `send` and `receive` of uvicorn's cycle do, in fewer steps."""
+class Handler(Protocol):
+    """One request in the endpoint's hands."""
 
-    __slots__ = ("_cycle", "_on_disconnect")
+    max_body_bytes: int
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = weakref.proxy(cycle)  # whose scope holds this: a circle would be left to the garbage collector
-        self._on_disconnect: Callable[[], object] | None = None
+    def finish(self, body: bytes) -> None:
+        """The body has arrived."""
+        ...
 
-    def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write head and body at once; `headers` have lower-case names and the right length.
+    def too_long(self) -> None:
+        """More of it has arrived than `max_body_bytes`."""
+        ...
 
-        It returns False and has done nothing where messages must be sent: for HEAD, where the reply has begun, where the client
-        has disconnected or reads too slowly. Raises RuntimeError for a value that would break the head.
-        """
-        cycle = self._cycle
-        if cycle.response_started or cycle.disconnected or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
-            return False
-        if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])):
-            raise RuntimeError("a header value holds a control character")
-        fields = b"".join([b"%b: %b\r\n" % field for field in (*cycle.default_headers, *headers)])
-        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
-        cycle.response_started = cycle.response_complete = True
-        cycle.waiting_for_100_continue = False
-        cycle.transport.write(b"".join((STATUS_LINE[status], fields, end, body)))
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            cycle.transport.close()
-        cycle.on_response()
-        return True
+    def abandon(self) -> None:
+        """The client has disconnected: nobody reads a reply."""
+        ...
 
-    def watch(self, on_disconnect: Callable[[], object] | None) -> None:
-        """Call this once when the client disconnects, now if it has; None: no longer. The body must have been read."""
-        self._on_disconnect = on_disconnect
-        if on_disconnect is None:
+
+class Endpoint(Protocol):
+    """Takes requests when their headers have arrived, in the event loop."""
+
+    def begin(self, headers: Fields, reply: Callable[[int, Fields, bytes], None]) -> Handler:
+        """`headers` have lower-case names. `reply` is called once, at once perhaps, unless the request is abandoned before."""
+        ...
+
+
+Routes = Mapping[tuple[bytes, bytes], Endpoint]
+"""By method and request target."""
+
+
+class Call:
+    """One such request, as the protocol knows it in place of uvicorn's cycle."""
+
+    __slots__ = (
+        "_body", "_endpoint", "_expects_continue", "_fields", "_handler", "_is_read", "_protocol", "_size",
+        "disconnected", "keep_alive", "response_complete", "response_started",
+    )  # fmt: skip
+
+    def __init__(
+        self, protocol: StrictProtocol, endpoint: Endpoint, fields: Fields, *, keep_alive: bool, expects_continue: bool
+    ) -> None:
+        self.keep_alive = keep_alive
+        self.disconnected = self.response_started = self.response_complete = False
+        self._protocol = protocol
+        self._endpoint = endpoint
+        self._fields = fields
+        self._expects_continue = expects_continue
+        self._handler: Handler | None = None
+        self._body: list[bytes] = []
+        self._size = 0
+        self._is_read = False
+
+    def start(self) -> None:
+        """It is this request's turn: those before it on the connection have their replies."""
+        self._handler = self._endpoint.begin(self._fields, self._reply)
+        if self._is_read:
+            self._finish()
+        elif self._expects_continue and not self.response_complete:
+            self._protocol.transport.write(CONTINUE)
+
+    def feed(self, data: bytes) -> None:
+        """Some of the body."""
+        if self.response_complete:
             return
-        if self._cycle.disconnected:
-            self.disconnect()
+        self._size += len(data)
+        if self._handler is not None and self._size > self._handler.max_body_bytes:
+            self._handler.too_long()
         else:
-            self._cycle.flow.resume_reading()  # else its end would not be seen after a long body
+            self._body.append(data)
+
+    def end(self) -> None:
+        """The body is complete."""
+        self._is_read = True
+        if self._handler is not None:
+            self._finish()
 
     def disconnect(self) -> None:
-        """The client has disconnected. For the protocol."""
-        self._cycle.disconnected = True
-        self._cycle.message_event.set()
-        call, self._on_disconnect = self._on_disconnect, None
-        if call is not None:
-            call()
+        """Nobody reads a reply any more."""
+        self.disconnected = True
+        if self._handler is not None and not self.response_complete:
+            self._handler.abandon()
+
+    def _finish(self) -> None:
+        handler, body = self._handler, self._body
+        self._body = []
+        if self.response_complete or handler is None:
+            return
+        if self._size > handler.max_body_bytes:
+            handler.too_long()
+        else:
+            handler.finish(body[0] if len(body) == 1 else b"".join(body))
+
+    def _reply(self, status: int, headers: Fields, body: bytes) -> None:
+        """Write head and body at once. Raises RuntimeError for a value that would break the head."""
+        if self.disconnected:
+            return
+        if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])):
+            raise RuntimeError("a header value holds a control character")
+        protocol = self._protocol
+        fields = b"".join([b"%b: %b\r\n" % field for field in (*protocol.server_state.default_headers, *headers)])
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        self.response_started = self.response_complete = True
+        protocol.transport.write(b"".join((STATUS_LINE[status], fields, end, body)))
+        if not self.keep_alive:
+            protocol.end_with_reply()
+        protocol.on_response_complete()

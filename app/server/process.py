@@ -30,6 +30,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from app.interface import Reloads, Service
+from app.server.direct import Routes
 from app.server.listener import Listener
 from app.server.protocol import Observer, StrictProtocol
 from app.settings import Settings
@@ -65,8 +66,12 @@ class RankingServer(uvicorn.Server):
         service: Service,
         reloads: Reloads,
         settings: Settings,
+        routes: Routes,
     ) -> None:
-        """`app`'s lifespan starts and stops `service`. `side_apps` maps (host, port) to applications with ports of their own."""
+        """`app`'s lifespan starts and stops `service`. `side_apps` maps (host, port) to applications with ports of their own.
+
+        `routes` need no ASGI on the port of `app`.
+        """
         self.settings = settings
         self.service = service
         self.reloads = reloads
@@ -77,7 +82,7 @@ class RankingServer(uvicorn.Server):
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
-        super().__init__(_config(app, settings, self.observer, settings.host, settings.port, lifespan="on"))
+        super().__init__(_config(app, settings, self.observer, settings.host, settings.port, routes, lifespan="on"))
         self.service.on_fatal = self.fatal
 
     def fatal(self, reason: str) -> None:
@@ -94,7 +99,7 @@ class RankingServer(uvicorn.Server):
             raise SystemExit(EXIT_START)
         self._listen(self.config, self.server_state)
         for (host, port), side in self.side_apps.items():
-            config = _config(side, self.settings, self.observer, host, port, lifespan="off")
+            config = _config(side, self.settings, self.observer, host, port, {}, lifespan="off")
             config.load()
             self._listen(config, ServerState())
         if len(self.listeners) <= len(self.side_apps):
@@ -185,8 +190,10 @@ class RankingServer(uvicorn.Server):
             self.listeners.append(listener)
 
 
-def _config(app: Any, settings: Settings, observer: Observer, host: str, port: int, *, lifespan: Any) -> uvicorn.Config:
-    protocol: Any = functools.partial(StrictProtocol, limits=settings.connections, observer=observer)
+def _config(
+    app: Any, settings: Settings, observer: Observer, host: str, port: int, routes: Routes, *, lifespan: Any
+) -> uvicorn.Config:
+    protocol: Any = functools.partial(StrictProtocol, limits=settings.connections, observer=observer, routes=routes)
     return uvicorn.Config(
         app,
         host=host,

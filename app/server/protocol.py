@@ -35,11 +35,12 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import httptools
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.server.direct import DIRECT, Direct
+from app.server.direct import Call, Routes
 from app.server.refusals import refusal_reply, without_upgrade
 from app.settings import Connections
 from app.telemetry.metrics import Metrics
@@ -99,16 +100,19 @@ class StrictProtocol(HttpToolsProtocol):
         *,
         limits: Connections,
         observer: Observer,
+        routes: Routes,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.limits = limits
+        self.routes = routes
         self.observer = observer
         self.state = State.IDLE
         self.deadline = math.inf  # of the present state, in seconds of the loop's clock
         self.at_deadline: Callable[[], None] = _nothing
         self.timer: asyncio.TimerHandle | None = None  # looks at the deadline, then or before
         self.timer_ends = math.inf
-        self.pending: list[RequestResponseCycle] = []  # requests without a complete reply, oldest first
+        self.cycle: Any = None  # of the last request: RequestResponseCycle or Call
+        self.pending: list[RequestResponseCycle | Call] = []  # requests without a complete reply, oldest first
         self.begun = self.idle_since = self.loop.time()
         self.header_bytes = 0  # received while the headers were not complete
         self.field_bytes = 0  # of the request's own header fields; one read may hold its body as well
@@ -131,7 +135,13 @@ class StrictProtocol(HttpToolsProtocol):
         self._enter(State.CLOSED)
         for cycle in self.pending:
             _disconnect(cycle)
+        self.cycle = None
         super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        """The client has read enough of what was written."""
+        super().resume_writing()
+        self._go_on()
 
     def data_received(self, data: bytes) -> None:
         if self.state in (State.ENDING, State.LINGERING) or self._is_answered():
@@ -171,7 +181,7 @@ class StrictProtocol(HttpToolsProtocol):
     # parser callbacks
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = b"", [], False
         if self.state is State.IDLE:  # behind another request, in one read
             self._begin_request()
 
@@ -188,33 +198,76 @@ class StrictProtocol(HttpToolsProtocol):
         self._check_headers()
         if self.parser.should_upgrade():
             return  # llhttp would take the body for another protocol: see `_decline`
-        super().on_headers_complete()
-        self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
-        cast(Any, self.scope)["extensions"] = {DIRECT: Direct(self.cycle)}
+        endpoint = self.routes.get((self.parser.get_method(), self.url))
+        before = self.cycle
+        if endpoint is None:
+            self._begin_cycle()
+        else:
+            keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+            self.cycle = Call(
+                self, endpoint, self.headers, keep_alive=keep_alive, expects_continue=self.expect_100_continue
+            )
         self.pending.append(self.cycle)
         if self.observer.draining:
             self._close_after_last()
         left = self.begun + self.limits.body_seconds - self.loop.time()
         self._enter(State.BODY)
         self._arm(max(left, LEAST_BODY_SECONDS), self._refuse, "slow")
+        if endpoint is not None:
+            if before is None or before.response_complete:
+                self.cycle.start()
+            else:
+                self.flow.pause_reading()
+                self.pipeline.appendleft((self.cycle, self.app))
+
+    def _begin_cycle(self) -> None:
+        """An ASGI application gets the request: uvicorn's own way."""
+        read = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()  # makes the scope
+        self.url, self.scope["headers"], self.expect_100_continue = read
+        super().on_headers_complete()
+        self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
+        if isinstance(cycle, Call):
+            cycle.start()
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        if isinstance(self.cycle, Call):
+            self.cycle.feed(body)
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        super().on_message_complete()
-        self._reset_counts()
-        self._rest()
+        if isinstance(self.cycle, Call):
+            self.cycle.end()
+        else:
+            super().on_message_complete()
+        if self.state is State.BODY:  # a reply may have ended the connection already
+            self._reset_counts()
+            self._rest()
 
     def on_response_complete(self) -> None:
         """Without uvicorn's own, whose keep-alive timer begins with the reply though the body may still arrive."""
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
-        if self.state in (State.LINGERING, State.CLOSED):
-            return
-        self.flow.resume_reading()  # paused while requests waited in the pipeline
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+        self._go_on()
         if self.state is State.IDLE:
             self._rest()
+
+    def _go_on(self) -> None:
+        """Begin the next request of the pipeline, unless the client leaves replies unread."""
+        if self.state in (State.LINGERING, State.CLOSED):
+            return
+        if self.flow.write_paused:
+            self.flow.pause_reading()
+            return
+        self.flow.resume_reading()
+        if self.pipeline and self.pending[0] is self.pipeline[-1][0]:
+            self._start_asgi_task(*self.pipeline.pop())
 
     def _rest(self) -> None:
         self._enter(State.IDLE)
@@ -368,9 +421,13 @@ class _ReplyTransport:
         return self._protocol.state in (State.LINGERING, State.CLOSED) or self._protocol.transport.is_closing()
 
 
-def _disconnect(cycle: RequestResponseCycle) -> None:
+def _disconnect(cycle: RequestResponseCycle | Call) -> None:
     """The application is told that the client disconnected."""
-    cast(Any, cycle.scope)["extensions"][DIRECT].disconnect()
+    if isinstance(cycle, Call):
+        cycle.disconnect()
+    else:
+        cycle.disconnected = True
+        cycle.message_event.set()
 
 
 def has_unread(transport: asyncio.Transport) -> bool:

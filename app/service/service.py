@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 
 from app.engine.loading import Loader
+from app.engine.rank_job import RankJob
+from app.engine.thread import ENGINE_THREAD
 from app.engine.versions import Versions
-from app.engine.worker import ENGINE_THREAD, RankJob
 from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
-from app.interface import Health, Ranked, ServedModel, Ticket
+from app.interface import Done, Health, ServedModel, Ticket
 from app.scheduling.admission import Admission, Refusal
 from app.scheduling.batching import chunk_count
 from app.scheduling.job import Clock
@@ -21,16 +22,17 @@ from app.service.lifecycle import Lifecycle, State
 from app.service.loop_clock import LoopClock
 from app.settings import Settings
 from app.telemetry.metrics import BatchReport, Metrics, Snapshot
-from model.inputs import Candidates, Context, Scores
+from model.inputs import Candidates, Context
 
 RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
 RETRY_AFTER_DOWN_SECONDS = 5.0
 WATCHDOG_SECONDS = 0.5
+CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
 OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be read", retry_after_seconds=1.0)
 
 
 class RankingService:
-    """One process's service. All methods belong to the event loop; engines live in threads of their own.
+    """One process's service. All methods belong to the event loop; engines compute elsewhere.
 
     `load` loads and warms the first model in the engine's thread. `on_fatal(reason)` is called once when only a new process
     can help, after everyone who waited was answered.
@@ -49,6 +51,7 @@ class RankingService:
         self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
+        self._crowded_until = 0.0
         self._idle = asyncio.Event()  # nothing is admitted and unanswered
         self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first load and the watchdog
@@ -126,7 +129,7 @@ class RankingService:
         turn_seconds = self.loop_clock.request_arrives()
         if self.loop_clock.lag.refuses(turn_seconds):
             self._refuse(OVERRUN)
-        if (refusal := self.admission.full(key)) is not None:
+        if self.clock() < self._crowded_until and (refusal := self.admission.full(key)) is not None:
             self._refuse(refusal)
 
     def admit(
@@ -153,6 +156,7 @@ class RankingService:
             on_release=self._release,
         )
         if (refusal := self.admission.refusal(job)) is not None:
+            self._crowded_until = now + CROWDED_SECONDS
             self._refuse(refusal)
         self.admission.add(job)
         self._idle.clear()
@@ -176,7 +180,16 @@ class RankingService:
         raise kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
 
     def _release(self, job: RankJob) -> None:
+        """The job is answered, cancelled or expired."""
         self.admission.remove(job)
+        if job.timer is not None:
+            job.timer.cancel()
+            job.timer = None
+        if job.done is not None:
+            job.done = None
+            self.metrics.cancelled.labels("queue" if job.started is None else "forward").inc()
+        if job.served < job.candidates:
+            job.worker.cancel(job)
         if not self.admission.requests:
             self._idle.set()
         job.worker.unfinished -= 1
@@ -184,32 +197,18 @@ class RankingService:
 
     # ranking
 
-    async def rank(self, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
-        """Scores in the order of the candidates. Cancelling it drops the work unless it is being computed.
-
-        Raises DeadlineExceeded, NonFiniteScores, EngineDown.
-        """
+    def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
+        """Have them scored. `done` is called once, later, unless the ticket is released before."""
         assert isinstance(ticket, RankJob)
         job, loop = ticket, asyncio.get_running_loop()
-        if not job.reserved or job.future is not None:
+        if not job.reserved or job.done is not None:
             raise ValueError("this ticket was used before")
-        job.context, job.items, job.future = context, candidates, loop.create_future()
-        timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.settle, DeadlineExceeded())
-        try:
-            if job.worker.failure is not None:
-                raise EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-            job.worker.submit(job)
-            scores = Scores.concatenate(await job.future)
-        except asyncio.CancelledError:
-            self.metrics.cancelled.labels("queue" if job.started is None else "forward").inc()
-            raise
-        finally:
-            timer.cancel()
-            if job.served < job.candidates:  # else nothing of it is left there, and the worker's lock is contended
-                job.worker.cancel(job)
-            job.release()
-        started = job.arrived if job.started is None else job.started
-        return Ranked(scores, job.cache, started - job.arrived, job.forward_seconds)
+        job.context, job.items, job.done = context, candidates, done
+        if job.worker.failure is not None:
+            loop.call_soon(job.finish, EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
+            return
+        job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.finish, DeadlineExceeded())
+        job.worker.submit(job)
 
     # health
 
@@ -253,7 +252,7 @@ class RankingService:
 
     def _fail_all(self, error: Callable[[], ServiceError]) -> None:
         for job in self.versions.abandon():
-            job.settle(error())
+            job.finish(error())
 
     # what engines tell
 

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -89,6 +90,11 @@ class RequestLog:
         succeeded = exchange.status < 400
         if succeeded and self.success_sample < 1 and self._draw() >= self.success_sample:
             return
+        level = "info" if succeeded else "warning" if exchange.status < 500 else "error"
+        output = structlog.get_config()["logger_factory"]
+        is_ours = isinstance(output, Output)
+        if is_ours and LEVELS[level] < output.level:
+            return
         fields: Event = {
             "request_id": exchange.request_id,
             "method": exchange.method,
@@ -103,17 +109,32 @@ class RequestLog:
             fields["stages_ms"] = {stage: round(value * 1e3, 3) for stage, value in exchange.stages.items()}
         if trace_id is not None:
             fields["trace_id"] = trace_id
-        level = "info" if succeeded else "warning" if exchange.status < 500 else "error"
-        output = structlog.get_config()["logger_factory"]
-        if not isinstance(output, Output):
+        if not is_ours:
             getattr(self._log, level)("request", **fields)
-        elif LEVELS[level] >= output.level:
-            fields["event"], fields["level"] = "request", level
-            line = output.render(None, level, _shorten(None, level, _stamp(None, level, fields))) + "\n"
-            if succeeded and isinstance(output.stream, Sink):
-                output.stream.write_droppable(line)
-            else:
-                output.stream.write(line)
+            return
+        fields["event"], fields["level"], fields["time"] = "request", level, _now()
+        line = output.render(None, level, _shorten(None, level, fields)) + "\n"
+        if succeeded and isinstance(output.stream, Sink):
+            output.stream.write_droppable(line)
+        else:
+            output.stream.write(line)
+
+
+class _Clock:
+    """The time as structlog's stamp has it. The date and the second are written once a second."""
+
+    def __init__(self) -> None:
+        self._second = -1
+        self._text = ""
+
+    def __call__(self) -> str:
+        second, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+        if second != self._second:
+            self._second, self._text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._text}.{nanoseconds // 1000:06d}Z"
+
+
+_now = _Clock()
 
 
 def _render(logger: Any, name: str, event: Event) -> str:

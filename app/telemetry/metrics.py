@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
@@ -14,7 +14,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from app.telemetry.distributions import ReplyProbabilities
+from app.telemetry.distributions import Histograms, ReplyProbabilities
 from app.telemetry.sink import Sink
 from model.engine import CacheStats
 
@@ -72,8 +72,10 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, namespace="ranker", registry=registry)
 
-        def histogram(name: str, text: str, *labels: str, buckets: Iterable[float] = LATENCY_SECONDS) -> Histogram:
-            return Histogram(name, text, labels, namespace="ranker", registry=registry, buckets=tuple(buckets))
+        def histogram(name: str, text: str, *labels: str, buckets: Iterable[float] = LATENCY_SECONDS) -> Histograms:
+            made = Histograms(f"ranker_{name}", text, labels, buckets)
+            registry.register(made)
+            return made
 
         self.http_requests = counter(
             "http_requests", "Replies sent; 499: the client disconnected.", "method", "route", "code"
@@ -92,7 +94,9 @@ class Metrics:
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")
         self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
-        self.forward_failures = counter("forward_failures", "Batches that raised and were split.")
+        self.forward_failures = counter(
+            "forward_failures", "Forwards that raised; a batch of several requests is then split."
+        )
         self.connections_closed = counter("connections_closed", "Connections the server closed.", "reason")
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (

@@ -68,7 +68,9 @@ def load_late_and_fail(seconds: float) -> Loader:
     return load
 
 
-def stock_protocol(*arguments: Any, limits: object, observer: object, **named: Any) -> HttpToolsProtocol:
+def stock_protocol(
+    *arguments: Any, limits: object, observer: object, routes: object, **named: Any
+) -> HttpToolsProtocol:
     """In place of ours: no deadlines, no limits, no care for what follows a broken request."""
     return HttpToolsProtocol(*arguments, **named)
 

@@ -20,6 +20,11 @@ constexpr float LOG2_E = 1.44269504f;
 constexpr Index MAX_TILE_ROWS = 72;
 constexpr Index DWELL_HIDDEN = 64;
 
+#if !defined(RANKER_WORTH_A_THREAD)
+#define RANKER_WORTH_A_THREAD 3'000'000
+#endif
+constexpr Index WORTH_A_THREAD = RANKER_WORTH_A_THREAD;  // multiplications; with fewer, waking another thread gains nothing
+
 // The tanh approximation, as x · sigmoid(2 √(2/π) (x + 0.044715 x³)).
 inline Vec gelu(Vec x) {
     const Vec inner = fma(x * x * x, broadcast(0.044715f), x);
@@ -92,6 +97,9 @@ class Engine {
     };
 
     Index widest_entity() const { return std::max(m_.user.hashes, m_.post.hashes + m_.author.hashes); }
+    Index multiplications_of_a_row() const {
+        return m_.layers * m_.width * (qkv_columns_ + queries_ + 3 * m_.ffn_width);
+    }
     Index block_elements() const { return PANEL * (m_.head_width + value_width_); }
     std::vector<Tile> cut(Index job, Index rows, Index tiles_wanted) const;
 

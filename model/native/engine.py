@@ -18,7 +18,7 @@ from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context, Scores
 from model.native.build import KernelUnavailable
-from model.native.kernel import Kernel, load_kernel
+from model.native.kernel import Kernel, Work, load_kernel
 from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, LANES, PANEL, pack, round_up
 from model.ranker import Ranker
 from model.selftest import check_isolation
@@ -69,6 +69,7 @@ class NativeEngine:
         self._handle, threads = self._kernel.create(self._packed.model, wanted, bf16=dtype is torch.bfloat16)
         config = self.config
         extendable = config.context_attention == "causal" and not config.right_anchored
+        self._begun: _Plan | None = None
         self._cache: ContextCache[Keys] = ContextCache(cache_bytes, prefixes=extendable)
         self._element_bytes = dtype.itemsize
         self._key_elements = PANEL * config.head_width
@@ -92,28 +93,39 @@ class NativeEngine:
 
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes in the order of the items; contexts that several items share are computed once."""
-        if self._handle is None:
-            raise EngineError("the engine is closed")
         if not items:
             return []
-        plan = _Plan(self, items)
-        lists = [item.candidates for item in items]
-        columns = (
-            b"".join([candidates.post_ids.tobytes() for candidates in lists]),
-            b"".join([candidates.author_ids.tobytes() for candidates in lists]),
-            b"".join([candidates.surfaces.tobytes() for candidates in lists]),
-            b"".join([candidates.age_buckets.tobytes() for candidates in lists]),
-        )
-        widths = (self.config.actions, self.config.actions, self.config.continuous_actions)
-        logits, probabilities, continuous = (np.empty((plan.rows, width), np.float32) for width in widths)
-        finite = self._kernel.forward(
-            self._handle, plan.contexts, plan.jobs, columns, (logits, probabilities, continuous)
-        )
+        begun = self._plan(items)
+        return self._outcomes(begun, self._kernel.forward(self._handle, begun.work))
+
+    def open(self) -> int | None:
+        """See `OverlappingEngine`."""
+        return self._kernel.open(self._handle)
+
+    def begin(self, items: Sequence[Item]) -> None:
+        """See `OverlappingEngine`."""
+        begun = self._plan(items)
+        self._kernel.begin(self._handle, begun.work)
+        self._begun = begun  # the kernel reads its arrays
+
+    def finish(self) -> list[Outcome]:
+        """See `OverlappingEngine`."""
+        begun, self._begun = self._begun, None
+        finite = self._kernel.finish(self._handle)
+        return [] if begun is None else self._outcomes(begun, finite)
+
+    def _plan(self, items: Sequence[Item]) -> _Plan:
+        if self._handle is None:
+            raise EngineError("the engine is closed")
+        return _Plan(self, items)
+
+    def _outcomes(self, plan: _Plan, finite: bool) -> list[Outcome]:
         for key, (_, keys) in plan.made.items():
             self._cache.insert(key, keys, keys.buffer.nbytes)
         outcomes, stop = [], 0
-        for candidates, (keys, result) in zip(lists, plan.results, strict=True):
-            start, stop = stop, stop + len(candidates)
+        logits, probabilities, continuous = plan.scores
+        for item, (keys, result) in zip(plan.items, plan.results, strict=True):
+            start, stop = stop, stop + len(item.candidates)
             scores = Scores(logits[start:stop], probabilities[start:stop], continuous[start:stop], finite=finite)
             outcomes.append(Outcome(scores, keys, result))
         return outcomes
@@ -145,22 +157,32 @@ class NativeEngine:
 
 
 class _Plan:
-    """One forward: which contexts must be made, and the kernel's jobs."""
+    """One forward: which contexts must be made, the kernel's `work`, and the arrays that its results go to."""
 
     def __init__(self, engine: NativeEngine, items: Sequence[Item]) -> None:
-        self._engine = engine
-        self._arrays: list[ContextRows] = []  # what the contexts' jobs point into
-        self.contexts: list[bytes] = []
-        self.jobs: list[bytes] = []
+        self.items = items
         self.made: dict[ContextKey, tuple[int, Keys]] = {}
         self.results: list[tuple[Keys, CacheResult]] = []
-        self.rows = 0  # candidates of all items
+        self._engine = engine
+        self._arrays: list[ContextRows] = []  # what the contexts' jobs point into
+        self._contexts: list[bytes] = []
+        jobs, rows = [], 0
         for item in items:
             keys, context, result = self._keys_of(item)
-            rows, slot = len(item.candidates), item.candidates.first_slot
-            self.jobs.append(CANDIDATE_JOB(rows, self.rows, slot, keys.rows, keys.blocks, context, keys.address))
+            count, slot = len(item.candidates), item.candidates.first_slot
+            jobs.append(CANDIDATE_JOB(count, rows, slot, keys.rows, keys.blocks, context, keys.address))
             self.results.append((keys, result))
-            self.rows += rows
+            rows += count
+        lists, actions = [item.candidates for item in items], engine.config.actions
+        widths = (actions, actions, engine.config.continuous_actions)
+        self.scores = tuple([np.empty((rows, width), np.float32) for width in widths])
+        columns = (
+            b"".join([candidates.post_ids.tobytes() for candidates in lists]),
+            b"".join([candidates.author_ids.tobytes() for candidates in lists]),
+            b"".join([candidates.surfaces.tobytes() for candidates in lists]),
+            b"".join([candidates.age_buckets.tobytes() for candidates in lists]),
+        )
+        self.work = Work(self._contexts, jobs, columns, self.scores)
 
     def _keys_of(self, item: Item) -> tuple[Keys, int, CacheResult]:
         """The keys of an item's context, the index of the job that will make them (or -1), and what the cache said."""
@@ -180,23 +202,25 @@ class _Plan:
         return keys, job, "miss" if older is None else "prefix"
 
     def _add_context(self, context: Context, older: Keys | None) -> tuple[Keys, int]:
-        config = self._engine.config
-        job = ContextRows(context, config, older.rows if older else 0)
+        job = ContextRows(context, self._engine.config, older.rows if older else 0)
         keys = self._engine._allocate(job.rows, older)
         if job.is_empty:
             return keys, -1
         self._arrays.append(job)
-        self.contexts.append(job.packed(keys.blocks, keys.address))
-        return keys, len(self.contexts) - 1
+        self._contexts.append(job.packed(keys.blocks, keys.address))
+        return keys, len(self._contexts) - 1
 
 
 class ContextRows:
     """The rows of a context that its keys lack, from row `start` on, and the arrays that the kernel reads them from.
 
-    Padding is left out, and positions are carried along. `rows` are those of the whole context.
+    Padding is left out, and positions are carried along. `rows` are those of the whole context. Raises EngineError for actions
+    that are not those of the checkpoint.
     """
 
     def __init__(self, context: Context, config: ModelConfig, start: int = 0) -> None:
+        if context.actions.shape != (len(context), config.actions):
+            raise EngineError("the actions of a context are not those of the checkpoint")
         present = np.flatnonzero(context.post_ids)
         has_user = int(context.user_id != 0)
         self.rows = has_user + len(present)

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <functional>
 
+#include "aside.h"
 #include "layer.h"
 #include "tokens.h"
 
@@ -140,7 +141,11 @@ std::vector<typename Engine<T>::Tile> Engine<T>::cut(Index job, Index rows, Inde
 
 template <class T>
 bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* jobs, Index n_jobs, const Candidates& all) {
-    const Index threads = pool_.size();
+    Index rows = 0;
+    for (Index c = 0; c < n_contexts; ++c) rows += contexts[c].rows;
+    for (Index c = 0; c < n_jobs; ++c) rows += jobs[c].rows;
+    const bool is_small = rows * multiplications_of_a_row() < WORTH_A_THREAD;
+    const Index threads = is_small ? 1 : pool_.size();
     std::vector<Work> works(n_contexts);
     struct Step {
         Index job, tile, layer;
@@ -179,7 +184,7 @@ bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
                     pause_briefly(spins);
         if (!candidate_tile(job, all, tile, scratch_[thread])) finite = false;
         mark(OUTSIDE);
-    });
+    }, is_small);
     return finite;
 }
 
@@ -202,7 +207,11 @@ double probe() {
 struct Handle {
     std::unique_ptr<Engine<float>> single;
     std::unique_ptr<Engine<bf16>> half;
+    std::unique_ptr<Aside> aside;  // last: its thread ends before the engines that it uses
     Pool& pool() { return half ? half->pool() : single->pool(); }
+    bool forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* jobs, Index n_jobs, const Candidates& all) {
+        return half ? half->forward(contexts, n_contexts, jobs, n_jobs, all) : single->forward(contexts, n_contexts, jobs, n_jobs, all);
+    }
 };
 
 // What every call returns that can fail. No exception leaves the library: a caller in C could not catch it.
@@ -218,6 +227,13 @@ Status guarded(Body body) noexcept {
     } catch (...) {
         return FAILED;
     }
+}
+
+template <class Body>
+Status scored(Body body) noexcept {
+    bool finite = false;
+    const Status status = guarded([&] { finite = body(); });
+    return status == DONE && !finite ? NOT_FINITE : status;
 }
 
 }  // namespace ranker
@@ -274,14 +290,35 @@ std::int64_t ranker_forward(void* handle, const ranker::ContextJob* contexts, st
                             const ranker::Id* author_ids, const std::int64_t* surfaces, const std::int64_t* ages, float* logits,
                             float* probabilities, float* continuous) noexcept {
     const ranker::Candidates all{post_ids, author_ids, surfaces, ages, logits, probabilities, continuous};
-    bool finite = false;
-    const ranker::Status status = ranker::guarded([&] {
-        auto* engines = static_cast<ranker::Handle*>(handle);
-        finite = engines->half ? engines->half->forward(contexts, n_contexts, jobs, n_jobs, all)
-                               : engines->single->forward(contexts, n_contexts, jobs, n_jobs, all);
-    });
-    return status == ranker::DONE && !finite ? ranker::NOT_FINITE : status;
+    auto* engines = static_cast<ranker::Handle*>(handle);
+    return ranker::scored([&] { return engines->forward(contexts, n_contexts, jobs, n_jobs, all); });
 }
+
+// A thread for `ranker_begin`, and the descriptor that becomes readable when what it does is done.
+std::int64_t ranker_open(void* handle, int* descriptor) noexcept {
+    return ranker::guarded([&] {
+        auto* engines = static_cast<ranker::Handle*>(handle);
+        if (!engines->aside) engines->aside = std::make_unique<ranker::Aside>();
+        *descriptor = engines->aside->descriptor();
+    });
+}
+
+// As `ranker_forward`, but returns at once. What it points to must live until `ranker_finish`; one at a time.
+std::int64_t ranker_begin(void* handle, const ranker::ContextJob* contexts, std::int64_t n_contexts,
+                          const ranker::CandidateJob* jobs, std::int64_t n_jobs, const ranker::Id* post_ids,
+                          const ranker::Id* author_ids, const std::int64_t* surfaces, const std::int64_t* ages, float* logits,
+                          float* probabilities, float* continuous) noexcept {
+    const ranker::Candidates all{post_ids, author_ids, surfaces, ages, logits, probabilities, continuous};
+    return ranker::guarded([&] {
+        auto* engines = static_cast<ranker::Handle*>(handle);
+        engines->aside->begin([=] {
+            return ranker::scored([&] { return engines->forward(contexts, n_contexts, jobs, n_jobs, all); });
+        });
+    });
+}
+
+// What `ranker_forward` returns, of the forward that has ended.
+std::int64_t ranker_finish(void* handle) noexcept { return static_cast<ranker::Handle*>(handle)->aside->finish(); }
 
 #if defined(RANKER_TEST_HOOKS)
 // The rows of ids under every hash function of an entity.

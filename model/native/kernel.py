@@ -22,6 +22,24 @@ class _Member(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("offset", Int64), ("bytes", Int64))
 
 
+class Work:
+    """The arguments of one forward, which must live until it ends.
+
+    `contexts`, `jobs`: packed structs. `columns`: post ids, author ids, surfaces and age buckets of all candidates.
+    `scores`: logits, probabilities and continuous scores, to be filled.
+    """
+
+    def __init__(
+        self,
+        contexts: Sequence[bytes],
+        jobs: Sequence[bytes],
+        columns: Iterable[bytes],
+        scores: Iterable[NDArray[np.float32]],
+    ) -> None:
+        addresses = [array.ctypes.data for array in scores]
+        self.arguments = (b"".join(contexts), len(contexts), b"".join(jobs), len(jobs), *columns, *addresses)
+
+
 class Kernel:
     """A loaded library. `note` says what was unusual about its file, else it is empty."""
 
@@ -29,10 +47,17 @@ class Kernel:
         """Raises KernelUnavailable where the file does not load, EngineError where its structs are not those of `packing`."""
         self.note = note
         self.library = open_library(path, STRUCTS)
-        for name in ("vector_bits", "enable_amx", "probe", "create", "forward"):
+        for name in ("vector_bits", "enable_amx", "probe", "create", "forward", "open"):
             getattr(self.library, f"ranker_{name}").restype = Int64
-        self._forward = self.library.ranker_forward
-        self._forward.argtypes = (Pointer, Pointer, Int64, Pointer, Int64, *[Pointer] * 7)
+        # What returns at once keeps the interpreter lock: giving it away and waiting for it would cost more.
+        holding = ctypes.PyDLL(str(path))
+        self._forward, self._begin, self._finish = (
+            self.library.ranker_forward,
+            holding.ranker_begin,
+            holding.ranker_finish,
+        )
+        self._forward.argtypes = self._begin.argtypes = (Pointer, Pointer, Int64, Pointer, Int64, *[Pointer] * 7)
+        self._begin.restype = self._finish.restype = Int64
 
     def vector_bits(self) -> int:
         """Bits of the vectors it was compiled for."""
@@ -58,25 +83,22 @@ class Kernel:
         check_status(status, "make an engine")
         return handle, given.value
 
-    def forward(
-        self,
-        handle: ctypes.c_void_p,
-        contexts: Sequence[bytes],
-        jobs: Sequence[bytes],
-        columns: Iterable[bytes],
-        scores: Iterable[NDArray[np.float32]],
-    ) -> bool:
-        """Run the jobs of one forward; whether every score is finite.
+    def forward(self, handle: ctypes.c_void_p | None, work: Work) -> bool:
+        """Run one forward; whether every score is finite."""
+        return _is_finite(self._forward(handle, *work.arguments))
 
-        `contexts`, `jobs`: packed structs. `columns`: post ids, author ids, surfaces and age buckets of all candidates.
-        `scores`: logits, probabilities and continuous scores, to be filled.
-        """
-        addresses = [array.ctypes.data for array in scores]
-        status = self._forward(
-            handle, b"".join(contexts), len(contexts), b"".join(jobs), len(jobs), *columns, *addresses
-        )
-        check_status(status if status != NOT_FINITE else 0, "run a forward")
-        return bool(status == 0)
+    def open(self, handle: ctypes.c_void_p | None) -> int | None:
+        """A descriptor that becomes readable whenever a forward ends that `begin` began; None where there is none to be had."""
+        descriptor = ctypes.c_int(-1)
+        return descriptor.value if self.library.ranker_open(handle, ctypes.byref(descriptor)) == 0 else None
+
+    def begin(self, handle: ctypes.c_void_p | None, work: Work) -> None:
+        """Begin one forward in the kernel's own threads; there must not be another one."""
+        check_status(self._begin(handle, *work.arguments), "begin a forward")
+
+    def finish(self, handle: ctypes.c_void_p | None) -> bool:
+        """What `forward` returns, of the one that has ended."""
+        return _is_finite(self._finish(handle))
 
     def destroy(self, handle: ctypes.c_void_p) -> None:
         """End the engine's threads and free its memory."""
@@ -109,6 +131,11 @@ def load_kernel(directory: Path | None = None, *defines: str) -> Kernel:
     """The kernel of this machine; arguments and errors as of `build_kernel`."""
     built = build_kernel(directory, *defines)
     return Kernel(built.path, built.note)
+
+
+def _is_finite(status: int) -> bool:
+    check_status(status if status != NOT_FINITE else 0, "run a forward")
+    return status == 0
 
 
 def check_status(status: int, what: str) -> None:

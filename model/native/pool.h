@@ -54,15 +54,16 @@ class Pool {
     long size() const { return long(workers_.size()) + 1; }
 
     // Runs task(index, thread) for every index below count, the caller as thread 0. Returns when all are done, without
-    // waiting for a worker that has not even woken up: it will find nothing to claim. Tasks must not throw.
-    void run(Number count, const Task& task) {
+    // waiting for a worker that has not even woken up: it will find nothing to claim. With `alone`, no worker is woken up for it.
+    // Tasks must not throw.
+    void run(Number count, const Task& task, bool alone = false) {
         Round round;
         {
             std::lock_guard<std::mutex> lock(mutex_);
             round = round_ = {&task, end_, count};
             end_ += count;
         }
-        if (count > 1) wake_.notify_all();
+        if (count > 1 && !alone) wake_.notify_all();
         drain(round, 0);
         for (long spins = 0; done_.load(std::memory_order_acquire) - round.first < count; ++spins) pause_briefly(spins);
     }

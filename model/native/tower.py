@@ -15,7 +15,7 @@ from model.engine import EngineError
 from model.inputs import Context
 from model.native.build import KernelUnavailable
 from model.native.engine import ContextRows
-from model.native.kernel import load_kernel
+from model.native.kernel import Work, load_kernel
 from model.native.packing import LANES, PANEL, pack, round_up
 from model.retrieval.towers import SMALLEST_SQUARE, Towers
 
@@ -64,7 +64,7 @@ class NativeTower:
                 kept.append(keys)
                 jobs.append(job.packed(blocks, keys.ctypes.data, output.ctypes.data))
         if jobs:
-            self._kernel.forward(self._handle, jobs, [], [b""] * 4, [np.empty(0, np.float32)] * 3)
+            self._kernel.forward(self._handle, Work(jobs, [], [b""] * 4, [np.empty(0, np.float32)] * 3))
         return np.stack([mean_direction(output) for output in outputs])
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from app.interface import ranked
 from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -77,7 +78,7 @@ async def rank(service: RankingService, user: int, candidates: int = 4, **option
     context, posts = request(user, candidates)
     options.setdefault("deadline", None)
     ticket = service.admit(service.model, candidates=candidates, history=len(context), **options)
-    return (await service.rank(ticket, context, posts)).scores
+    return (await ranked(service, ticket, context, posts)).scores
 
 
 def right(scores: Scores, user: int, version: int = 1) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import select
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from model.native import packing
 from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
-from model.selftest import check_isolation
+from model.selftest import check_isolation, same_bits
 from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
 
@@ -30,8 +32,38 @@ from tests.model.builders import random_config, random_ranker, random_request
 def test_no_bit_depends_on_threads(threads: int) -> None:
     ranker = random_ranker(small_config())
     draws = Compositions(NativeEngine(ranker, torch.bfloat16, threads=1), seed=1)
-    engine = NativeEngine(ranker, torch.bfloat16, threads=threads, cache_bytes=10**6)
+    kernel = load_kernel(None, "RANKER_WORTH_A_THREAD=0")  # else the smallest forwards stay on one
+    engine = NativeEngine(ranker, torch.bfloat16, threads=threads, cache_bytes=10**6, kernel=kernel)
     assert sum(draws.check(engine)[1] for _ in range(50)) == 0
+
+
+def test_a_forward_that_was_begun_gives_what_a_forward_gives() -> None:
+    config = random_config()
+    items = [Item(*random_request(config, history, 65, seed=history)) for history in (37, 5)]
+    engine, other = (
+        NativeEngine(random_ranker(config), torch.bfloat16, threads=2, cache_bytes=10**6) for _ in range(2)
+    )
+    descriptor = engine.open()
+    assert descriptor == engine.open()
+    for some in (items, items[:1], items):  # the last from the cache
+        engine.begin(some)
+        assert select.select([descriptor], [], [], 10)[0]
+        for ours, theirs in zip(engine.finish(), other.forward(some), strict=True):
+            assert same_bits(ours.scores, theirs.scores)
+            assert ours.cache == theirs.cache
+        assert not select.select([descriptor], [], [], 0)[0]
+    assert engine.cache_stats() == other.cache_stats()
+    engine.begin(items)
+    engine.close()  # waits for what was begun
+    with pytest.raises(EngineError, match="closed"):
+        engine.begin(items)
+
+
+def test_a_context_of_another_checkpoint_is_refused() -> None:
+    engine = NativeEngine(random_ranker(config := random_config()))
+    context, candidates = random_request(config, 5, 3)
+    with pytest.raises(EngineError, match="not those of the checkpoint"):
+        engine.forward([Item(replace(context, actions=context.actions[:, :-1]), candidates)])
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.model.builders import random_config, random_ranker, random_request
 config = random_config()
 ranker = random_ranker(config)
 items = [Item(*random_request(config, history, 65, seed=history)) for history in (37, 5)]
-kernel = load_kernel(None, "RANKER_TEST_HOOKS")
+kernel = load_kernel(None, "RANKER_TEST_HOOKS", "RANKER_WORTH_A_THREAD=0")
 
 def make(threads):
     return NativeEngine(ranker, torch.bfloat16, threads=threads, kernel=kernel)
@@ -57,6 +57,7 @@ threads = [engine and engine.info.notes["threads"] for engine in engines]
 assert set(threads) == {None, 1, 2, 3} and threads[-1] == 3, threads
 assert threads.count(None) > 40, "hardly anything failed, so this shows little"
 fewer = engines[threads.index(2)]
+assert fails(0, lambda: fewer.open()) is None and fewer.open() is not None
 assert "3 threads were wanted" in fewer.info.notes["threads_refused"]
 assert all(right(engines[threads.index(count)]) for count in (1, 2, 3))
 

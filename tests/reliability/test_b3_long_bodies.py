@@ -11,12 +11,14 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from typing import Any
 
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from app.scheduling.loop_lag import LoopLag
 from app.server import protocol
+from app.server.direct import Call
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from tests.e2e.process import DEMO, Server, serving
@@ -132,6 +134,13 @@ def test_where_reading_stays_paused_the_refusal_is_lost(opened: Live, monkeypatc
     """The negative control."""
     monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.3)
     monkeypatch.setattr(FlowControl, "resume_reading", lambda flow: None)
+    reply = Call._reply
+
+    def reply_and_pause(call: Call, *content: Any) -> None:
+        reply(call, *content)
+        call._protocol.flow.pause_reading()
+
+    monkeypatch.setattr(Call, "_reply", reply_and_pause)
     with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012  # one in three may get through
         for _ in range(20):
             by_socket(opened.port, False)

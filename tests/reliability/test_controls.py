@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from app.engine.worker import EngineWorker, RankJob
+from app.engine.rank_job import RankJob
+from app.engine.worker import Ended, EngineWorker
 from app.errors import DeadlineExceeded, EngineDown, ServiceError
-from app.scheduling.batching import Batcher
+from app.scheduling.batching import Batcher, Chunk
 from app.service.service import RankingService
 from app.settings import Queue
 from loadtest.soak.fake_engine import FakeEngine
-from model.engine import Item, Outcome
 from tests.app.fakes import Gate, rank, right, run, running, until
 
 
@@ -91,16 +91,13 @@ async def poison() -> list[object]:
 def test_f6_only_the_guilty_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = [10 + place for place, result in enumerate(run(poison())) if isinstance(result, ServiceError)]
     assert failed == [13]
-    monkeypatch.setattr(EngineWorker, "_outcomes", _unsplit)
+    monkeypatch.setattr(EngineWorker, "_failed", _unsplit)
     assert len([result for result in run(poison()) if isinstance(result, EngineDown)]) == 10
 
 
-def _unsplit(worker: EngineWorker, engine: FakeEngine, items: Sequence[Item]) -> Sequence[Outcome | ServiceError]:
+def _unsplit(worker: EngineWorker, chunks: Sequence[Chunk[RankJob]], error: BaseException) -> list[Ended]:
     """A worker that blames the whole batch."""
-    try:
-        return engine.forward(items)
-    except MemoryError:
-        return [EngineDown() for _ in items]
+    return [(chunk.job, EngineDown()) for chunk in chunks]
 
 
 class Vanishing(RuleBasedStateMachine):

@@ -11,6 +11,7 @@ import pytest
 
 from app.engine.loading import LoadedModel
 from app.errors import EngineDown
+from app.interface import ranked
 from app.settings import Batching
 from tests.app.fakes import FakeClock, FakeEngine, Gate, loaded, rank, request, right, run, running, until
 
@@ -23,8 +24,8 @@ def test_the_reply_says_how_long_the_request_queued_and_computed() -> None:
         async with running(engine, clock, batching=Batching(chunk_candidates=100)) as service:
             for candidates, forwards in ((4, 1), (200, 2)):
                 ticket = service.admit(service.model, candidates=candidates, history=2, deadline=None)
-                ranked = await service.rank(ticket, *request(1, candidates))
-                assert (ranked.queue_seconds, ranked.forward_seconds) == (0.0, 0.25 * forwards)
+                result = await ranked(service, ticket, *request(1, candidates))
+                assert (result.queue_seconds, result.forward_seconds) == (0.0, 0.25 * forwards)
 
     run(main())
 

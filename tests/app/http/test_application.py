@@ -56,24 +56,16 @@ def counted(app: Application, route: str) -> float:
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_the_direct_route_answers_as_fastapi_does(
+def test_every_reply_is_counted_once_and_named(
     app: Application, call: tuple[str, bytes, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if b'"fault"' in call[1]:
         monkeypatch.setattr("app.http.rank.features.context_of", lambda *_: 1 / 0)
     before = counted(app, call[0])
-    direct = reply(app, *call)
+    status, headers, _ = reply(app, *call)
     assert counted(app, call[0]) == before + 1
-    monkeypatch.setattr(app, "direct", {})
-    assert reply(app, *call) == direct
-    assert (direct[0] == 500) == (b'"fault"' in call[1])
-
-
-def test_a_direct_route_that_answers_otherwise_is_noticed(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.http.observe.ServiceError", KeyError)  # refusals are taken for faults there
-    direct = reply(app, *CALLS["wrong field"])
-    monkeypatch.setattr(app, "direct", {})
-    assert (direct[0], reply(app, *CALLS["wrong field"])[0]) == (500, 422)
+    assert (b"x-request-id" in dict(headers)) == (b"x-request-id" not in VARY)
+    assert (status == 500) == (b'"fault"' in call[1])
 
 
 def test_other_methods_are_fastapis() -> None:

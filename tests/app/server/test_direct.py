@@ -1,15 +1,16 @@
-"""What the server offers beyond ASGI: one write a reply, disconnects as a call, one timer a connection."""
+"""Requests without ASGI: one write a reply, disconnects as a call, one timer a connection, nothing left to collect."""
 
 from __future__ import annotations
 
 import gc
-import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from app.server.direct import Direct
+from app.http.direct import RankCall, RankEndpoint
+from app.server.direct import Call
 from app.server.protocol import StrictProtocol
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
@@ -54,14 +55,19 @@ def test_a_reply_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(b"\r\ndate: " in write and b"\r\nx-request-id: " in write for write in writes)
 
 
-def test_messages_give_the_same_reply_in_more_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    writes = record(monkeypatch)
+def test_asgi_gives_the_same_reply() -> None:
     with live(FakeEngine()) as server:
-        direct = exchange(server.port, rank_request(1, headers={"Connection": "close"}))
-        monkeypatch.setattr(Direct, "reply", lambda *_: False)
-        plain = exchange(server.port, rank_request(1, headers={"Connection": "close"}))
-        assert names(plain) == names(direct)
-        assert len(writes) == 3
+        for request in (
+            rank_request(1),
+            rank_request(-1),
+            b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n{",
+        ):
+            direct, asgi = (
+                exchange(server.port, sent.replace(b"Host:", b"Connection: close\r\nHost:"))
+                for sent in (request, request.replace(b"POST /rank ", b"POST /rank?by=asgi "))
+            )
+            assert names(asgi) == names(direct)
+            assert statuses(asgi) == statuses(direct)
 
 
 def names(reply: bytes) -> list[bytes]:
@@ -97,7 +103,7 @@ def test_a_disconnect_cancels_what_waits() -> None:
 
 
 def test_without_the_call_the_work_is_done_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Direct, "watch", lambda *_: None)
+    monkeypatch.setattr(Call, "disconnect", lambda *_: None)
     gate = Gate()
     engine = FakeEngine(before=gate)
     with live(engine) as server:
@@ -120,19 +126,27 @@ def test_a_connection_keeps_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(timers) <= 2  # from the connect and for the first headers; later deadlines lie behind those
 
 
-def test_a_request_leaves_no_circle() -> None:
-    class Cycle:
-        scope: dict[str, Any]
+def left_over(bodies: Sequence[bytes]) -> int:
+    """How many requests of one connection are still in memory after their replies, without the garbage collector."""
+    with live(FakeEngine()) as server:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                exchange(server.port, b"".join(bodies))
+            wait_until(lambda: not server.server.server_state.connections)
+            return sum(type(found) in (Call, RankCall) for found in gc.get_objects())
+        finally:
+            gc.enable()
 
-    cycle: Any = Cycle()
-    cycle.scope = {"extensions": {"ranker.direct": Direct(cycle)}}
-    gone = weakref.ref(cycle)
-    gc.disable()
-    try:
-        del cycle
-        assert gone() is None
-    finally:
-        gc.enable()
+
+def test_a_request_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = rank_request(1), rank_request(-1), rank_request(2, headers={"Connection": "close"})
+    assert left_over(bodies) == 0
+    kept = []
+    begin = RankEndpoint.begin
+    monkeypatch.setattr(RankEndpoint, "begin", lambda *call: kept.append(begin(*call)) or kept[-1])
+    assert left_over(bodies) == 15  # the control
 
 
 def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from app.assembly import build_server
 from app.engine.loading import LoadedModel
 from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, NotReady, Overloaded
-from app.interface import Health
+from app.interface import Health, ranked
 from app.scheduling.loop_lag import TURN_SECONDS
 from app.service.service import RankingService
 from app.settings import Batching, Deadline, Queue, Settings
@@ -186,9 +186,14 @@ def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
             service.admission.forward_time.observe(10, 0.15)
             jobs = [asyncio.ensure_future(rank(service, user, 10, key="heavy")) for user in range(1, 5)]
             await gate.reached()
+            service.check_open("heavy")  # nobody was refused yet, so nobody is looked at
+            for refused in (
+                lambda: service.admit(service.model, candidates=10, history=2, deadline=None, key="heavy"),
+                lambda: service.check_open("heavy"),
+            ):
+                with pytest.raises(Overloaded, match="predicted wait"):
+                    refused()
             service.check_open("light")
-            with pytest.raises(Overloaded, match="predicted wait"):
-                service.check_open("heavy")
             gate.opened.set()
             await asyncio.gather(*jobs)
 
@@ -272,7 +277,7 @@ def test_a_ticket_that_is_dropped_or_released_frees_its_place() -> None:
             ticket.release()
             assert service.admission.requests == service.admission.cost == 0
             with pytest.raises(ValueError, match="used before"):
-                await service.rank(ticket, *request(1))
+                await ranked(service, ticket, *request(1))
 
     run(main())
 
@@ -298,7 +303,7 @@ def test_one_bad_request_in_a_batch_fails_alone() -> None:
             users = [99, *range(10, 13), *range(14, 20)]
             assert all(right(found, user) for user, found in zip(users, results, strict=True))
             assert service.health().ready
-            assert "ranker_forward_failures_total 1.0" in service.metrics.render().decode()
+            assert "ranker_forward_failures_total 2.0" in service.metrics.render().decode()
 
     run(main())
 
@@ -366,7 +371,7 @@ def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() -> Non
             assert all(right(scores, user, 1) for user, scores in enumerate(await asyncio.gather(*early), start=1))
             assert not old.closed.is_set()
             context, posts = request(5)
-            assert right((await service.rank(late_ticket, context, posts)).scores, 5, 1)
+            assert right((await ranked(service, late_ticket, context, posts)).scores, 5, 1)
             assert await asyncio.to_thread(old.closed.wait, 2)
             with pytest.raises(NotReady):
                 service.admit(first, candidates=1, history=0, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from app.telemetry.distributions import BOUNDS, ReplyProbabilities
+from app.telemetry.distributions import PROBABILITIES, ReplyProbabilities
 
 
 def samples(*replies: tuple[tuple[str, ...], list[list[float]]]) -> dict[tuple[str, str], float]:
@@ -36,7 +36,7 @@ def test_a_bucket_holds_its_upper_bound_and_the_last_holds_the_rest() -> None:
         2,
         3,
     )
-    assert list(BOUNDS) == sorted(BOUNDS)
+    assert list(PROBABILITIES) == sorted(PROBABILITIES)
 
 
 def test_a_name_that_two_checkpoints_share_is_one_series() -> None:

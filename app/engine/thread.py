@@ -1,0 +1,122 @@
+"""The thread of one engine: builds and warms it up, runs the forwards of an engine that blocks, and frees it at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from app.engine.loading import LoadedModel, Loader
+from app.scheduling.forecast import ForwardTime
+from app.scheduling.job import Clock
+from model.engine import Item, Outcome, OverlappingEngine
+
+ENGINE_THREAD = "engine"
+
+HAND_OVER_SECONDS = 100e-6  # measured: waking the other thread, being woken up, and caches that are cold then
+
+Result = Sequence[Outcome] | BaseException
+OnResult = Callable[[Result, float], None]
+"""Called in the event loop with the result and the clock seconds when it was there."""
+
+
+class EngineThread:
+    """`ready` and `closed` belong to the event loop. Every call of the engine but those of `NativeForwards` is made here."""
+
+    def __init__(
+        self, load: Loader, warming: Callable[[], None], loop: asyncio.AbstractEventLoop, clock: Clock
+    ) -> None:
+        """`warming` is called in the loop when the checkpoint is read and the warm-up begins."""
+        self.ready: asyncio.Future[LoadedModel] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self._load = load
+        self._warming = warming
+        self._loop = loop
+        self._clock = clock
+        self._work: SimpleQueue[tuple[Sequence[Item], OnResult] | None] = SimpleQueue()
+        threading.Thread(target=self._main, name=ENGINE_THREAD, daemon=True).start()
+
+    def forward(self, items: Sequence[Item], cost: int, on_result: OnResult) -> None:
+        """Compute one batch of that many tokens, and tell the event loop. An exception is a result."""
+        self._work.put((items, on_result))
+
+    def close(self) -> None:
+        """Free the engine after what it was given; `closed` is done then."""
+        self._work.put(None)
+
+    def _main(self) -> None:
+        try:
+            model = self._load(lambda: self._post(self._warming))
+        except BaseException as error:  # it belongs to the one who waits for `ready`
+            self._post(self.ready.set_exception, error)
+        else:
+            self._post(self.ready.set_result, model)
+            self._serve(model)
+        self._post(self.closed.set_result, None)
+
+    def _serve(self, model: LoadedModel) -> None:
+        while (work := self._work.get()) is not None:
+            items, on_result = work
+            try:
+                result: Result = model.engine.forward(items)
+            except BaseException as error:  # even SystemExit: the worker decides what it means
+                result = error
+            self._post(on_result, result, self._clock())
+            del work, items, on_result, result  # what they hold would live until the next batch
+        model.engine.close()
+
+    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and nothing waits for this
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+
+class NativeForwards:
+    """Forwards of an engine that computes in native threads: the event loop begins each, and is told by a descriptor.
+
+    No Python runs beside the loop, so nobody waits for the interpreter lock. A forward that takes less time than handing it over
+    does is not handed over.
+    """
+
+    def __init__(
+        self, engine: OverlappingEngine, descriptor: int, loop: asyncio.AbstractEventLoop, clock: Clock
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._clock = clock
+        self._descriptor = descriptor
+        self._on_result: OnResult | None = None
+        self._time = ForwardTime()
+        self._begun, self._cost = 0.0, 0
+        loop.add_reader(descriptor, self._ready)
+
+    def forward(self, items: Sequence[Item], cost: int, on_result: OnResult) -> None:
+        """As `EngineThread.forward`. `cost` is what it takes in tokens."""
+        predicted = self._time.seconds(cost)
+        self._begun, self._cost, self._on_result = self._clock(), cost, on_result
+        if predicted is None or predicted > HAND_OVER_SECONDS:
+            try:
+                self._engine.begin(items)
+            except Exception as error:
+                self._loop.call_soon(on_result, error, self._clock())
+        else:
+            self._loop.call_soon(on_result, *self._result(lambda: self._engine.forward(items)))
+
+    def close(self) -> None:
+        """Nothing more is begun."""
+        self._loop.remove_reader(self._descriptor)
+
+    def _ready(self) -> None:
+        assert self._on_result is not None
+        self._on_result(*self._result(self._engine.finish))
+
+    def _result(self, compute: Callable[[], Sequence[Outcome]]) -> tuple[Result, float]:
+        try:
+            result: Result = compute()
+        except Exception as error:
+            return error, self._clock()
+        finished = self._clock()
+        self._time.observe(self._cost, finished - self._begun)
+        return result, finished

@@ -1,0 +1,154 @@
+"""`POST /rank` for a connection that reads requests itself: calls in place of ASGI messages, and no task. See `server.direct`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from app.errors import ServiceError
+from app.http.asgi import ClientGone, Headers, read_body, too_long
+from app.http.observe import Recorder
+from app.http.problems import problem_reply
+from app.http.rank import Prepared, Ranking
+from app.interface import Ranked
+from app.request.reply import ROWS_IN_A_PIECE
+
+ROUTE = "/rank"
+
+Fields = Sequence[tuple[bytes, bytes]]
+Reply = Callable[[int, Fields, bytes], None]
+
+
+class RankEndpoint:
+    """Makes a `RankCall` of each request. As an ASGI application, which it is too, it serves under any other server."""
+
+    def __init__(self, ranking: Ranking, recorder: Recorder) -> None:
+        self.ranking = ranking
+        self.recorder = recorder
+
+    def begin(self, headers: Fields, reply: Reply) -> RankCall:
+        """The headers have arrived; `reply` is called once, at once perhaps, unless the call is abandoned before."""
+        return RankCall(self, dict(headers), reply)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The same over ASGI."""
+        replied: asyncio.Future[tuple[int, Fields, bytes]] = asyncio.get_running_loop().create_future()
+        call = self.begin(scope["headers"], lambda *reply: replied.set_result(reply))
+        try:
+            if not replied.done():
+                call.finish(await read_body(call.headers, receive, call.max_body_bytes))
+            status, headers, body = await _unless_disconnected(replied, receive)
+        except ClientGone:
+            call.abandon()
+            return
+        except ServiceError as error:
+            call.fail(error)
+            status, headers, body = replied.result()
+        await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await send({"type": "http.response.body", "body": body})
+
+
+class RankCall:
+    """One request, from its headers to its reply: `finish` with its body, `fail` or `abandon`. Belongs to the event loop."""
+
+    __slots__ = ("_deadline", "_job", "_reply", "exchange", "headers", "max_body_bytes", "ranking", "recorder")
+
+    def __init__(self, endpoint: RankEndpoint, headers: Headers, reply: Reply) -> None:
+        self.ranking = endpoint.ranking
+        self.recorder = endpoint.recorder
+        self.headers = headers
+        self.max_body_bytes = self.ranking.limits.max_body_bytes
+        self.exchange = self.recorder.begin("POST", ROUTE, headers)
+        self._reply: Reply | None = reply
+        self._job: Prepared | None = None
+        self._deadline: float | None = None
+        try:
+            self._deadline = self.ranking.open(headers, self.exchange)
+        except Exception as error:
+            self.fail(error)
+
+    def finish(self, body: bytes | bytearray) -> None:
+        """The body has arrived."""
+        ranking, exchange = self.ranking, self.exchange
+        try:
+            job = self._job = ranking.prepare(ranking.decode(body, exchange), self._deadline, exchange)
+            if job.request.request_id is not None and not exchange.is_named_by_caller:
+                exchange.request_id = job.request.request_id
+            ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)
+        except Exception as error:
+            self.fail(error)
+
+    def too_long(self) -> None:
+        """More of the body has arrived than `max_body_bytes`."""
+        self.fail(too_long(self.max_body_bytes))
+
+    def abandon(self) -> None:
+        """The client has disconnected."""
+        if self._reply is None:
+            return
+        if self._job is None:
+            self.ranking.metrics.cancelled.labels("body").inc()
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """Answer with a problem."""
+        if self._reply is not None:
+            problem = self.recorder.problem(error, self.exchange)
+            self._answer(*problem_reply(problem, self.exchange.request_id))
+
+    def _ranked(self, result: Ranked | ServiceError) -> None:
+        job = self._job
+        assert job is not None
+        if isinstance(result, ServiceError):
+            self.fail(result)
+        else:
+            pieces = self.ranking.render(job, result, self.exchange.stages["parse"], self.exchange)
+            self._render(job, result, pieces, [])
+
+    def _render(self, job: Prepared, ranked: Ranked, pieces: Iterator[bytes], done: list[bytes]) -> None:
+        if self._reply is None:
+            return
+        try:
+            for piece in pieces:
+                done.append(piece)
+                if len(job.candidates) > ROWS_IN_A_PIECE:  # lets other requests in between
+                    asyncio.get_running_loop().call_soon(self._render, job, ranked, pieces, done)
+                    return
+            self._answer(200, self.ranking.headers(job.model, [ranked], self.exchange), b"".join(done))
+        except Exception as error:
+            self.fail(error)
+
+    def _answer(self, status: int, headers: Fields, body: bytes) -> None:
+        reply, exchange = self._reply, self.exchange
+        assert reply is not None
+        identity = (b"x-request-id", exchange.request_id.encode())
+        exchange.status = status
+        self._end()
+        reply(status, [*headers, (b"content-length", b"%d" % len(body)), identity], body)
+
+    def _end(self) -> None:
+        """Nothing more is said, nothing more is computed."""
+        self._reply = None
+        if self._job is not None:
+            self._job.ticket.release()
+        self.recorder.end(self.exchange, self.headers)
+
+
+async def _unless_disconnected(replied: asyncio.Future[Any], receive: Receive) -> Any:
+    """The reply. Raises ClientGone when the client disconnects before it; the body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    if replied.done():
+        return replied.result()
+    watcher: asyncio.Future[Any] = asyncio.get_running_loop().create_task(watch())
+    await asyncio.wait((replied, watcher), return_when=asyncio.FIRST_COMPLETED)
+    watcher.cancel()
+    if not replied.done():
+        raise ClientGone
+    return replied.result()

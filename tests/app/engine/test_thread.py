@@ -1,0 +1,142 @@
+"""Forwards in native threads: the same scores, no Python beside the loop, and short ones are not handed over."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.assembly import build_service
+from app.engine import thread
+from app.engine.loading import checkpoint_loader
+from app.engine.thread import NativeForwards
+from app.errors import EngineDown
+from app.interface import ranked
+from app.service.service import RankingService
+from app.settings import Settings
+from app.telemetry.metrics import Metrics
+from model.engine import EngineError, Item, Outcome
+from model.inputs import Scores
+from model.native.engine import NativeEngine
+from model.selftest import same_bits
+from tests.app.fakes import run
+from tests.model.builders import random_request
+
+DEMO = Path(__file__).parents[3] / "weights" / "demo"
+
+
+async def rank(service: RankingService, user: int, count: int = 4) -> Scores:
+    """A request that the checkpoint understands."""
+    context, candidates = random_request(service.model.manifest.config, 9, count, seed=user)
+    ticket = service.admit(service.model, candidates=count, history=9, deadline=None)
+    return (await ranked(service, ticket, replace(context, user_id=user), candidates)).scores
+
+
+async def scores_of(users: Sequence[int], service: RankingService) -> list[Any]:
+    results: list[Any] = await asyncio.gather(*(rank(service, user) for user in users), return_exceptions=True)
+    return results
+
+
+def serve(main: Any) -> Any:
+    """Run `main(service)` on a service of the demo's checkpoint."""
+
+    async def whole() -> Any:
+        service = build_service(Settings(checkpoint=DEMO, backend="native", dtype="bfloat16"), Metrics())
+        service.start()
+        await service.wait_ready()
+        try:
+            return await main(service)
+        finally:
+            assert await service.stop(5)
+
+    return run(whole())
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which way each forward went, and in which thread."""
+    found: list[str] = []
+    for name in ("begin", "forward"):
+        original = getattr(NativeEngine, name)
+
+        def noted(engine: Any, items: Sequence[Item], name: str = name, original: Any = original) -> Any:
+            found.append(f"{name} in {threading.current_thread().name}")
+            return original(engine, items)
+
+        monkeypatch.setattr(NativeEngine, name, noted)
+    return found
+
+
+def test_short_forwards_stay_in_the_loop_and_give_the_same_bits(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(service: RankingService) -> list[Scores]:
+        del calls[:]  # of the warm-up
+        return [*await scores_of(range(1, 40), service), *await scores_of([3], service), *await scores_of([3], service)]
+
+    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 0.0)
+    handed_over = serve(main)
+    assert set(calls) == {"begin in MainThread"}
+    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 3600.0)
+    kept = serve(main)
+    assert calls[0] == "begin in MainThread"  # nothing is known yet
+    assert set(calls[1:]) == {"forward in MainThread"}
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(kept, handed_over, strict=True))
+
+
+@pytest.mark.parametrize("limit", [0.0, 3600.0])
+def test_an_error_of_either_way_is_the_requests_own(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", limit)
+    plan = NativeEngine._plan
+
+    def refusing(engine: Any, items: Sequence[Item]) -> Any:
+        if any(item.context.user_id == 13 for item in items):
+            raise MemoryError("planted")
+        return plan(engine, items)
+
+    async def main(service: RankingService) -> None:
+        await rank(service, 1)
+        monkeypatch.setattr(NativeEngine, "_plan", refusing)
+        results = await scores_of(range(10, 20), service)
+        assert [10 + place for place, found in enumerate(results) if isinstance(found, EngineDown)] == [13]
+
+    serve(main)
+
+
+def test_a_sticky_error_at_the_end_of_a_forward_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(engine: Any) -> list[Outcome]:
+        raise EngineError("planted", sticky=True)
+
+    async def main(service: RankingService) -> None:
+        monkeypatch.setattr(NativeEngine, "finish", lost)
+        monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 0.0)
+        assert all(isinstance(found, EngineDown) for found in await scores_of(range(3), service))
+        assert "planted" in service.health().reason
+
+    serve(main)
+
+
+def test_a_model_that_is_replaced_while_it_computes_ends_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is freed then: its descriptor is watched no longer."""
+    closed: list[NativeForwards] = []
+    close = NativeForwards.close
+    monkeypatch.setattr(NativeForwards, "close", lambda forwards: (closed.append(forwards), close(forwards))[1])
+    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 0.0)
+
+    async def main(service: RankingService) -> None:
+        asked = asyncio.ensure_future(rank(service, 1, 4096))
+        await asyncio.sleep(0)
+        worker = service.versions.current
+        swapped = asyncio.ensure_future(service.swap(checkpoint_loader(DEMO, service.settings)))
+        assert len(await asked) == 4096
+        await swapped
+        assert worker is not None
+        await asyncio.wait_for(worker.closed, 5)
+        assert len(closed) == 1
+
+    serve(main)
