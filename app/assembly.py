@@ -7,7 +7,7 @@ import time
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from app.engine.loading import checkpoint_loader
+from app.engine.loading import checkpoint_loader, retrieval_loader
 from app.http.admin import create_admin_app
 from app.http.application import create_app, create_probe_app
 from app.scheduling.job import Clock
@@ -20,7 +20,12 @@ from app.telemetry.metrics import Metrics
 
 def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.monotonic) -> RankingService:
     """A service that has not begun to load; call its `start` in a running loop."""
-    return RankingService(checkpoint_loader(settings.checkpoint, settings), settings, metrics, clock=clock)
+    wanted = settings.retrieval
+    retrieval = None
+    if wanted.checkpoint is not None and wanted.corpus is not None:
+        retrieval = retrieval_loader(wanted.checkpoint, wanted.corpus, settings)
+    load = checkpoint_loader(settings.checkpoint, settings)
+    return RankingService(load, settings, metrics, retrieval=retrieval, clock=clock)
 
 
 def build_app(settings: Settings) -> FastAPI:

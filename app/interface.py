@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.errors import ServiceError
 from app.telemetry.metrics import Metrics
 from model.engine import CacheResult, EngineInfo
 from model.inputs import Candidates, Context, Scores
+from model.retrieval.inputs import Query, Retrieved
+from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
 
@@ -31,6 +33,44 @@ class Ranked:
     cache: CacheResult
     queue_seconds: float
     forward_seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedRetrieval:
+    """One retrieval checkpoint with one corpus, as they are served, by identity. `hidden`: rows that no search returns, `duplicates`
+    of them for a post id that came before. `notes` say what runs, as plain JSON values."""
+
+    manifest: Manifest
+    corpus: CorpusManifest
+    hidden: int
+    duplicates: int
+    notes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One request's posts, and the seconds that it waited and that its batch took to encode users and to search."""
+
+    posts: Retrieved
+    queue_seconds: float
+    encode_seconds: float
+    search_seconds: float
+
+
+class Retrieval(Protocol):
+    """Retrieves posts. All methods belong to the event loop; deadlines are in seconds of the service's clock."""
+
+    @property
+    def served(self) -> ServedRetrieval:
+        """What serves new requests. Raises CorpusNotLoaded."""
+        ...
+
+    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float) -> Found:
+        """The best posts, from what `served` was for the request. Cancelling it drops the work unless it is being computed.
+
+        Raises Overloaded, DeadlineExceeded, EngineDown, or CorpusNotLoaded where `served` is gone.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +104,11 @@ class Service(Protocol):
     on_fatal: Callable[[str], None]
 
     @property
+    def retrieval(self) -> Retrieval:
+        """What retrieves posts; it may have none."""
+        ...
+
+    @property
     def default_deadline_seconds(self) -> float:
         """For a request that names no deadline."""
         ...
@@ -81,6 +126,10 @@ class Service(Protocol):
         self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None = None
     ) -> Ticket:
         """Reserve room for one request on `model`. Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
+        ...
+
+    def shrink(self, ticket: Ticket, candidates: int) -> None:
+        """There are fewer candidates than the ticket was asked for; before `rank`."""
         ...
 
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:

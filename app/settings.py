@@ -37,6 +37,10 @@ class Limits(Group):
     """Most history items in one request; those beyond the model's window are dropped, oldest first."""
     max_batch_requests: int = Field(default=64, ge=1)
     """Most requests in one call of /rank/batch."""
+    max_retrieved: int = Field(default=2000, ge=1)
+    """Most posts that one request may retrieve."""
+    max_excluded: int = Field(default=10_000, ge=0)
+    """Most post ids that one request may exclude by name."""
 
 
 class Queue(Group):
@@ -87,6 +91,29 @@ class Cache(Group):
 
     bytes: int = Field(default=256 * MIB, ge=0)
     """Budget in bytes on the engine's device; 0 turns the cache off."""
+
+
+class Retrieval(Group):
+    """Posts for a user, out of a corpus. Without a checkpoint and a corpus, /retrieve and /recommend answer 503."""
+
+    checkpoint: Path | None = None
+    """Retrieval checkpoint directory: the two towers."""
+    corpus: Path | None = None
+    """Corpus directory: posts as vectors of that checkpoint."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """What the user tower computes in; `auto` is float32."""
+    cache_bytes: int = Field(default=16 * MIB, ge=0)
+    """Budget in bytes for user vectors seen before; 0 keeps none."""
+    batch_requests: int = Field(default=32, ge=1)
+    """Requests that share one scan of the corpus."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """Most searches waiting; beyond it, 429."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Retrieval:
+        if (self.checkpoint is None) != (self.corpus is None):
+            raise ValueError("retrieval.checkpoint and retrieval.corpus belong together: set both or neither")
+        return self
 
 
 class Deadline(Group):
@@ -236,6 +263,7 @@ class Settings(BaseSettings):
     queue: Queue = Queue()
     batching: Batching = Batching()
     cache: Cache = Cache()
+    retrieval: Retrieval = Retrieval()
     deadline: Deadline = Deadline()
     drain: Drain = Drain()
     connections: Connections = Connections()

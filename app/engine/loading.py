@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
-from app.interface import ServedModel
+from app.interface import ServedModel, ServedRetrieval
 from app.settings import Settings
 from model.create import EngineOptions, create_engine
 from model.engine import Engine
-from weights.checkpoint import Checkpoint, load_checkpoint
+from model.retrieval.engine import RetrievalEngine, RetrievalOptions
+from weights.checkpoint import Checkpoint, load_checkpoint, load_encoder
+from weights.corpus.store import load_corpus
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +57,40 @@ def checkpoint_loader(path: Path, settings: Settings) -> Loader:
         engine = create_engine(checkpoint.ranker, engine_options(settings))
         engine.warm_up()
         return LoadedModel(checkpoint, engine)
+
+    return load
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedRetrieval:
+    """A retrieval checkpoint and a corpus with their warm engine, which is used by one thread only."""
+
+    engine: RetrievalEngine
+    served: ServedRetrieval
+
+
+RetrievalLoader = Callable[[], LoadedRetrieval]
+"""Runs in a thread beside those that serve."""
+
+
+def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> RetrievalLoader:
+    """Loads both, as one. Raises CheckpointError or EngineError, with a sentence for people."""
+
+    def load() -> LoadedRetrieval:
+        encoder = load_encoder(checkpoint)
+        stored = load_corpus(corpus, encoder.manifest)
+        options = RetrievalOptions(
+            settings.retrieval.dtype,
+            "torch" if settings.backend == "dense" else settings.backend,
+            settings.retrieval.cache_bytes,
+            settings.threads,
+        )
+        engine = RetrievalEngine(encoder.towers, stored.corpus, options)
+        engine.warm_up()
+        hidden, duplicates = int(stored.corpus.hidden.sum()), stored.corpus.duplicates
+        return LoadedRetrieval(
+            engine, ServedRetrieval(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
+        )
 
     return load
 

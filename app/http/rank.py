@@ -57,11 +57,11 @@ class Ranking:
     def decode(self, body: bytes | bytearray, exchange: Exchange) -> Body:
         """One request's JSON with its types checked."""
         started = time.perf_counter()
-        vocabulary, _ = self._words_of(self.service.model.manifest)
+        vocabulary, _ = self.words_of(self.service.model.manifest)
         typed = decode(body, self.limits, vocabulary)
         exchange.candidates += count_items(typed.candidates)
         exchange.history += count_items(typed.history)
-        _add(exchange, "parse", time.perf_counter() - started)
+        add_seconds(exchange, "parse", time.perf_counter() - started)
         return typed
 
     def prepare(self, body: Body, deadline: float | None, exchange: Exchange) -> Prepared:
@@ -76,7 +76,7 @@ class Ranking:
             key=exchange.key,
         )
         try:
-            vocabulary, form = self._words_of(model.manifest)
+            vocabulary, form = self.words_of(model.manifest)
             request = check(body, vocabulary)
             config = model.manifest.config
             context, candidates = features.context_of(request, config), features.candidates_of(request, config)
@@ -86,7 +86,7 @@ class Ranking:
         if len(context) < len(request.history):
             self.metrics.history_truncated.inc()
         seconds = time.perf_counter() - started
-        _add(exchange, "parse", seconds)
+        add_seconds(exchange, "parse", seconds)
         return Prepared(model, ticket, request, context, candidates, form, seconds)
 
     def render(self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> Iterator[bytes]:
@@ -104,7 +104,7 @@ class Ranking:
         )
         started = time.perf_counter()
         for piece in pieces:
-            _add(exchange, "serialize", time.perf_counter() - started)
+            add_seconds(exchange, "serialize", time.perf_counter() - started)
             yield piece
             started = time.perf_counter()
 
@@ -122,12 +122,13 @@ class Ranking:
             (b"server-timing", timing.encode()),
         ]
 
-    def _words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
+    def words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
         """The vocabulary and the reply format of a model, kept for the manifest used last."""
         if self._words is None or self._words[0] is not manifest:
             self._words = (manifest, Vocabulary.of(manifest), ReplyFormat.of(manifest))
         return self._words[1], self._words[2]
 
 
-def _add(exchange: Exchange, stage: str, seconds: float) -> None:
+def add_seconds(exchange: Exchange, stage: str, seconds: float) -> None:
+    """A request may come through a stage several times."""
     exchange.stages[stage] = exchange.stages.get(stage, 0.0) + seconds

@@ -6,16 +6,16 @@ tests hold all three to the same verdict. Ids in range, known names and equal le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import MAX_ID_DIGITS, explain
+from app.request.explain import MAX_ID_DIGITS, MAX_TOPIC_LETTERS, MAX_TOPICS_WANTED, explain, explain_retrieval
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -25,6 +25,7 @@ Surface = Annotated[int, Meta(ge=0)]
 Time = Annotated[int, Meta(ge=0, le=MAX_TIME)]
 Dwell = Annotated[float, Meta(ge=0)]
 Actions = list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)]]
+Topic = Annotated[str, Meta(max_length=MAX_TOPIC_LETTERS)]
 Weights = dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]]
 
 
@@ -83,6 +84,32 @@ class Body(Strict):
     request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
 
 
+class RetrieveBody(Strict):
+    """A request for posts whose types are right."""
+
+    user_id: Id
+    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET
+    k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    exclude: list[Id] | UnsetType = UNSET
+    exclude_history: bool | UnsetType = UNSET
+    topics: Annotated[list[Topic], Meta(max_length=MAX_TOPICS_WANTED)] | UnsetType = UNSET
+    min_score: Annotated[float, Meta(ge=-1, le=1)] | UnsetType = UNSET
+    max_age_seconds: Annotated[int, Meta(ge=1, le=MAX_TIME)] | UnsetType = UNSET
+    impression_ts: Time | UnsetType = UNSET
+    request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
+
+
+class RecommendBody(RetrieveBody):
+    """A request for posts and their scores."""
+
+    weights: Weights | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    actions_wanted: list[str] | UnsetType = UNSET
+
+
+R = TypeVar("R", bound=Struct)
+DEFAULT_K = 200
+
 _BODY = msgspec.json.Decoder(Body)
 _ENCODER = msgspec.json.Encoder()
 
@@ -93,23 +120,68 @@ def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> B
     Raises MalformedJson, TooLarge or InvalidRequest. A body with more values than the longest request within the limits is
     refused before it is read: they are counted by the bytes that begin or separate them.
     """
+    most = 5 * limits.max_candidates + _history_values(limits, vocabulary)
+    typed = _typed(_BODY, body, most, lambda value: explain(value, vocabulary))
+    _limit("candidates", count_items(typed.candidates), limits.max_candidates)
+    _limit("history", count_items(typed.history), limits.max_history)
+    return typed
+
+
+_RETRIEVE, _RECOMMEND = msgspec.json.Decoder(RetrieveBody), msgspec.json.Decoder(RecommendBody)
+
+
+def decode_retrieve(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> RetrieveBody:
+    """As `decode`, for a request for posts; `vocabulary` is the retrieval model's."""
+    return _retrieval(_RETRIEVE, body, limits, [vocabulary], ranks=False)
+
+
+def decode_recommend(body: bytes | bytearray, limits: Limits, vocabularies: Sequence[Vocabulary]) -> RecommendBody:
+    """As `decode`, for a request for posts and their scores; `vocabularies` of the retrieval model and of the ranker."""
+    return _retrieval(_RECOMMEND, body, limits, vocabularies, ranks=True)
+
+
+B = TypeVar("B", bound=RetrieveBody)
+
+
+def _retrieval(
+    decoder: msgspec.json.Decoder[B],
+    body: bytes | bytearray,
+    limits: Limits,
+    vocabularies: Sequence[Vocabulary],
+    *,
+    ranks: bool,
+) -> B:
+    most = limits.max_excluded + MAX_TOPICS_WANTED + _history_values(limits, vocabularies[-1])
+    typed = _typed(decoder, body, most, lambda value: explain_retrieval(value, vocabularies, ranks=ranks))
+    _limit("history", count_items(typed.history), limits.max_history)
+    _limit("exclude", len(typed.exclude or ()), limits.max_excluded)
+    if (typed.k or DEFAULT_K) > limits.max_retrieved:
+        raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
+    return typed
+
+
+def _history_values(limits: Limits, vocabulary: Vocabulary) -> int:
     actions = len(vocabulary.action_names)
-    most = 5 * limits.max_candidates + (7 + actions) * limits.max_history + 4 * actions + 100
+    return (7 + actions) * limits.max_history + 4 * actions + 100
+
+
+def _typed(
+    decoder: msgspec.json.Decoder[R], body: bytes | bytearray, most: int, explained: Callable[[Any], InvalidRequest]
+) -> R:
     if len(body) > most and len(body) - len(body.translate(None, b",[{")) > most:
         check_syntax(body)
         raise TooLarge(f"The body holds more than {most} values.")
     try:
-        typed = _BODY.decode(body)
+        typed = decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise explain(parse(body), vocabulary) from None
+        raise explained(parse(body)) from None
     refuse_duplicates(body, _ENCODER.encode(typed))
-    for name, count, limit in (
-        ("candidates", count_items(typed.candidates), limits.max_candidates),
-        ("history", count_items(typed.history), limits.max_history),
-    ):
-        if count > limit:
-            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
     return typed
+
+
+def _limit(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
 
 
 def count_items(items: Sequence[Struct] | HistoryArrays | CandidateArrays | UnsetType) -> int:

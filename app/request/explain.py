@@ -24,6 +24,8 @@ MAX_ID_DIGITS = len(str(MAX_ID))
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
+MAX_TOPICS_WANTED = 1000
+MAX_TOPIC_LETTERS = 100
 NAMED_TWICE = ("", "names one action twice, by name and by index")
 
 
@@ -43,31 +45,81 @@ def is_id(value: Any) -> bool:
     return (value[0] != "0" or value == "0") and (len(value) < MAX_ID_DIGITS or int(value) <= MAX_ID)
 
 
-def _request(vocabulary: Vocabulary) -> Rule:
-    post = {
+def _post(vocabulary: Vocabulary) -> dict[str, Rule]:
+    return {
         "post_id": _value(is_id, ID_RULE),
         "author_id": _value(is_id, ID_RULE),
         "product_surface": _integer(0, vocabulary.product_surfaces - 1),
     }
-    time, names = _integer(0, MAX_TIME), _names(vocabulary.index)
+
+
+def _request(vocabulary: Vocabulary) -> Rule:
+    post = _post(vocabulary)
+    candidates = _posts(post | {"created_at": _integer(0, MAX_TIME)}, least=1)
+    return _object(_viewer(vocabulary) | {"candidates": candidates} | _wishes(vocabulary))
+
+
+def _viewer(vocabulary: Vocabulary) -> dict[str, Rule]:
+    """What every request has: who it is for."""
+    post = _post(vocabulary)
     event = post | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
-    return _object(
-        {
-            "user_id": _value(is_id, ID_RULE),
-            "history": _posts(event, least=0),
-            "candidates": _posts(post | {"created_at": time}, least=1),
-            "impression_ts": time,
-            "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
-            "top_k": _value(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1"),
-            "actions_wanted": lambda value: names(value) or _named_twice(value, vocabulary.index),
-            "request_id": _value(is_request_id, "must be 1 to 128 letters, digits or any of _ . : @ / + = -"),
-        }
-    )
+    return {
+        "user_id": _value(is_id, ID_RULE),
+        "history": _posts(event, least=0),
+        "impression_ts": _integer(0, MAX_TIME),
+        "request_id": _value(is_request_id, "must be 1 to 128 letters, digits or any of _ . : @ / + = -"),
+    }
+
+
+def _wishes(vocabulary: Vocabulary) -> dict[str, Rule]:
+    """What a request for scores may say about its reply."""
+    names = _names(vocabulary.index)
+    return {
+        "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
+        "top_k": AT_LEAST_ONE,
+        "actions_wanted": lambda value: names(value) or _named_twice(value, vocabulary.index),
+    }
+
+
+def explain_retrieval(body: Any, vocabularies: Sequence[Vocabulary], *, ranks: bool) -> InvalidRequest:
+    """The error for a JSON value that is no valid request for posts. The history must make sense to every vocabulary, of which
+    the last is the ranker's where it `ranks`."""
+    filters = {
+        "k": AT_LEAST_ONE,
+        "exclude": _array(_value(is_id, ID_RULE)),
+        "exclude_history": _value(lambda value: type(value) is bool, "must be true or false"),
+        "topics": _topics,
+        "min_score": _number(-1, 1),
+        "max_age_seconds": _integer(1, MAX_TIME),
+    }
+    for vocabulary in vocabularies:
+        wishes = _wishes(vocabulary) if ranks and vocabulary is vocabularies[-1] else {}
+        known = {"weights": _anything, "top_k": _anything, "actions_wanted": _anything} if ranks else {}
+        problems = [*_object(_viewer(vocabulary) | filters | known | wishes)(body)]
+        if not problems and "max_age_seconds" in body and not body.get("impression_ts"):
+            problems = [("max_age_seconds", "needs impression_ts, from which ages are counted")]
+        if problems:
+            return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
+    raise AssertionError("a request was refused that has nothing wrong with it")
+
+
+def _anything(value: Any) -> Sequence[Problem]:
+    return ()
+
+
+def _topics(value: Any) -> Sequence[Problem]:
+    named = _array(_value(lambda name: type(name) is str and len(name) <= MAX_TOPIC_LETTERS, "must be a short text"))
+    if type(value) is list and len(value) > MAX_TOPICS_WANTED:
+        return [("", f"must hold at most {MAX_TOPICS_WANTED} topics")]
+    return named(value)
 
 
 def _value(is_good: Callable[[Any], bool], sentence: str) -> Rule:
     problem = [("", sentence)]
     return lambda value: () if is_good(value) else problem
+
+
+AT_LEAST_ONE = _value(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1")
 
 
 def _integer(low: int, high: int) -> Rule:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.request.validate import Request
+from app.request.validate import Request, Viewer
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 
 
-def context_of(request: Request, config: ModelConfig) -> Context:
+def context_of(request: Request | Viewer, config: ModelConfig) -> Context:
     """User and history, the newest `history_length` items of it. Values that the checkpoint has no input for do no harm."""
     kept = min(len(request.history), config.history_length)
     newest = slice(len(request.history) - kept, None)

@@ -6,7 +6,7 @@ orjson in one go, and the columns are woven together. float32 values keep their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,13 +62,30 @@ def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.argsort(-scores, kind="stable")
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a reply adds where the candidates were retrieved: `head` stands in place of the model, `tail` follows the candidates,
+    `columns` have a key and a value `[C]` for each of them."""
+
+    head: Mapping[str, Any]
+    tail: Mapping[str, Any]
+    columns: Sequence[tuple[bytes, NDArray[Any]]]
+
+
 def render(
-    request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, float]
+    request: Request,
+    scores: Scores,
+    form: ReplyFormat,
+    *,
+    history_used: int,
+    timings_ms: dict[str, float],
+    joined: Joined | None = None,
 ) -> Iterator[bytes]:
     """The JSON reply, in pieces of at most `ROWS_IN_A_PIECE` candidates, so that other requests are served in between.
 
     `timings_ms` is written as it is; the scores must be finite.
     """
+    further = [] if joined is None else list(joined.columns)
     combined = combine(scores.probabilities, request.weights)
     order = order_of(combined)
     ranks = np.empty(len(order), np.int64)
@@ -83,8 +100,10 @@ def render(
         echo_ids = [echo_ids[index] for index in best]
         combined, ranks = combined[best], ranks[best]
         probabilities, continuous = probabilities[best], continuous[best]
-    head = orjson.dumps({"model": form.model, "actions": names})
+        further = [(key, values[best]) for key, values in further]
+    head = orjson.dumps({**({"model": form.model} if joined is None else joined.head), "actions": names})
     tail: dict[str, Any] = {
+        **({} if joined is None else joined.tail),
         "history_used": history_used,
         "history_dropped": len(request.history) - history_used,
         "timings_ms": timings_ms,
@@ -94,32 +113,37 @@ def render(
     before = b'%b,"candidates":[' % head[:-1]
     for start in range(0, len(combined), ROWS_IN_A_PIECE):
         cut = slice(start, start + ROWS_IN_A_PIECE)
-        yield before + _candidates(echo_ids[cut], combined[cut], ranks[cut], probabilities[cut], continuous[cut], form)
+        columns = [(key, values[cut]) for key, values in further]
+        yield before + _candidates(
+            echo_ids[cut], combined[cut], ranks[cut], columns, probabilities[cut], continuous[cut], form
+        )
         before = b","
-    yield b"],%b" % orjson.dumps(tail)[1:]
+    yield b"%b],%b" % (b"" if len(combined) else before, orjson.dumps(tail)[1:])
 
 
 def _candidates(
     echo_ids: list[int | str],
     scores: NDArray[np.float64],
     ranks: NDArray[np.int64],
+    further: Sequence[tuple[bytes, NDArray[Any]]],
     probabilities: NDArray[np.float32],
     continuous: NDArray[np.float32],
     form: ReplyFormat,
 ) -> bytes:
     """One object a candidate, comma between them."""
-    keys, values = form.before_continuous, _column(continuous.ravel())
+    keys, values = form.before_continuous, column(continuous.ravel())
     columns = [
-        (b'{"post_id":', _column(echo_ids)),
-        (b',"score":', _column(scores)),
-        (b',"rank":', _column(ranks)),
+        (b'{"post_id":', column(echo_ids)),
+        (b',"score":', column(scores)),
+        (b',"rank":', column(ranks)),
+        *((key, column(values)) for key, values in further),
         (b',"probabilities":[', _rows(probabilities)),
         *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),
     ]
-    return _weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
+    return weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
 
 
-def _weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
+def weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
     """For each row every column's key and value, then `end`."""
     count, stride = len(columns[0][1]), 2 * len(columns) + 1
     pieces = [end] * (count * stride)
@@ -129,7 +153,7 @@ def _weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
     return b"".join(pieces)
 
 
-def _column(values: list[int | str] | NDArray[Any]) -> list[bytes]:
+def column(values: list[int | str] | NDArray[Any]) -> list[bytes]:
     """Each value as JSON. Ids are digits, so no string holds a comma."""
     return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",") if len(values) else []
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import orjson
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
@@ -54,6 +54,16 @@ NO_ACTIONS = ActionCells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(
 
 
 @dataclass(frozen=True, slots=True)
+class Viewer:
+    """A user with a history, in the words of one checkpoint. `dwell_seconds` float64 `[h]`, 0 where unknown."""
+
+    user_id: int
+    history: Posts
+    actions: ActionCells
+    dwell_seconds: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A valid request. `echo_ids` are the candidates' post ids as they came.
 
@@ -84,31 +94,20 @@ def check(body: Body, vocabulary: Vocabulary) -> Request:
 
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     """Raises ValueError, OverflowError or KeyError where the body is not right."""
-    posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
-    history = _posts(posts, authors, surfaces, vocabulary)
-    echo_ids, authors, surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
-    candidates = _posts(echo_ids, authors, surfaces, vocabulary)
-    weights, wanted = vocabulary.weights, None
-    if body.weights is not UNSET:
-        weights = np.zeros(len(vocabulary.action_names))
-        weights[_distinct(body.weights, vocabulary.index)] = list(body.weights.values())
-    if body.actions_wanted is not UNSET:
-        wanted = _distinct(body.actions_wanted, vocabulary.index)
+    viewer = viewer_of(body.user_id, body.history, vocabulary)
+    echo_ids, authors, surfaces, created_at = columns_of(body.candidates or NO_CANDIDATES)
+    candidates = posts_of(echo_ids, authors, surfaces, vocabulary)
+    weights, wanted = wishes_of(body.weights, body.actions_wanted, vocabulary)
     top_k, request_id = body.top_k or None, body.request_id
-    if not (
-        is_id(body.user_id)
-        and echo_ids
-        and (top_k is None or top_k <= MAX_ID)
-        and (request_id is UNSET or is_request_id(request_id))
-    ):
+    if not (echo_ids and (top_k is None or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
         raise ValueError
     return Request(
-        user_id=int(body.user_id),
-        history=history,
-        actions=_cells(actions, vocabulary.index),
-        dwell_seconds=_numbers("d", dwell_times, len(history)),
+        user_id=viewer.user_id,
+        history=viewer.history,
+        actions=viewer.actions,
+        dwell_seconds=viewer.dwell_seconds,
         candidates=candidates,
-        created_at=_numbers("q", created_at, len(candidates)),
+        created_at=numbers_of("q", created_at, len(candidates)),
         echo_ids=list(echo_ids),
         impression_ts=body.impression_ts or 0,
         weights=weights,
@@ -118,7 +117,29 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     )
 
 
-def _columns(items: Sequence[Struct] | Struct) -> Any:
+def viewer_of(
+    user_id: int | str, history: Sequence[Struct] | HistoryArrays | UnsetType, vocabulary: Vocabulary
+) -> Viewer:
+    """The user and the history. Raises ValueError, OverflowError or KeyError where they are not right."""
+    if not is_id(user_id):
+        raise ValueError
+    posts, authors, surfaces, actions, dwell_times = columns_of(history or NO_HISTORY)
+    seen = posts_of(posts, authors, surfaces, vocabulary)
+    return Viewer(int(user_id), seen, cells_of(actions, vocabulary.index), numbers_of("d", dwell_times, len(seen)))
+
+
+def wishes_of(
+    weights: Mapping[str, float] | UnsetType, wanted: Sequence[str] | UnsetType, vocabulary: Vocabulary
+) -> tuple[NDArray[np.float64], list[int] | None]:
+    """Weights of the combined score, float64 `[A]`, and the columns of the reply. Raises ValueError or KeyError."""
+    numbers = vocabulary.weights
+    if weights is not UNSET:
+        numbers = np.zeros(len(vocabulary.action_names))
+        numbers[distinct(weights, vocabulary.index)] = list(weights.values())
+    return numbers, None if wanted is UNSET else distinct(wanted, vocabulary.index)
+
+
+def columns_of(items: Sequence[Struct] | Struct) -> Any:
     """The fields of either shape, each with one entry an item. An optional one may be UNSET, as a whole or in places."""
     if type(items) is list:
         return zip(*map(astuple, items), strict=True)
@@ -128,14 +149,15 @@ def _columns(items: Sequence[Struct] | Struct) -> Any:
     return columns
 
 
-def _posts(post_ids: Column, author_ids: Column, surfaces: Column, vocabulary: Vocabulary) -> Posts:
-    found = Posts(_ids(post_ids), _ids(author_ids), _numbers("q", surfaces, len(post_ids)))
+def posts_of(post_ids: Column, author_ids: Column, surfaces: Column, vocabulary: Vocabulary) -> Posts:
+    """Checked columns. Raises ValueError or OverflowError."""
+    found = Posts(ids_of(post_ids), ids_of(author_ids), numbers_of("q", surfaces, len(post_ids)))
     if found.surfaces.max(initial=0) >= vocabulary.product_surfaces:
         raise ValueError
     return found
 
 
-def _ids(values: Column) -> NDArray[np.uint64]:
+def ids_of(values: Column) -> NDArray[np.uint64]:
     """uint64 `[n]` from integers and decimal strings. Strings are read in one go, as one JSON list."""
     with suppress(TypeError):
         return np.asarray(array("Q", values))
@@ -151,12 +173,12 @@ def _ids(values: Column) -> NDArray[np.uint64]:
     return np.asarray(array("Q", numbers))
 
 
-def _numbers(code: str, values: Column, count: int) -> NDArray[Any]:
+def numbers_of(code: str, values: Column, count: int) -> NDArray[Any]:
     """`[n]` of a numpy type code, 0 where nothing was sent."""
     return np.zeros(count, code) if values is UNSET else np.array([value or 0 for value in values], code)
 
 
-def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
+def distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
     """The columns of names of different actions."""
     columns = [index[name] for name in names]
     if len(set(columns)) < len(columns):
@@ -164,7 +186,8 @@ def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
     return columns
 
 
-def _cells(column: Column, index: Mapping[str, int]) -> ActionCells:
+def cells_of(column: Column, index: Mapping[str, int]) -> ActionCells:
+    """The actions of a history. Raises ValueError or KeyError for names that are unknown, or of one action twice."""
     if column is UNSET:
         return NO_ACTIONS
     items: list[Any] = [item or () for item in column]
@@ -176,5 +199,5 @@ def _cells(column: Column, index: Mapping[str, int]) -> ActionCells:
         values = np.fromiter(chain.from_iterable(pairs), np.float64, len(columns))
         for item in items:
             if type(item) is dict:
-                _distinct(item, index)
+                distinct(item, index)
     return ActionCells(np.array(rows, np.int64), np.array(columns, np.int64), values)

@@ -14,51 +14,18 @@ from numpy.typing import NDArray
 
 from model.cache import ContextCache, ContextKey
 from model.engine import CacheStats, EngineError
-from model.inputs import Context, Ids
+from model.inputs import Context
 from model.native.build import KernelUnavailable
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus
+from model.retrieval.inputs import Answers, Filters, Query, Retrieved
 from model.retrieval.search import Found, Index, TorchIndex, Wish
-from model.retrieval.segment import Filters, Segment
+from model.retrieval.segment import Segment
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 
 CHECKED_POSTS = 64  # of the corpus, at warm-up
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more."""
-
-    context: Context
-    k: int
-    filters: Filters
-    least: float = -np.inf
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Retrieved:
-    """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `topics`: a name
-    or None for each. `visible`: rows that the filters left. `scored`: rows that were scored in fp32. `cached`: whether the user's
-    vector came from the cache."""
-
-    post_ids: Ids
-    author_ids: Ids
-    scores: NDArray[np.float32]
-    topics: list[str | None]
-    visible: int
-    scored: int
-    cached: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Answers:
-    """What one batch gave, in the order of its requests, and how long its two parts took."""
-
-    retrieved: list[Retrieved]
-    encode_seconds: float
-    search_seconds: float
 
 
 class Tower(Protocol):
@@ -139,18 +106,17 @@ class RetrievalEngine:
         nobody = np.empty(0, np.int64)
         empty = Context(1, nobody.view(np.uint64), nobody.view(np.uint64), np.zeros((0, self.config.actions), np.float32),
                         nobody, np.empty(0, np.float32))  # fmt: skip
-        self.retrieve([Request(empty, 1, Filters(nobody.view(np.uint64)))])
+        self.retrieve([Query(empty, 1, Filters(nobody.view(np.uint64)))])
         self._users.clear()
 
-    def retrieve(self, requests: Sequence[Request]) -> Answers:
-        """Answers in the order of the requests, which share one scan of the corpus. What a request gets does not depend on the
-        others."""
+    def retrieve(self, queries: Sequence[Query]) -> Answers:
+        """Answers in the order of the queries, which share one scan of the corpus. What one gets does not depend on the others."""
         started = time.perf_counter()
-        users, cached = self._encode([request.context for request in requests])
+        users, cached = self._encode([query.context for query in queries])
         encoded = time.perf_counter()
         wishes = [
-            Wish(user, request.k, self._segment.visible(request.filters), request.least)
-            for user, request in zip(users, requests, strict=True)
+            Wish(user, query.k, self._segment.visible(query.filters), query.least)
+            for user, query in zip(users, queries, strict=True)
         ]
         found = self._segment.index.search(wishes)
         retrieved = [self._retrieved(*pair) for pair in zip(found, cached, strict=True)]
@@ -215,8 +181,9 @@ class RetrievalEngine:
         names: list[str | None] = [None] * len(rows)
         if corpus.topics is not None:
             names = [corpus.topic_names[topic] if topic >= 0 else None for topic in corpus.topics[rows].tolist()]
+        created = np.zeros(len(rows), np.int64) if corpus.created_at is None else corpus.created_at[rows]
         ids = corpus.post_ids[rows], corpus.author_ids[rows]
-        return Retrieved(*ids, found.scores, names, found.visible, found.scored, cached)
+        return Retrieved(*ids, found.scores, created, names, found.visible, found.scored, cached)
 
     def _check_search(self, corpus: Corpus, rows: NDArray[np.int64]) -> None:
         vectors = np.ascontiguousarray(corpus.vectors[rows])

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from model.inputs import Ids
 from model.retrieval.corpus import Corpus
+from model.retrieval.inputs import Filters
 from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Filters:
-    """What a request wants hidden. `exclude`: uint64 post ids. `topics`: any of these names; None for all, and a name that the
-    corpus lacks matches nothing. `created_after`: Unix seconds; posts from before it or of an unknown time are hidden."""
-
-    exclude: Ids
-    topics: tuple[str, ...] | None = None
-    created_after: int | None = None
 
 
 class Segment:

@@ -15,8 +15,8 @@ from model.inputs import Context
 from model.native.kernel import Kernel
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus
-from model.retrieval.engine import Request, RetrievalEngine, RetrievalOptions, Retrieved
-from model.retrieval.segment import Filters
+from model.retrieval.engine import RetrievalEngine, RetrievalOptions
+from model.retrieval.inputs import Filters, Query, Retrieved
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
@@ -54,8 +54,8 @@ def engine(request: pytest.FixtureRequest, encoder: Encoder, corpus: Corpus) -> 
     return made
 
 
-def wanted(context: Context, k: int = 50, **filters: Any) -> Request:
-    return Request(context, k, Filters(filters.pop("exclude", NONE), **filters))
+def wanted(context: Context, k: int = 50, **filters: Any) -> Query:
+    return Query(context, k, Filters(filters.pop("exclude", NONE), **filters))
 
 
 def same(ours: Retrieved, theirs: Retrieved) -> bool:
@@ -126,7 +126,7 @@ def test_filters_come_before_the_best(engine: RetrievalEngine, contexts: list[Co
     assert corpus.topics is not None
     topic = corpus.topic_names[int(corpus.topics[row[everything.post_ids[0].item()]])]
     exclude = np.array([everything.post_ids[0], everything.post_ids[3], 12345], np.uint64)
-    cases: list[tuple[Request, Any]] = [
+    cases: list[tuple[Query, Any]] = [
         (wanted(context, 9, exclude=exclude), lambda place: everything.post_ids[place] not in exclude),
         (wanted(context, 9, topics=(topic, "nothing")), lambda place: everything.topics[place] == topic),
         (wanted(context, 9, topics=("nothing",)), lambda place: False),
