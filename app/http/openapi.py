@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from app.errors import (
+    CorpusNotLoaded,
     DeadlineExceeded,
     Draining,
     EngineDown,
@@ -26,7 +27,17 @@ from app.errors import (
     UnsupportedMediaType,
 )
 from app.http.problems import MEDIA_TYPE
-from app.request.contract import BatchReply, Problem, RankBatch, RankReply, RankRequest
+from app.request.contract import (
+    BatchReply,
+    Problem,
+    RankBatch,
+    RankReply,
+    RankRequest,
+    RecommendReply,
+    RecommendRequest,
+    RetrieveReply,
+    RetrieveRequest,
+)
 
 REF = "#/components/schemas/{model}"
 FAILURES: tuple[type[ServiceError], ...] = (
@@ -51,7 +62,9 @@ HEADERS_OUT = {
 def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
     """The whole document. The examples use these action names."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    models: list[type[BaseModel]] = [RankRequest, RankBatch, RankReply, BatchReply, Problem]
+    models: list[type[BaseModel]] = [
+        RankRequest, RankBatch, RankReply, BatchReply, RetrieveRequest, RetrieveReply, RecommendRequest, RecommendReply, Problem
+    ]  # fmt: skip
     refs, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     ref = {model: refs[model, "validation"] for model in models}
@@ -80,6 +93,21 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
             },
         ),
     }
+    posts, scores = retrieval_examples(action_names)
+    paths["/retrieve"] = _operation(
+        "Retrieve posts for a user",
+        "The best posts of the corpus by the cosine of two vectors, exactly: filters come first, equal scores go by row.",
+        _body(ref[RetrieveRequest], posts),
+        ref[RetrieveReply],
+        retrieves=True,
+    )
+    paths["/recommend"] = _operation(
+        "Retrieve posts and rank them",
+        "What /rank says of what /retrieve returns, within one deadline.",
+        _body(ref[RecommendRequest], scores),
+        ref[RecommendReply],
+        retrieves=True,
+    )
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
@@ -121,11 +149,25 @@ def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
+def retrieval_examples(action_names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One request for /retrieve and one for /recommend, in words that the checkpoints know."""
+    known = [name for name in PREFERRED if name in action_names] or list(action_names[:1])
+    viewer = {
+        "user_id": "1868434417286410240",
+        "history": [{"post_id": 17, "author_id": 5, "actions": known[:1], "dwell_time": 12.5}],
+    }
+    posts = viewer | {"k": 20, "exclude": ["18"], "min_score": -0.5}
+    scores = viewer | {"k": 50, "top_k": 5, "weights": {known[0]: 1.0}, "actions_wanted": known[:1]}
+    return {"posts": {"summary": "Posts", "value": posts}}, {"posts": {"summary": "Posts with scores", "value": scores}}
+
+
 def _body(schema: dict[str, Any], examples: dict[str, Any]) -> dict[str, Any]:
     return {"required": True, "content": {"application/json": {"schema": schema, "examples": examples}}}
 
 
-def _operation(summary: str, description: str, body: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
+def _operation(
+    summary: str, description: str, body: dict[str, Any], reply: dict[str, Any], *, retrieves: bool = False
+) -> dict[str, Any]:
     inward = [
         {
             "name": name,
@@ -136,12 +178,14 @@ def _operation(summary: str, description: str, body: dict[str, Any], reply: dict
         }
         for name, text in HEADERS_IN.items()
     ]
-    outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in HEADERS_OUT.items()}
+    names = HEADERS_OUT | ({"X-Corpus-Version": "Version of the corpus."} if retrieves else {})
+    outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in names.items()}
     answers: dict[str, Any] = {
-        "200": {"description": "The ranking.", "content": {"application/json": {"schema": reply}}, "headers": outward}
+        "200": {"description": f"{summary}.", "content": {"application/json": {"schema": reply}}, "headers": outward}
     }
-    for status in sorted({failure.status for failure in FAILURES}):
-        kinds = [failure for failure in FAILURES if failure.status == status]
+    failures: tuple[type[ServiceError], ...] = (*FAILURES, CorpusNotLoaded) if retrieves else FAILURES
+    for status in sorted({failure.status for failure in failures}):
+        kinds = [failure for failure in failures if failure.status == status]
         text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)
         schema = {"$ref": REF.format(model="Problem")}
         answers[str(status)] = {"description": text, "content": {MEDIA_TYPE: {"schema": schema}}}

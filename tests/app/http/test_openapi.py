@@ -9,12 +9,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.http.openapi import example_requests
+from tests.app import retrieving
 from tests.app.serving import served
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    with served() as (client, _):
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with served(retrieval=retrieving.loader(tmp_path_factory.mktemp("retrieval"))) as (client, _):
         yield client
 
 
@@ -36,7 +37,7 @@ def test_every_field_is_described(document: dict[str, Any]) -> None:
 
 
 def test_every_path_is_there_and_described(document: dict[str, Any], client: TestClient) -> None:
-    wanted = {"/rank", "/rank/batch", "/livez", "/readyz", "/startupz", "/metrics", "/info"}
+    wanted = {"/rank", "/rank/batch", "/retrieve", "/recommend", "/livez", "/readyz", "/startupz", "/metrics", "/info"}
     assert set(document["paths"]) == wanted
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -45,7 +46,7 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
     assert client.get("/docs").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/retrieve", "/recommend"])
 def test_every_refusal_is_listed(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
     assert set(responses) == {"200", "400", "401", "413", "415", "422", "429", "500", "503", "504"}
@@ -59,6 +60,7 @@ def test_every_refusal_is_listed(document: dict[str, Any], path: str) -> None:
         "overloaded",
     ):
         assert code in text
+    assert ("corpus_not_loaded" in text) == (path in ("/retrieve", "/recommend"))
     for code in ("not_ready", "draining", "engine_down", "deadline_exceeded", "non_finite_scores"):
         assert code in text
 
@@ -79,7 +81,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 
 def test_every_example_works(document: dict[str, Any], client: TestClient) -> None:
-    for path in ("/rank", "/rank/batch"):
+    for path in ("/rank", "/rank/batch", "/retrieve", "/recommend"):
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert content["examples"]
         for example in content["examples"].values():

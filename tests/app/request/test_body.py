@@ -104,7 +104,7 @@ def test_mutated_bodies_have_one_verdict() -> None:
 PLANTED: dict[str, tuple[str, Any]] = {
     "duplicate keys pass": ("app.request.body.refuse_duplicates", lambda body, written: None),
     "any user id passes": ("app.request.validate.is_id", lambda value: isinstance(value, int) or value.isdigit()),
-    "any post id passes": ("app.request.validate._ids", lambda values: np.zeros(len(values), np.uint64)),
+    "any post id passes": ("app.request.validate.ids_of", lambda values: np.zeros(len(values), np.uint64)),
 }
 
 
