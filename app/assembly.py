@@ -56,4 +56,12 @@ def run(settings: Settings) -> int:
 def create_reloader(service: RankingService, settings: Settings) -> Reloader:
     """Reloads below the configured root, which is by default where the first checkpoint lies."""
     root = settings.admin.root or settings.checkpoint.absolute().parent
-    return Reloader(service, root, settings.checkpoint, lambda path: checkpoint_loader(path, settings))
+    wanted = settings.retrieval
+    return Reloader(
+        service,
+        root,
+        settings.checkpoint,
+        lambda path: checkpoint_loader(path, settings),
+        (wanted.checkpoint, wanted.corpus),
+        lambda checkpoint, corpus: retrieval_loader(checkpoint, corpus, settings),
+    )

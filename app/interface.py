@@ -189,8 +189,12 @@ class Reloads(Protocol):
         """Serve that checkpoint, or the present one read again. Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
         ...
 
+    async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
+        """Serve that retrieval checkpoint and that corpus, or the present ones read again: both as one. Raises as `reload`."""
+        ...
+
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background."""
+        """Read the present checkpoint again in the background, and then what retrieves, if anything does."""
         ...
 
     def watch(self, seconds: float) -> None:

@@ -23,7 +23,9 @@ from app.settings import Admin
 from app.telemetry.logs import RequestLog
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
+from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
+from weights.format.manifest import Manifest
 
 PATH = "/admin/reload"
 MAX_BODY_BYTES = 4096
@@ -51,21 +53,23 @@ class AdminAuth:
 
 
 def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Starlette:
-    """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again."""
+    """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again; with
+    `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out."""
     auth = AdminAuth(settings)
 
     async def reload(request: Request) -> Response:
         auth.check(request)
-        path = await _requested(request, reloads)
+        wanted = await _requested(request, reloads)
         try:
-            model = await reloads.reload(path)
+            if wanted.keys() & {"retrieval", "corpus"}:
+                served = await reloads.reload_retrieval(wanted.get("retrieval"), wanted.get("corpus"))
+                return _described(retrieval=served.manifest, corpus=served.corpus)
+            model = await reloads.reload(wanted.get("checkpoint"))
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
         except (CheckpointError, EngineError) as error:
             raise ReloadRefused(str(error)) from error
-        manifest = model.manifest
-        content = {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
-        return Response(orjson.dumps({"model": content}), media_type="application/json")
+        return _described(model=model.manifest)
 
     return Starlette(
         routes=[Route(PATH, reload, methods=["POST"])],
@@ -74,18 +78,29 @@ def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Sta
     )
 
 
-async def _requested(request: Request, reloads: Reloads) -> Path | None:
+def _described(**manifests: Manifest | CorpusManifest) -> Response:
+    content = {
+        what: {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
+        for what, manifest in manifests.items()
+    }
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+async def _requested(request: Request, reloads: Reloads) -> dict[str, Path]:
+    """What the body names, found below the root."""
     headers = dict(request.scope["headers"])
     body = await read_body(headers, request.receive, MAX_BODY_BYTES)
     if not body:
-        return None
+        return {}
     check_media_type(headers)
     wanted = strict_json.parse(bytes(body))
-    if type(wanted) is not dict or wanted.keys() - {"checkpoint"} or type(wanted.get("checkpoint", "")) is not str:
-        raise InvalidRequest([("", 'must be {"checkpoint": "name"} or {}')])
-    if "checkpoint" not in wanted:
-        return None
+    if (
+        type(wanted) is not dict
+        or not (wanted.keys() <= {"checkpoint"} or wanted.keys() <= {"retrieval", "corpus"})
+        or any(type(name) is not str for name in wanted.values())
+    ):
+        raise InvalidRequest([("", 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}')])
     try:
-        return reloads.resolve(wanted["checkpoint"])
+        return {what: reloads.resolve(name) for what, name in wanted.items()}
     except CheckpointNotFound:
-        raise NotFound("No checkpoint of that name lies below the configured root.") from None
+        raise NotFound("No checkpoint or corpus of that name lies below the configured root.") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,17 @@ def columns(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def written(directory: Path, seed: int = 0, version: str = "v1", leave_out: Iterable[str] = ()) -> tuple[Path, Path]:
+def written(
+    directory: Path,
+    seed: int = 0,
+    version: str = "v1",
+    leave_out: Iterable[str] = (),
+    actions: Sequence[str] = ACTIONS,
+) -> tuple[Path, Path]:
     """The directories of a retrieval checkpoint and a corpus."""
     checkpoint, corpus = directory / f"towers-{version}", directory / f"corpus-{version}"
-    save_checkpoint(checkpoint, towers(seed), name="towers", action_names=ACTIONS, version=version)
+    made = towers(seed, actions=len(actions))
+    save_checkpoint(checkpoint, made, name="towers", action_names=actions, version=version)
     encoder = load_encoder(checkpoint)
     values = {name: column for name, column in columns(seed).items() if name not in leave_out}
     vectors = encode(encoder, values["post_ids"].view(np.uint64), values["author_ids"].astype(np.uint64))

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from app.engine.loading import LoadedModel, Loader
+from app.engine.loading import LoadedModel, Loader, RetrievalLoader, retrieval_loader
 from app.http.admin import create_admin_app
 from app.interface import CheckpointNotFound
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Admin, Settings
 from app.telemetry.metrics import Metrics
+from tests.app import retrieving
 from tests.app.fakes import FakeEngine, loaded, loader
 from weights.checkpoint import CheckpointError
 
@@ -211,3 +212,56 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
         await service.stop(1.0)
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def retrieving_client(tmp_path: Path) -> Iterator[tuple[TestClient, RankingService]]:
+    """An admin port of a service that serves towers-v1 and corpus-v1; v2 of both lies beside them."""
+    for seed, version in enumerate(("v1", "v2")):
+        retrieving.written(tmp_path, seed, version)
+    paths = tmp_path / "towers-v1", tmp_path / "corpus-v1"
+
+    def load(checkpoint: Path, corpus: Path) -> RetrievalLoader:
+        return retrieval_loader(checkpoint, corpus, Settings(threads=1))
+
+    service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=load(*paths))
+    reloader = Reloader(service, tmp_path, tmp_path / "none", by_name, paths, load)
+    with TestClient(create_admin_app(SETTINGS, reloader, service.metrics), base_url="http://localhost:9000") as client:
+        assert client.portal is not None
+
+        async def start() -> None:
+            service.start()
+            await service.wait_ready()
+
+        client.portal.call(start)
+        yield client, service
+        client.portal.call(service.stop, 1.0)
+
+
+def test_towers_and_corpus_are_changed_as_one(retrieving_client: tuple[TestClient, RankingService]) -> None:
+    client, service = retrieving_client
+
+    def ask(**names: str) -> tuple[int, str]:
+        reply = client.post("/admin/reload", json=names, headers=GOOD)
+        return reply.status_code, reply.text
+
+    def served() -> tuple[str, str]:
+        now = service.retrieval.served
+        return now.manifest.version, now.corpus.version
+
+    status, text = ask(corpus="corpus-v2")
+    assert (status, "were made by towers v2" in text, served()) == (422, True, ("v1", "v1")), text
+    status, text = ask(retrieval="towers-v2")
+    assert (status, "were made by towers v1" in text, served()) == (422, True, ("v1", "v1")), text
+    assert (ask(retrieval="towers-v2", corpus="corpus-v2")[0], served()) == (200, ("v2", "v2"))
+    before = service.retrieval.served
+    assert (ask(corpus="corpus-v2")[0], served()) == (200, ("v2", "v2"))
+    assert service.retrieval.served is not before, "the present towers with a corpus read again"
+    assert ask(corpus="nothing")[0] == 404
+    assert ask(checkpoint="towers-v2", corpus="corpus-v2")[0] == 422
+    assert 'ranker_reloads_total{result="failure"} 2.0' in service.metrics.render().decode()
+
+
+def test_without_a_corpus_both_must_be_named(client: TestClient) -> None:
+    reply = client.post("/admin/reload", json={"corpus": "v1"}, headers=GOOD)
+    assert (reply.status_code, reply.json()["code"]) == (503, "corpus_not_loaded")
