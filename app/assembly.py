@@ -41,9 +41,7 @@ def build_server(settings: Settings, service: RankingService | None = None) -> R
     if settings.probes.port is not None:
         side_apps[settings.probes.host, settings.probes.port] = create_probe_app(settings, service)
     if settings.admin.port is not None:
-        side_apps[settings.admin.host, settings.admin.port] = create_admin_app(
-            settings.admin, reloader, service.metrics
-        )
+        side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, reloader, service)
     app = create_app(settings, service)
     return RankingServer(app, side_apps, service, reloader, settings, {(b"POST", b"/rank"): app.rank})
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from app.errors import ServiceError
 from app.telemetry.metrics import Metrics
 from model.engine import CacheResult, EngineInfo
-from model.inputs import Candidates, Context, Scores
+from model.inputs import Candidates, Context, Ids, Scores
 from model.retrieval.inputs import Query, Retrieved
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
@@ -57,6 +60,35 @@ class Found:
     search_seconds: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PostRows:
+    """Posts to be encoded. `post_ids, author_ids`: uint64 `[n]`, each post id once and not 0; `created_at`: int64 `[n]`, Unix seconds,
+    0 where unknown; `topics`: a name or None for each."""
+
+    post_ids: Ids
+    author_ids: Ids
+    created_at: NDArray[np.int64]
+    topics: list[str | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PostChange:
+    """What happens to the corpus in one step. No id is in both."""
+
+    delete: Ids
+    upsert: PostRows
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """`posts`: how many a search can return now. `changes` since the corpus was written. `deleted`: how many of the ids were there."""
+
+    corpus: CorpusManifest
+    posts: int
+    changes: int
+    deleted: int
+
+
 class Retrieval(Protocol):
     """Retrieves posts. All methods belong to the event loop; deadlines are in seconds of the service's clock."""
 
@@ -69,6 +101,12 @@ class Retrieval(Protocol):
         """The best posts, from what `served` was for the request. Cancelling it drops the work unless it is being computed.
 
         Raises Overloaded, DeadlineExceeded, EngineDown, or CorpusNotLoaded where `served` is gone.
+        """
+        ...
+
+    async def change(self, change: PostChange) -> Changed:
+        """Change the corpus that serves, in one step that every search sees whole. It is on the disk when this returns, and seen by
+        searches that begin from then on. Raises CorpusNotLoaded, or CheckpointError where it cannot be written: then nothing changed.
         """
         ...
 

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import torch
 
-from app.interface import ServedModel, ServedRetrieval
+from app.interface import PostChange, ServedModel, ServedRetrieval
 from app.settings import Settings
 from model.create import EngineOptions, create_engine
 from model.engine import Engine
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
-from weights.checkpoint import Checkpoint, load_checkpoint, load_encoder
+from model.retrieval.inputs import Change, NewPosts
+from weights.checkpoint import Checkpoint, Encoder, load_checkpoint, load_encoder
+from weights.corpus.changes import ChangeLog, no_posts
+from weights.corpus.importer import encode
 from weights.corpus.store import load_corpus
 
 
@@ -63,10 +66,26 @@ def checkpoint_loader(path: Path, settings: Settings) -> Loader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedRetrieval:
-    """A retrieval checkpoint and a corpus with their warm engine, which is used by one thread only."""
+    """A retrieval checkpoint and a corpus with their warm engine, which is used by one thread only, and the log of its changes."""
 
     engine: RetrievalEngine
     served: ServedRetrieval
+    log: ChangeLog
+    encoder: Encoder
+
+    def record(self, change: PostChange) -> Change:
+        """Encode the new posts and write the change to the log; it is on the disk then. In any thread, one at a time.
+
+        Raises CheckpointError, and then nothing has changed.
+        """
+        upsert, width = change.upsert, self.served.corpus.width
+        posts = no_posts(width)
+        if len(upsert.post_ids):
+            vectors = encode(self.encoder, upsert.post_ids, upsert.author_ids).numpy()
+            posts = NewPosts(upsert.post_ids, upsert.author_ids, upsert.created_at, upsert.topics, vectors)
+        recorded = Change(change.delete, posts)
+        self.log.append(recorded)
+        return recorded
 
 
 RetrievalLoader = Callable[[], LoadedRetrieval]
@@ -87,10 +106,12 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
         )
         engine = RetrievalEngine(encoder.towers, stored.corpus, options)
         engine.warm_up()
+        log = ChangeLog(corpus, stored.manifest)
+        for change in log.read():
+            engine.change(change)
         hidden, duplicates = int(stored.corpus.hidden.sum()), stored.corpus.duplicates
-        return LoadedRetrieval(
-            engine, ServedRetrieval(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
-        )
+        served = ServedRetrieval(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
+        return LoadedRetrieval(engine, served, log, encoder)
 
     return load
 

@@ -17,18 +17,19 @@ from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unau
 from app.http.asgi import check_media_type, read_body
 from app.http.observe import Observe, Recorder
 from app.http.problems import HANDLERS
-from app.interface import CheckpointNotFound, ReloadInProgress, Reloads
+from app.interface import CheckpointNotFound, ReloadInProgress, Reloads, Service
 from app.request import strict_json
+from app.request.posts import read_change
 from app.settings import Admin
 from app.telemetry.logs import RequestLog
-from app.telemetry.metrics import Metrics
 from model.engine import EngineError
 from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
 
-PATH = "/admin/reload"
+RELOAD, POSTS = "/admin/reload", "/admin/posts"
 MAX_BODY_BYTES = 4096
+MAX_CHANGE_BYTES = 4 * 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -52,9 +53,12 @@ class AdminAuth:
             raise Unauthorized("A valid admin token is required: Authorization: Bearer TOKEN.")
 
 
-def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Starlette:
+def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Starlette:
     """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again; with
-    `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out."""
+    `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out.
+
+    `POST /admin/posts` with `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}` changes the corpus.
+    """
     auth = AdminAuth(settings)
 
     async def reload(request: Request) -> Response:
@@ -71,10 +75,28 @@ def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Sta
             raise ReloadRefused(str(error)) from error
         return _described(model=model.manifest)
 
+    async def posts(request: Request) -> Response:
+        auth.check(request)
+        headers = dict(request.scope["headers"])
+        check_media_type(headers)
+        wanted = read_change(await read_body(headers, request.receive, MAX_CHANGE_BYTES))
+        try:
+            changed = await service.retrieval.change(wanted)
+        except CheckpointError as error:
+            raise ReloadRefused(str(error)) from error
+        corpus = {
+            "name": changed.corpus.name,
+            "version": changed.corpus.version,
+            "posts": changed.posts,
+            "changes": changed.changes,
+        }
+        content = {"corpus": corpus, "upserted": len(wanted.upsert.post_ids), "deleted": changed.deleted}
+        return Response(orjson.dumps(content), media_type="application/json")
+
     return Starlette(
-        routes=[Route(PATH, reload, methods=["POST"])],
+        routes=[Route(RELOAD, reload, methods=["POST"]), Route(POSTS, posts, methods=["POST"])],
         exception_handlers=HANDLERS,
-        middleware=[Middleware(Observe, recorder=Recorder(metrics, {PATH}, RequestLog()))],
+        middleware=[Middleware(Observe, recorder=Recorder(service.metrics, {RELOAD, POSTS}, RequestLog()))],
     )
 
 

@@ -246,7 +246,9 @@ class CorpusVersion(Strict):
     version: str
     """Version of the corpus."""
     posts: int
-    """How many posts it holds."""
+    """How many posts a search without filters can return."""
+    changes: int
+    """How often it was changed since it was written."""
 
 
 class RetrievedPost(Strict):

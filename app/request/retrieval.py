@@ -135,7 +135,7 @@ def render(
         (b',"topics":', [b"[]" if topic is None else orjson.dumps([topic]) for topic in posts.topics]),
     ]
     rows = reply.weave(columns, end=b"},")[:-1] if len(posts) else b""
-    head = orjson.dumps({"model": _name_of(served.manifest), "corpus": corpus_of(served)})
+    head = orjson.dumps({"model": _name_of(served.manifest), "corpus": corpus_of(served, posts)})
     tail: dict[str, Any] = {
         "visible": posts.visible,
         "history_used": history_used,
@@ -151,16 +151,19 @@ def joined(posts: Retrieved, served: ServedRetrieval, ranker: Manifest) -> reply
     """What the reply of /recommend adds to that of /rank."""
     models = {"retrieval": _name_of(served.manifest), "ranker": _name_of(ranker)}
     scores, ranks = (b',"retrieval_score":', posts.scores), (b',"retrieval_rank":', np.arange(1, len(posts) + 1))
-    return reply.Joined({"models": models, "corpus": corpus_of(served)}, {"visible": posts.visible}, [scores, ranks])
+    return reply.Joined(
+        {"models": models, "corpus": corpus_of(served, posts)}, {"visible": posts.visible}, [scores, ranks]
+    )
 
 
 def _name_of(manifest: Manifest) -> dict[str, str]:
     return {"name": manifest.name, "version": manifest.version}
 
 
-def corpus_of(served: ServedRetrieval) -> dict[str, Any]:
-    """What a reply says about the corpus."""
-    return {"name": served.corpus.name, "version": served.corpus.version, "posts": served.corpus.posts}
+def corpus_of(served: ServedRetrieval, searched: Retrieved) -> dict[str, Any]:
+    """What a reply says about the corpus, as it was when it was searched."""
+    corpus = served.corpus
+    return {"name": corpus.name, "version": corpus.version, "posts": searched.posts, "changes": searched.changes}
 
 
 def _texts(ids: Ids) -> list[int | str]:

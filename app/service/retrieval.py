@@ -13,7 +13,7 @@ import structlog
 
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded, ServiceError
-from app.interface import Found, ReloadInProgress, ServedRetrieval
+from app.interface import Changed, Found, PostChange, ReloadInProgress, ServedRetrieval
 from app.scheduling.job import Clock
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -59,6 +59,8 @@ class RetrievalService:
         self._running: list[_Search] = []
         self._batch_seconds = 0.0
         self._loading = False
+        self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
+        self._changes: set[asyncio.Task[Changed]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=RETRIEVAL_THREAD)
@@ -88,10 +90,13 @@ class RetrievalService:
             raise ReloadInProgress("another corpus is being loaded")
         self._loading = True
         try:
-            version = _Version(await asyncio.to_thread(load))
+            async with self._changing:
+                version = _Version(await asyncio.to_thread(load))
+                old, self._current = self._current, version
+                if old is not None:
+                    old.loaded.log.close()
         finally:
             self._loading = False
-        old, self._current = self._current, version
         self._versions.append(version)
         if old is not None:
             old.retired = True
@@ -109,17 +114,41 @@ class RetrievalService:
     async def stop(self, timeout_seconds: float) -> bool:
         """Finish the searches that were admitted, then free the engines. False when the time was not enough."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
-        finished = self._idle.is_set()
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
+                await asyncio.gather(*self._changes, return_exceptions=True)
+        finished = self._idle.is_set() and not self._changes
         for search in [*self._waiting, *self._running]:
             _settle(search, EngineDown("The process stops."))
         self._waiting.clear()
         self._current = None
         for version in self._versions:
+            version.loaded.log.close()
             self._executor.submit(version.loaded.engine.close)
         self._versions.clear()
         self._executor.shutdown(wait=False)
         return finished
+
+    async def change(self, change: PostChange) -> Changed:
+        """As `interface.Retrieval.change`. What has been begun ends, whoever waits for it."""
+        task = asyncio.get_running_loop().create_task(self._change(change))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    async def _change(self, change: PostChange) -> Changed:
+        async with self._changing:
+            _ = self.served
+            assert self._current is not None
+            loaded = self._current.loaded
+            recorded = await asyncio.to_thread(loaded.record, change)
+            engine, loop = loaded.engine, asyncio.get_running_loop()
+
+            def apply() -> Changed:
+                deleted = engine.change(recorded)
+                return Changed(loaded.served.corpus, engine.posts, engine.changes, deleted)
+
+            return await loop.run_in_executor(self._executor, apply)
 
     # searches
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,12 +19,13 @@ from model.native.build import KernelUnavailable
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus
-from model.retrieval.inputs import Answers, Filters, Query, Retrieved
+from model.retrieval.inputs import Answers, Change, Filters, NewPosts, Query, Retrieved
 from model.retrieval.search import Found, Index, TorchIndex, Wish
-from model.retrieval.segment import Segment
+from model.retrieval.segment import Segment, segment_of
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 
+SEGMENT_ROWS = 4096  # new posts that are indexed together, and anew with each change until there are so many
 CHECKED_POSTS = 64  # of the corpus, at warm-up
 
 
@@ -85,13 +86,17 @@ class RetrievalEngine:
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
         self._tower = self._make_tower(dtype)
         self.notes: dict[str, Any] = {"user_tower": self._tower.notes}
-        self._segment = Segment(corpus, self._make_index(corpus.vectors))
+        self._segments = [Segment(corpus, self._make_index(corpus.vectors, options.threads))]
+        self.posts = len(corpus) - int(corpus.hidden.sum())
+        """Rows that a search without filters can return."""
+        self.changes = 0
+        """Calls of `change` so far."""
         self._users: ContextCache[NDArray[np.float32]] = ContextCache(options.cache_bytes, prefixes=False)
 
     @property
     def corpus(self) -> Corpus:
-        """What is searched."""
-        return self._segment.corpus
+        """What is searched, but for changes."""
+        return self._segments[0].corpus
 
     def warm_up(self) -> None:
         """Touch what a request touches, and compare some posts and their scores with the definition. Raises EngineError."""
@@ -114,13 +119,45 @@ class RetrievalEngine:
         started = time.perf_counter()
         users, cached = self._encode([query.context for query in queries])
         encoded = time.perf_counter()
-        wishes = [
-            Wish(user, query.k, self._segment.visible(query.filters), query.least)
-            for user, query in zip(users, queries, strict=True)
+        found = [
+            segment.index.search(
+                [
+                    Wish(user, query.k, segment.visible(query.filters), query.least)
+                    for user, query in zip(users, queries, strict=True)
+                ]
+            )
+            for segment in self._segments
         ]
-        found = self._segment.index.search(wishes)
-        retrieved = [self._retrieved(*pair) for pair in zip(found, cached, strict=True)]
+        retrieved = [self._retrieved(*one) for one in zip(zip(*found, strict=True), queries, cached, strict=True)]
         return Answers(retrieved, encoded - started, time.perf_counter() - encoded)
+
+    def change(self, change: Change) -> int:
+        """From the next search on, the deleted posts are gone, and the new ones stand in place of what had their ids. How many
+        posts were deleted by name."""
+        hidden = [
+            sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
+        ]
+        self.posts -= sum(hidden)
+        self.changes += 1
+        if len(change.posts):
+            self._add(change.posts)
+        return hidden[0]
+
+    def _add(self, posts: NewPosts) -> None:
+        last = self._segments[-1]
+        if len(self._segments) > 1 and len(last.corpus) < SEGMENT_ROWS:
+            rows, corpus = last.shown_rows(), last.corpus
+            posts = NewPosts(
+                np.concatenate((corpus.post_ids[rows], posts.post_ids)),
+                np.concatenate((corpus.author_ids[rows], posts.author_ids)),
+                np.concatenate((last.times_of(rows), posts.created_at)),
+                last.topics_of(rows) + posts.topics,
+                np.concatenate((corpus.vectors[rows], posts.vectors)),
+            )
+            self._segments.pop().close()
+            self.posts -= len(rows)
+        self._segments.append(segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)))
+        self.posts += len(self._segments[-1].shown_rows())
 
     def cache_stats(self) -> CacheStats:
         """Of the user vectors; safe to call from any thread."""
@@ -130,7 +167,8 @@ class RetrievalEngine:
         """Free the indexes, the user tower and the cache."""
         self._users.clear()
         self._tower.close()
-        self._segment.close()
+        for segment in self._segments:
+            segment.close()
 
     def _make_tower(self, dtype: torch.dtype) -> Tower:
         options = self.options
@@ -149,12 +187,12 @@ class RetrievalEngine:
                 raise
             return TorchTower(self.towers, dtype, str(error))
 
-    def _make_index(self, vectors: NDArray[np.float32]) -> Index:
+    def _make_index(self, vectors: NDArray[np.float32], threads: int) -> Index:
         options = self.options
         try:
             if options.backend == "torch":
                 raise KernelUnavailable("chosen by the operator")
-            index = NativeIndex(vectors, threads=options.threads, kernel_directory=options.kernel_directory)
+            index = NativeIndex(vectors, threads=threads, kernel_directory=options.kernel_directory)
             self.notes["search"] = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
             return index
         except KernelUnavailable as error:
@@ -176,18 +214,33 @@ class RetrievalEngine:
                 known[key] = vector
         return [known[key] for key in keys], cached
 
-    def _retrieved(self, found: Found, cached: bool) -> Retrieved:
-        corpus, rows = self.corpus, found.rows
-        names: list[str | None] = [None] * len(rows)
-        if corpus.topics is not None:
-            names = [corpus.topic_names[topic] if topic >= 0 else None for topic in corpus.topics[rows].tolist()]
-        created = np.zeros(len(rows), np.int64) if corpus.created_at is None else corpus.created_at[rows]
-        ids = corpus.post_ids[rows], corpus.author_ids[rows]
-        return Retrieved(*ids, found.scores, created, names, found.visible, found.scored, cached)
+    def _retrieved(self, found: Sequence[Found], query: Query, cached: bool) -> Retrieved:
+        """The best of what the segments found: equal scores by segment, then by row."""
+        parts = list(zip(self._segments, found, strict=True))
+        scores = np.concatenate([part.scores for _, part in parts])
+        order = np.argsort(-scores, kind="stable")[: query.k]  # each part is in the right order already
+
+        def of(column: Callable[[Segment, NDArray[np.int64]], NDArray[Any]]) -> NDArray[Any]:
+            picked: NDArray[Any] = np.concatenate([column(segment, part.rows) for segment, part in parts])[order]
+            return picked
+
+        names = [topic for segment, part in parts for topic in segment.topics_of(part.rows)]
+        return Retrieved(
+            of(lambda segment, rows: segment.corpus.post_ids[rows]),
+            of(lambda segment, rows: segment.corpus.author_ids[rows]),
+            scores[order],
+            of(lambda segment, rows: segment.times_of(rows)),
+            [names[place] for place in order],
+            sum(part.visible for part in found),
+            sum(part.scored for part in found),
+            cached,
+            self.posts,
+            self.changes,
+        )
 
     def _check_search(self, corpus: Corpus, rows: NDArray[np.int64]) -> None:
         vectors = np.ascontiguousarray(corpus.vectors[rows])
-        plain, index = TorchIndex(vectors, exhaustive=True), self._make_index(vectors)
+        plain, index = TorchIndex(vectors, exhaustive=True), self._make_index(vectors, 1)
         for vector in vectors[:4]:
             wish = Wish(vector, len(rows))
             (ours,), (theirs,) = index.search([wish]), plain.search([wish])

@@ -31,10 +31,34 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NewPosts:
+    """Posts that take the place of those with the same ids, or are new. Ids as in `Corpus`, each once; `created_at`: int64 `[n]`, 0
+    where unknown; `topics`: a name or None for each; `vectors`: float32 `[n, D]`."""
+
+    post_ids: Ids
+    author_ids: Ids
+    created_at: NDArray[np.int64]
+    topics: list[str | None]
+    vectors: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.post_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """What happens to a corpus in one step: posts that go, by id, and posts that come. No id is in both."""
+
+    delete: Ids
+    posts: NewPosts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Retrieved:
     """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `created_at`: int64
     `[r]`, 0 where unknown; `topics`: a name or None for each. `visible`: rows that the filters left. `scored`: rows that were
-    scored in fp32. `cached`: whether the user's vector came from the cache."""
+    scored in fp32. `cached`: whether the user's vector came from the cache. `posts` and `changes`: what the corpus was then, as
+    `RetrievalEngine` counts them."""
 
     post_ids: Ids
     author_ids: Ids
@@ -44,6 +68,8 @@ class Retrieved:
     visible: int
     scored: int
     cached: bool
+    posts: int
+    changes: int
 
     def __len__(self) -> int:
         return len(self.post_ids)

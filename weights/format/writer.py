@@ -69,7 +69,7 @@ def replace_manifest(path: str | Path, manifest: Manifest) -> None:
         try:
             write_file(partial, manifest.to_json())
             partial.replace(path / MANIFEST_NAME)
-            _sync_directory(path)
+            sync_directory(path)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
@@ -98,7 +98,7 @@ def written_beside(path: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        _sync_directory(partial)
+        sync_directory(partial)
         _put_in_place(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -178,10 +178,11 @@ def _put_in_place(partial: Path, path: Path) -> None:
             if entry.suffix != ".safetensors" and not (path / entry.name).exists():
                 entry.rename(path / entry.name)
         shutil.rmtree(old)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """What was made or renamed in it survives a crash."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

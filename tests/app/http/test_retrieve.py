@@ -58,7 +58,7 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
     content = reply.json()
     assert reply.status_code == 200
     assert content["model"] == {"name": "towers", "version": "v1"}
-    assert content["corpus"] == {"name": "posts", "version": "v1", "posts": 300}
+    assert content["corpus"] == {"name": "posts", "version": "v1", "posts": 299, "changes": 0}
     assert list(content["posts"][0]) == ["post_id", "author_id", "score", "rank", "created_at", "topics"]
     assert [post["rank"] for post in content["posts"]] == list(range(1, 11))
     scores = [post["score"] for post in content["posts"]]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def watched(load: RetrievalLoader, before: Callable[[Any], None] = lambda querie
     def wrapped() -> LoadedRetrieval:
         loaded = load()
         engines.append(Watched(loaded, before))
-        return LoadedRetrieval(engines[-1], loaded.served)  # type: ignore[arg-type]
+        return replace(loaded, engine=engines[-1])  # type: ignore[arg-type]
 
     return wrapped, engines
 

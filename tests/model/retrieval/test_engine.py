@@ -16,7 +16,7 @@ from model.native.kernel import Kernel
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
-from model.retrieval.inputs import Filters, Query, Retrieved
+from model.retrieval.inputs import Change, Filters, NewPosts, Query, Retrieved
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
@@ -174,3 +174,62 @@ def test_what_runs_instead_is_said_with_the_reason(
     engine = RetrievalEngine(encoder.towers, corpus)
     engine.warm_up()
     assert all("install g++" in engine.notes[what]["reason"] for what in ("user_tower", "search"))
+
+
+def as_new(corpus: Corpus, rows: Any, ids: Any) -> NewPosts:
+    """The vectors of some rows under other ids."""
+    topics: list[str | None] = [None if row % 3 == 0 else f"topic {row % 5}" for row in rows]
+    created = np.asarray(rows, np.int64) * 60
+    return NewPosts(np.asarray(ids, np.uint64), corpus.author_ids[rows], created, topics, corpus.vectors[rows])
+
+
+@pytest.mark.parametrize("segment_rows", [1, 7, 4096])
+def test_changes_are_what_an_oracle_says(
+    encoder: Encoder, corpus: Corpus, contexts: list[Context], segment_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each change a search equals one of a corpus that holds the same posts and was never changed, in ids and bits."""
+    monkeypatch.setattr("model.retrieval.engine.SEGMENT_ROWS", segment_rows)
+    chance = np.random.default_rng(1)
+    changed = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1))
+    live = {int(corpus.post_ids[row]): row for row in np.flatnonzero(~corpus.hidden)[::-1].tolist()}
+    for step in range(60):
+        rows = chance.choice(np.flatnonzero(~corpus.hidden), chance.integers(1, 6), replace=False)
+        known = [list(live)[place] for place in chance.choice(len(live), len(rows), replace=False)]
+        if step % 3 == 2:
+            gone = [*known, 10**15]
+            nothing = as_new(corpus, np.empty(0, np.int64), [])
+            assert changed.change(Change(np.array(gone, np.uint64), nothing)) == len(known)
+            for post in known:
+                del live[post]
+        else:
+            ids = [known[place] if chance.random() < 0.4 else 10**12 + step * 10 + place for place in range(len(rows))]
+            changed.change(Change(NONE, as_new(corpus, rows, ids)))
+            live |= dict(zip(ids, rows.tolist(), strict=True))
+        assert (changed.posts, changed.changes) == (len(live), step + 1)
+        posts = np.array(list(live), np.uint64)
+        plain = replace(corpus, post_ids=posts, author_ids=corpus.author_ids[list(live.values())],
+                        vectors=np.ascontiguousarray(corpus.vectors[list(live.values())]), topics=None, created_at=None)  # fmt: skip
+        oracle = RetrievalEngine(encoder.towers, plain, RetrievalOptions(threads=1))
+        asked = [wanted(context, 40, exclude=posts[:5]) for context in contexts[:3]]
+        for ours, theirs in zip(changed.retrieve(asked).retrieved, oracle.retrieve(asked).retrieved, strict=True):
+            assert ours.scores.tobytes() == theirs.scores.tobytes()
+            assert ours.visible == theirs.visible
+            last = ours.scores[-1]  # posts with equal vectors may stand in another order, or beyond the end
+            assert {p for p, s in zip(ours.post_ids.tolist(), ours.scores, strict=True) if s > last} == {
+                p for p, s in zip(theirs.post_ids.tolist(), theirs.scores, strict=True) if s > last
+            }
+        oracle.close()
+    assert len(changed._segments) > (10 if segment_rows == 1 else 1)
+
+
+def test_a_new_post_has_its_time_and_topic(encoder: Encoder, corpus: Corpus, contexts: list[Context]) -> None:
+    engine = RetrievalEngine(encoder.towers, corpus)
+    engine.change(Change(NONE, as_new(corpus, [40, 41], [1, 2])))
+    (only,) = engine.retrieve([wanted(contexts[4], 9, topics=("topic 0",))]).retrieved
+    assert (only.post_ids.tolist(), only.topics, only.created_at.tolist()) == ([1], ["topic 0"], [2400])
+    (young,) = engine.retrieve([wanted(contexts[4], 300, created_after=2401)]).retrieved
+    assert 2 in young.post_ids.tolist()
+    assert 1 not in young.post_ids.tolist()
+    engine.change(Change(NONE, replace(as_new(corpus, [40], [1]), vectors=np.zeros((1, 64), np.float32))))
+    (gone,) = engine.retrieve([wanted(contexts[4], 300)]).retrieved
+    assert 1 not in gone.post_ids.tolist(), "a zero vector is hidden, and so is what it replaced"
