@@ -145,6 +145,8 @@ class Connections(Group):
     """How long an idle connection is kept after a reply; longer than the balancer's own idle time."""
     max_header_bytes: int = Field(default=32_768, ge=1024)
     """All headers of a request together."""
+    held_refusals: int = Field(default=1024, ge=0)
+    """Most 429s that wait a quarter of a second because their callers were refused within the last second and sent again; 0: none."""
     backlog: int = Field(default=2048, ge=1)
     """Connections that may wait to be accepted."""
 

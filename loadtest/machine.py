@@ -1,4 +1,4 @@
-"""What figures depend on besides the server: this machine, this checkout and its commit."""
+"""The machine, checkout and commit that figures were taken with."""
 
 from __future__ import annotations
 

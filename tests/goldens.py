@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,20 @@ def requests(name: str) -> list[dict[str, Any]]:
     return loaded
 
 
+@cache
 def expected(name: str) -> dict[str, np.ndarray[Any, Any]]:
     """`{request}/{output}` → array."""
     with np.load(GOLDEN / name / "expected.npz", allow_pickle=False) as arrays:
         return dict(arrays)
+
+
+def imported(name: str, out: Path) -> Path:
+    """One golden, imported into a checkpoint directory as a user would."""
+    from weights.published.importer import PublishedModel, import_published, labels_for
+
+    with PublishedModel(GOLDEN / name / "ranker") as ranker:
+        import_published(ranker, out, labels_for(ranker.config, name))
+    return out
 
 
 def features(request: dict[str, Any], config: ModelConfig) -> tuple[Context, Candidates]:

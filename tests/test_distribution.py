@@ -43,14 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not path.startswith(("tests/", "docs/")):
             (sources / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, sources / path)
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--outdir",
-        str(out),
-    ]  # the build tools of this environment
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out)]  # this environment's build tools
     done = subprocess.run(command, cwd=sources, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return out

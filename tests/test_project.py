@@ -41,9 +41,7 @@ def normal(name: str) -> str:
 def make(*arguments: str, directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
     if shutil.which("make") is None:
         pytest.skip("make is not installed here")
-    settable = re.findall(
-        r"^(\w+) \?=", MAKEFILE, re.MULTILINE
-    )  # `make test PYTHON=...` would hand them on to this make
+    settable = re.findall(r"^(\w+) \?=", MAKEFILE, re.MULTILINE)  # `make test PYTHON=...` would hand them on here
     kept = {name: value for name, value in os.environ.items() if not name.startswith("M") and name not in settable}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=directory, env=kept, capture_output=True, text=True, timeout=60)
@@ -129,22 +127,9 @@ def test_the_search_for_python_takes_what_runs_this_test() -> None:
     assert make("-n", "-B", "files").stdout.split()[0] in {"python3", "python3.11", "python3.12", "python3.13"}
 
 
-def test_the_contributors_page_names_only_targets_that_exist() -> None:
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
-    assert {"check", "test", "test-light", "hooks"} <= named
-    assert named <= {line.split()[0] for line in make("help").stdout.splitlines()}
-
-
 def test_the_list_of_files_is_up_to_date() -> None:
     check = subprocess.run([sys.executable, ROOT / ".ci/list-files", "--check"], capture_output=True, text=True)
     assert check.returncode == 0, check.stderr
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
-def test_every_local_link_of_a_page_at_the_top_leads_somewhere(page: str) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_the_readmes_first_request_is_one_that_can_be_sent() -> None:

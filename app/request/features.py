@@ -13,17 +13,13 @@ def context_of(request: Request | Viewer, config: ModelConfig) -> Context:
     """User and history, the newest `history_length` items of it. Values that the checkpoint has no input for do no harm."""
     kept = min(len(request.history), config.history_length)
     newest = slice(len(request.history) - kept, None)
-    cells = request.actions
-    seen = cells.rows >= newest.start
-    actions = np.zeros((kept, config.actions), np.float32)
-    actions[cells.rows[seen] - newest.start, cells.columns[seen]] = cells.values[seen]
     # The model clips there anyway; clipping here makes equal tokens equal keys of the cache, and 1e300 fit a float32.
     dwell = np.minimum(request.dwell_seconds[newest], MAX_DWELL_SECONDS).astype(np.float32)
     return Context(
         user_id=request.user_id,
         post_ids=request.history.post_ids[newest],
         author_ids=request.history.author_ids[newest],
-        actions=actions,
+        actions=request.actions[newest],
         surfaces=request.history.surfaces[newest],
         dwell_seconds=dwell,
     )

@@ -9,8 +9,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.request.body import Body, CandidateArrays, HistoryArrays
 from app.request.contract import MAX_ID, is_request_id
-from app.request.explain import explain, is_id
+from app.request.explain import explain
 from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary
 
@@ -40,26 +39,16 @@ class Posts:
         return len(self.post_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ActionCells:
-    """The actions of a history, as cells of its `[h, A]` matrix: item `rows[i]` has `values[i]` in column `columns[i]`."""
-
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    values: NDArray[np.float64]
-
-
 NO_HISTORY, NO_CANDIDATES = HistoryArrays([], []), CandidateArrays([], [])
-NO_ACTIONS = ActionCells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """A user with a history, in the words of one checkpoint. `dwell_seconds` float64 `[h]`, 0 where unknown."""
+    """A user with a history, in the words of one checkpoint; fields as in `Request`."""
 
     user_id: int
     history: Posts
-    actions: ActionCells
+    actions: NDArray[np.float32]
     dwell_seconds: NDArray[np.float64]
 
 
@@ -67,13 +56,14 @@ class Viewer:
 class Request:
     """A valid request. `echo_ids` are the candidates' post ids as they came.
 
-    `dwell_seconds` float64 `[h]`, `created_at` int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`.
+    `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`, `created_at`
+    int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`.
     `wanted` are columns of the reply, None for all.
     """
 
     user_id: int
     history: Posts
-    actions: ActionCells
+    actions: NDArray[np.float32]
     dwell_seconds: NDArray[np.float64]
     candidates: Posts
     created_at: NDArray[np.int64]
@@ -94,20 +84,24 @@ def check(body: Body, vocabulary: Vocabulary) -> Request:
 
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     """Raises ValueError, OverflowError or KeyError where the body is not right."""
-    viewer = viewer_of(body.user_id, body.history, vocabulary)
-    echo_ids, authors, surfaces, created_at = columns_of(body.candidates or NO_CANDIDATES)
-    candidates = posts_of(echo_ids, authors, surfaces, vocabulary)
+    posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
+    echo_ids, candidate_authors, candidate_surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
+    events, count = len(posts), len(echo_ids)
+    ids = ids_of([body.user_id, *posts, *authors, *echo_ids, *candidate_authors])
+    history = Posts(ids[1 : 1 + events], ids[1 + events : 1 + 2 * events], _surfaces(surfaces, events, vocabulary))
+    of_candidates = ids[1 + 2 * events :]
+    candidates = Posts(of_candidates[:count], of_candidates[count:], _surfaces(candidate_surfaces, count, vocabulary))
     weights, wanted = wishes_of(body.weights, body.actions_wanted, vocabulary)
     top_k, request_id = body.top_k or None, body.request_id
-    if not (echo_ids and (top_k is None or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
+    if not (count and (top_k is None or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
         raise ValueError
     return Request(
-        user_id=viewer.user_id,
-        history=viewer.history,
-        actions=viewer.actions,
-        dwell_seconds=viewer.dwell_seconds,
+        user_id=int(ids[0]),
+        history=history,
+        actions=_actions(actions, events, vocabulary),
+        dwell_seconds=_numbers("d", dwell_times, events),
         candidates=candidates,
-        created_at=numbers_of("q", created_at, len(candidates)),
+        created_at=_numbers("q", created_at, count),
         echo_ids=list(echo_ids),
         impression_ts=body.impression_ts or 0,
         weights=weights,
@@ -117,29 +111,27 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     )
 
 
-def viewer_of(
-    user_id: int | str, history: Sequence[Struct] | HistoryArrays | UnsetType, vocabulary: Vocabulary
-) -> Viewer:
-    """The user and the history. Raises ValueError, OverflowError or KeyError where they are not right."""
-    if not is_id(user_id):
-        raise ValueError
-    posts, authors, surfaces, actions, dwell_times = columns_of(history or NO_HISTORY)
-    seen = posts_of(posts, authors, surfaces, vocabulary)
-    return Viewer(int(user_id), seen, cells_of(actions, vocabulary.index), numbers_of("d", dwell_times, len(seen)))
+def viewer_of(user_id: int | str, items: Sequence[Struct] | Struct | UnsetType, vocabulary: Vocabulary) -> Viewer:
+    """A user and a history by themselves. Raises ValueError, OverflowError or KeyError where they are not right."""
+    posts, authors, surfaces, actions, dwell_times = _columns(items or NO_HISTORY)
+    events = len(posts)
+    ids = ids_of([user_id, *posts, *authors])
+    history = Posts(ids[1 : 1 + events], ids[1 + events :], _surfaces(surfaces, events, vocabulary))
+    return Viewer(int(ids[0]), history, _actions(actions, events, vocabulary), _numbers("d", dwell_times, events))
 
 
 def wishes_of(
     weights: Mapping[str, float] | UnsetType, wanted: Sequence[str] | UnsetType, vocabulary: Vocabulary
 ) -> tuple[NDArray[np.float64], list[int] | None]:
-    """Weights of the combined score, float64 `[A]`, and the columns of the reply. Raises ValueError or KeyError."""
+    """Weights of the combined score, float64 `[A]`, and columns of the reply. Raises ValueError or KeyError."""
     numbers = vocabulary.weights
     if weights is not UNSET:
         numbers = np.zeros(len(vocabulary.action_names))
-        numbers[distinct(weights, vocabulary.index)] = list(weights.values())
-    return numbers, None if wanted is UNSET else distinct(wanted, vocabulary.index)
+        numbers[_distinct(weights, vocabulary.index)] = list(weights.values())
+    return numbers, None if wanted is UNSET else _distinct(wanted, vocabulary.index)
 
 
-def columns_of(items: Sequence[Struct] | Struct) -> Any:
+def _columns(items: Sequence[Struct] | Struct) -> Any:
     """The fields of either shape, each with one entry an item. An optional one may be UNSET, as a whole or in places."""
     if type(items) is list:
         return zip(*map(astuple, items), strict=True)
@@ -149,22 +141,13 @@ def columns_of(items: Sequence[Struct] | Struct) -> Any:
     return columns
 
 
-def posts_of(post_ids: Column, author_ids: Column, surfaces: Column, vocabulary: Vocabulary) -> Posts:
-    """Checked columns. Raises ValueError or OverflowError."""
-    found = Posts(ids_of(post_ids), ids_of(author_ids), numbers_of("q", surfaces, len(post_ids)))
-    if found.surfaces.max(initial=0) >= vocabulary.product_surfaces:
-        raise ValueError
-    return found
-
-
-def ids_of(values: Column) -> NDArray[np.uint64]:
+def ids_of(values: Sequence[int | str]) -> NDArray[np.uint64]:
     """uint64 `[n]` from integers and decimal strings. Strings are read in one go, as one JSON list."""
-    with suppress(TypeError):
-        return np.asarray(array("Q", values))
-    try:
-        decimals = ",".join(values).encode()
-    except TypeError:  # some of each
-        decimals = ",".join(map(str, values)).encode()
+    if int in (kinds := set(map(type, values))):
+        if len(kinds) == 1:
+            return np.asarray(array("Q", cast(Any, values)))
+        values = list(map(str, values))
+    decimals = ",".join(values).encode()  # type: ignore[arg-type]
     if decimals.translate(None, b"0123456789,"):
         raise ValueError
     numbers = orjson.loads(b"[%b]" % decimals)  # refuses empty strings and leading zeros
@@ -173,12 +156,23 @@ def ids_of(values: Column) -> NDArray[np.uint64]:
     return np.asarray(array("Q", numbers))
 
 
-def numbers_of(code: str, values: Column, count: int) -> NDArray[Any]:
+def _surfaces(values: Column, count: int, vocabulary: Vocabulary) -> NDArray[np.int64]:
+    found = _numbers("q", values, count)
+    if count and np.maximum.reduce(found) >= vocabulary.product_surfaces:
+        raise ValueError
+    return found
+
+
+def _numbers(code: str, values: Column, count: int) -> NDArray[Any]:
     """`[n]` of a numpy type code, 0 where nothing was sent."""
-    return np.zeros(count, code) if values is UNSET else np.array([value or 0 for value in values], code)
+    if values is UNSET:
+        return np.zeros(count, code)
+    if UNSET in values:
+        values = [value or 0 for value in values]
+    return np.asarray(array(code, values))
 
 
-def distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
+def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
     """The columns of names of different actions."""
     columns = [index[name] for name in names]
     if len(set(columns)) < len(columns):
@@ -186,18 +180,18 @@ def distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
     return columns
 
 
-def cells_of(column: Column, index: Mapping[str, int]) -> ActionCells:
-    """The actions of a history. Raises ValueError or KeyError for names that are unknown, or of one action twice."""
+def _actions(column: Column, events: int, vocabulary: Vocabulary) -> NDArray[np.float32]:
+    width, index = len(vocabulary.action_names), vocabulary.index
+    found = np.zeros((events, width), np.float32)
     if column is UNSET:
-        return NO_ACTIONS
+        return found
     items: list[Any] = [item or () for item in column]
-    rows = [row for row, item in enumerate(items) for _ in item]
-    columns = [index[name] for item in items for name in item]
-    values = np.ones(len(columns))
+    places = [row * width + index[name] for row, item in enumerate(items) for name in item]
+    values: Any = 1.0
     if dict in map(type, items):
-        pairs = (item.values() if type(item) is dict else repeat(1.0, len(item)) for item in items)
-        values = np.fromiter(chain.from_iterable(pairs), np.float64, len(columns))
+        values = [value for item in items for value in (item.values() if type(item) is dict else [1.0] * len(item))]
         for item in items:
             if type(item) is dict:
-                distinct(item, index)
-    return ActionCells(np.array(rows, np.int64), np.array(columns, np.int64), values)
+                _distinct(item, index)
+    found.ravel()[places] = values
+    return found

@@ -1,52 +1,83 @@
-"""Whether requests arrive faster than the event loop can read them, judged by how late its ticks are. Pure; knows no queue.
+"""Whether the event loop has more requests in hand than it can answer soon. Pure; knows no queue.
 
-With a small model parsing runs out before the engine does, and requests wait in socket buffers that no queue counts. A loop
-in that state is late all the time, whereas a burst or a pause makes it late once. An *overrun* refuses requests unread, but for
-those that each turn of the loop has time for: a reply takes three turns (read, run, answer), so turns must be short.
+With a small model the Python around it runs out before the engine does. The loop's *wait* is the time in which it answers what
+is admitted: unanswered requests, times the processor time that one took it lately. A burst makes it long once; callers who send
+again as soon as they are answered, or more who come than can be served, make it long all the time. An *overrun* refuses what
+would wait longer, so that those who are admitted wait no longer than in a loop that is just full.
 
 | rule | refuses | by which quantity | limit |
 |---|---|---|---|
-| begin | | every tick late, counted from the first late one | `LATE_SECONDS` each, for `STANDING_SECONDS` |
-| while it lasts | what a turn of the loop has no time for | time since the turn's first request | `TURN_SECONDS` |
-| end | | every tick on time | `SPARE_SECONDS` each, for `RECOVERED_SECONDS` |
+| begin | | the wait at every tick, and how late the tick is | `WAIT_SECONDS`, `LATE_SECONDS`, for `STANDING_SECONDS` |
+| while it lasts | what would wait longer | the wait | `WAIT_SECONDS` |
+| end | | the wait at every tick | half of it, for `RECOVERED_SECONDS` |
 
-None of them is a setting: they follow from what parsing and refusing cost (measured in docs/decisions/2026-11-20-own-listeners.md).
+A loop whose ticks are on time waits for its engine, and how long that may take is admission's business. None of the limits is a
+setting: they follow from what reading and refusing cost (docs/decisions/2026-11-21-impatient-callers.md).
 """
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 TICK_SECONDS = 0.01  # from one tick to when the next is due
-LATE_SECONDS = 0.025  # a hundred callers who each wait for their reply make no turn this long on end
+WAIT_SECONDS = 0.025
+LATE_SECONDS = 0.005  # a tick that is less late shows a loop with time to spare
 STANDING_SECONDS = 0.1
-TURN_SECONDS = 0.0015  # longer, and more are answered but later
-SPARE_SECONDS = 0.005  # a tick that is less late shows a loop with time to spare
-RECOVERED_SECONDS = 1.0  # with less, the refusing itself, which gives the loop time to spare, would end the overrun
+RECOVERED_SECONDS = 1.0  # with less, refusing itself, which shortens the wait, would end the overrun
+MEMORY_SECONDS = 0.5  # of what a request costs
+REFUSAL_SHARE = 0.1  # of what a request costs that is answered
+
+
+class Work(NamedTuple):
+    """What the loop has done and has in hand: processor seconds, answered and refused requests as totals, unanswered ones now."""
+
+    cpu_seconds: float = 0.0
+    answered: int = 0
+    refused: int = 0
+    unanswered: int = 0
 
 
 class LoopLag:
-    """Told the time of each tick, in seconds of any clock."""
+    """Told of each tick, in seconds of any clock."""
 
     def __init__(self) -> None:
         self.overrun = False
-        self._last_tick: float | None = None
-        self._late_since: float | None = None  # the first of the late ticks without one on time between
-        self._busy_at = 0.0  # when the loop last had no time to spare
+        self._last: tuple[float, Work] | None = None
+        self._long_since: float | None = None  # the first of the ticks with a long wait, without another between
+        self._busy_at = -math.inf  # when the wait was last more than half of what it may be
+        self._cpu_seconds = self._requests = 0.0  # of the recent past
 
-    def tick(self, now: float) -> None:
+    def wait_seconds(self, unanswered: int) -> float:
+        """In which the loop answers that many requests."""
+        return unanswered * self._cpu_seconds / self._requests if self._requests else 0.0
+
+    def tick(self, now: float, work: Work) -> None:
         """The tick that was due `TICK_SECONDS` after the one before."""
-        late = 0.0 if self._last_tick is None else now - self._last_tick - TICK_SECONDS
-        self._last_tick = now
-        if late < LATE_SECONDS:
-            self._late_since = None
-        elif self._late_since is None:
-            self._late_since = now
-        elif now - self._late_since > STANDING_SECONDS:
+        late = 0.0
+        if self._last is not None:
+            then, before = self._last
+            late = now - then - TICK_SECONDS
+            self._learn(now - then, before, work)
+        self._last = now, work
+        wait = self.wait_seconds(work.unanswered)
+        if late < LATE_SECONDS or wait < WAIT_SECONDS:
+            self._long_since = None
+        elif self._long_since is None:
+            self._long_since = now
+        elif now - self._long_since > STANDING_SECONDS:
             self.overrun = True
-        if late >= SPARE_SECONDS:
+        if wait >= WAIT_SECONDS / 2:
             self._busy_at = now
         elif now - self._busy_at > RECOVERED_SECONDS:
             self.overrun = False
 
-    def refuses(self, turn_seconds: float) -> bool:
-        """Whether a request is refused that comes so long after the first one of its turn of the loop."""
-        return self.overrun and turn_seconds > TURN_SECONDS
+    def refuses(self, unanswered: int) -> bool:
+        """Whether a request is refused that comes after so many others."""
+        return self.overrun and self.wait_seconds(unanswered) > WAIT_SECONDS
+
+    def _learn(self, seconds: float, before: Work, now: Work) -> None:
+        keep = math.exp(-seconds / MEMORY_SECONDS)
+        requests = now.answered - before.answered + REFUSAL_SHARE * (now.refused - before.refused)
+        self._requests = self._requests * keep + requests
+        self._cpu_seconds = self._cpu_seconds * keep + now.cpu_seconds - before.cpu_seconds

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from app.server.protocol import StrictProtocol
 
 Fields = Sequence[tuple[bytes, bytes]]
+TOO_MANY_REQUESTS = 429
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -48,8 +49,19 @@ class Call:
     """One such request, as the protocol knows it in place of uvicorn's cycle."""
 
     __slots__ = (
-        "_body", "_endpoint", "_expects_continue", "_fields", "_handler", "_is_read", "_protocol", "_size",
-        "disconnected", "keep_alive", "response_complete", "response_started",
+        "_body",
+        "_bytes",
+        "_endpoint",
+        "_expects_continue",
+        "_fields",
+        "_handler",
+        "_is_read",
+        "_protocol",
+        "_size",
+        "disconnected",
+        "keep_alive",
+        "response_complete",
+        "response_started",
     )  # fmt: skip
 
     def __init__(
@@ -65,18 +77,19 @@ class Call:
         self._body: list[bytes] = []
         self._size = 0
         self._is_read = False
+        self._bytes = b""  # of a reply that waits
 
     def start(self) -> None:
         """It is this request's turn: those before it on the connection have their replies."""
         self._handler = self._endpoint.begin(self._fields, self._reply)
         if self._is_read:
             self._finish()
-        elif self._expects_continue and not self.response_complete:
+        elif self._expects_continue and not self.response_started:
             self._protocol.transport.write(CONTINUE)
 
     def feed(self, data: bytes) -> None:
         """Some of the body."""
-        if self.response_complete:
+        if self.response_started:
             return
         self._size += len(data)
         if self._handler is not None and self._size > self._handler.max_body_bytes:
@@ -93,13 +106,14 @@ class Call:
     def disconnect(self) -> None:
         """Nobody reads a reply any more."""
         self.disconnected = True
-        if self._handler is not None and not self.response_complete:
+        self._protocol.observer.refusals.forget(self._write)
+        if self._handler is not None and not self.response_started:
             self._handler.abandon()
 
     def _finish(self) -> None:
         handler, body = self._handler, self._body
         self._body = []
-        if self.response_complete or handler is None:
+        if self.response_started or handler is None:
             return
         if self._size > handler.max_body_bytes:
             handler.too_long()
@@ -115,8 +129,22 @@ class Call:
         protocol = self._protocol
         fields = b"".join([b"%b: %b\r\n" % field for field in (*protocol.server_state.default_headers, *headers)])
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
-        self.response_started = self.response_complete = True
-        protocol.transport.write(b"".join((STATUS_LINE[status], fields, end, body)))
+        self.response_started = True
+        self._bytes = b"".join((STATUS_LINE[status], fields, end, body))
+        if (
+            status != TOO_MANY_REQUESTS
+            or not protocol.is_impatient()
+            or not protocol.observer.refusals.hold(self._write)
+        ):
+            self._write()
+
+    def _write(self) -> None:
+        protocol = self._protocol
+        if self.disconnected:
+            return
+        self.response_complete = True
+        protocol.transport.write(self._bytes)
+        self._bytes = b""
         if not self.keep_alive:
             protocol.end_with_reply()
         protocol.on_response_complete()

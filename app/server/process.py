@@ -76,7 +76,7 @@ class RankingServer(uvicorn.Server):
         self.service = service
         self.reloads = reloads
         self.side_apps = side_apps
-        self.observer = Observer(service.metrics)
+        self.observer = Observer(service.metrics, settings.connections.held_refusals)
         self.exit_code = 0
         self.listeners: list[Listener] = []
         self._signals = 0
@@ -114,7 +114,7 @@ class RankingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, answer every request that was begun, end the application."""
-        self.observer.draining = True
+        self.observer.drain()
         self.reloads.stop()
         for listener in self.listeners:
             await listener.close()
@@ -164,7 +164,7 @@ class RankingServer(uvicorn.Server):
         if self._ending is not None:
             return
         self.service.begin_drain()
-        self.observer.draining = True  # from here on every reply ends its connection
+        self.observer.drain()
         self._ending = asyncio.get_running_loop().create_task(self._stop_after_delay())
         log.info("draining", delay_seconds=self.settings.drain.delay_seconds)
 

@@ -41,6 +41,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app.server.direct import Call, Routes
+from app.server.patience import REPEAT_SECONDS, Refusals
 from app.server.refusals import refusal_reply, without_upgrade
 from app.settings import Connections
 from app.telemetry.metrics import Metrics
@@ -60,14 +61,20 @@ LINGER_DRAIN_SECONDS = 5.0  # the same while the process drains, which waits for
 
 
 class Observer:
-    """What the connections of a process share: a count of those that the server closed, and whether the process drains."""
+    """What the connections of a process share: refusals that wait, a count of those that the server closed, whether the process drains."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, held_refusals: int) -> None:
         self.draining = False
+        self.refusals = Refusals(held_refusals, metrics)
         self._closed = metrics.connections_closed
 
     def closed(self, reason: str) -> None:
         self._closed.labels(reason).inc()
+
+    def drain(self) -> None:
+        """From here on every reply ends its connection, and none waits."""
+        self.draining = True
+        self.refusals.end_all()
 
 
 class State(Enum):
@@ -119,6 +126,7 @@ class StrictProtocol(HttpToolsProtocol):
         self.header_count = 0
         self.dropped_bytes = 0  # received after the reply
         self.linger_until = 0.0
+        self.refused_at = -math.inf
 
     # bytes
 
@@ -326,6 +334,11 @@ class StrictProtocol(HttpToolsProtocol):
             self._cut("endless_body")
         else:
             self.transport.close()
+
+    def is_impatient(self) -> bool:
+        """Told of a request that is refused: whether the one before it was, a moment ago."""
+        before, self.refused_at = self.refused_at, self.loop.time()
+        return self.refused_at - before < REPEAT_SECONDS
 
     def _refuse(self, refusal: str) -> None:
         """Answer the request that is being read, unless it has a reply already or an older one is pending; then end."""

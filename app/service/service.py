@@ -18,6 +18,7 @@ from app.interface import Done, Health, ServedModel, Ticket
 from app.scheduling.admission import Admission, Refusal
 from app.scheduling.batching import chunk_count
 from app.scheduling.job import Clock
+from app.scheduling.loop_lag import Work
 from app.service.lifecycle import Lifecycle, State
 from app.service.loop_clock import LoopClock
 from app.service.retrieval import RETRIEVAL_THREAD, RetrievalService
@@ -29,7 +30,7 @@ RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
 RETRY_AFTER_DOWN_SECONDS = 5.0
 WATCHDOG_SECONDS = 0.5
 CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
-OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be read", retry_after_seconds=1.0)
+OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be answered", retry_after_seconds=1.0)
 
 
 class RankingService:
@@ -56,12 +57,13 @@ class RankingService:
         self.retrieval = RetrievalService(retrieval, settings, metrics, clock)
         self.versions = Versions(settings.batching, self, clock)
         self.admission = Admission(settings.queue, settings.batching, clock, self.versions.running)
-        self.loop_clock = LoopClock(clock)
+        self.loop_clock = LoopClock(clock, self._work)
         self._load = load
         self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
         self._crowded_until = 0.0
+        self._answered = self._refused = 0
         self._idle = asyncio.Event()  # nothing is admitted and unanswered
         self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first load and the watchdog
@@ -138,8 +140,8 @@ class RankingService:
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request of this API key would get: NotReady, Draining, EngineDown or Overloaded. Reads nothing of it."""
         self._check_able()
-        turn_seconds = self.loop_clock.request_arrives()
-        if self.loop_clock.lag.refuses(turn_seconds):
+        self.loop_clock.request_arrives()
+        if self.loop_clock.lag.refuses(self.admission.requests):
             self._refuse(OVERRUN)
         if self.clock() < self._crowded_until and (refusal := self.admission.full(key)) is not None:
             self._refuse(refusal)
@@ -186,13 +188,18 @@ class RankingService:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
 
+    def _work(self) -> Work:
+        return Work(time.thread_time(), self._answered, self._refused, self.admission.requests)
+
     def _refuse(self, refusal: Refusal) -> None:
+        self._refused += 1
         self.metrics.rejected.labels(refusal.reason).inc()
         kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
         raise kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
 
     def _release(self, job: RankJob) -> None:
         """The job is answered, cancelled or expired."""
+        self._answered += 1
         self.admission.remove(job)
         if job.timer is not None:
             job.timer.cancel()

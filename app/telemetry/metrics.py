@@ -107,6 +107,7 @@ class Metrics:
         self.forward_failures = counter(
             "forward_failures", "Forwards that raised; a batch of several requests is then split."
         )
+        self.refusals_held = counter("refusals_held", "Refusals of callers who sent again at once, written later.")
         self.connections_closed = counter("connections_closed", "Connections the server closed.", "reason")
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (

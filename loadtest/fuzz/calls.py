@@ -1,4 +1,4 @@
-"""One call as a fuzzer sends it, and what every reply to it must be. Not for making up calls."""
+"""One call as a fuzzer sends it, and what every reply to it must be."""
 
 from __future__ import annotations
 

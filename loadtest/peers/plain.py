@@ -1,4 +1,4 @@
-"""A plain FastAPI handler around the model: what one writes in an afternoon. For the peer table only."""
+"""A plain FastAPI handler around the model, without queue or batching. For the peer table only."""
 
 from __future__ import annotations
 

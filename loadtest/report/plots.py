@@ -1,4 +1,4 @@
-"""The plots of a load report, as PNG bytes. Takes figures that others worked out."""
+"""The plots of a load report, as PNG bytes. Computes no figures."""
 
 from __future__ import annotations
 

@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 
 from model.config import CandidatePositions, ModelConfig
 from model.split.kernels.contract import Step
-from model.split.step import (
-    TILE_ROWS,
-    StepPlan,
-    step_arrays,
-    step_bytes,
-)
+from model.split.step import TILE_ROWS, StepPlan, step_arrays, step_bytes
 from model.split.tables import TableSource
 from model.split.trunk import SplitTrunk
 from model.split.write import StepWriter
@@ -59,12 +54,7 @@ class EagerRunner:
     """One set of arrays, read where they were written."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        mode: CandidatePositions,
-        trunk: SplitTrunk,
-        source: TableSource,
-        capacity: int,
+        self, config: ModelConfig, mode: CandidatePositions, trunk: SplitTrunk, source: TableSource, capacity: int
     ) -> None:
         self.counts = RowCounts()
         self.recorded = 0

@@ -1,4 +1,4 @@
-"""The trunk over flat rows: context and candidates go through the layers side by side. Which rows, the step says; how, the kernels."""
+"""The trunk over flat rows: context and candidates go through the layers side by side. The step says which rows, the kernels how."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from model.config import CandidatePositions, ModelConfig
 from model.hashing import hash_rows
 from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, USER, StepArrays, StepPlan
 
+Tile = tuple[int, int, int, int]  # first row, rows, request or kind, index in its context
+
 
 class StepWriter:
     """Fills `StepArrays` (numpy) from a plan. `anchor` is the tensor from which state offsets are counted."""
@@ -25,7 +27,7 @@ class StepWriter:
     def write(self, plan: StepPlan, arrays: StepArrays) -> None:
         """Every array up to the plan's counts; what lies beyond stays as it was, valid and unread."""
         requests = self._write_states(plan, arrays)
-        tiles: list[tuple[int, int, int, int]] = []
+        tiles: list[Tile] = []
         row = self._write_candidates(plan, arrays, requests, tiles)
         candidate_tiles = len(tiles)
         history_end = self._write_history(plan, arrays, requests, tiles, row)
@@ -49,9 +51,7 @@ class StepWriter:
             arrays.lengths[number] = (state.length, keys_values.shape[2])
         return {id(state): number for number, state in enumerate(states)}
 
-    def _write_candidates(
-        self, plan: StepPlan, arrays: StepArrays, requests: dict[int, int], tiles: list[tuple[int, int, int, int]]
-    ) -> int:
+    def _write_candidates(self, plan: StepPlan, arrays: StepArrays, requests: dict[int, int], tiles: list[Tile]) -> int:
         works = plan.candidates
         if not works:
             return 0
@@ -69,12 +69,7 @@ class StepWriter:
         return row
 
     def _write_history(
-        self,
-        plan: StepPlan,
-        arrays: StepArrays,
-        requests: dict[int, int],
-        tiles: list[tuple[int, int, int, int]],
-        row: int,
+        self, plan: StepPlan, arrays: StepArrays, requests: dict[int, int], tiles: list[Tile], row: int
     ) -> int:
         first = row
         posts, authors = [], []
@@ -112,12 +107,7 @@ class StepWriter:
         arrays.embedding_rows[first : first + len(rows), : rows.shape[1]] = rows
 
     def _write_users(
-        self,
-        plan: StepPlan,
-        arrays: StepArrays,
-        requests: dict[int, int],
-        tiles: list[tuple[int, int, int, int]],
-        row: int,
+        self, plan: StepPlan, arrays: StepArrays, requests: dict[int, int], tiles: list[Tile], row: int
     ) -> int:
         works = [work for work in plan.contexts if work.has_user]
         if works:
@@ -133,7 +123,7 @@ class StepWriter:
         return row
 
 
-def _cut(start: int, stop: int, owner: int, index: int) -> Iterator[tuple[int, int, int, int]]:
+def _cut(start: int, stop: int, owner: int, index: int) -> Iterator[Tile]:
     """Tiles over rows `start … stop - 1`."""
     for first in range(start, stop, TILE_ROWS):
         yield first, min(TILE_ROWS, stop - first), owner, index

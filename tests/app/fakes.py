@@ -73,6 +73,24 @@ async def running(
         await service.stop(1.0)
 
 
+@asynccontextmanager
+async def busy(
+    fault: Callable[[Any], None] = lambda items: None, candidates: int = 4, key: str | None = None, **options: Any
+) -> AsyncIterator[tuple[RankingService, FakeEngine, Gate, asyncio.Future[Scores]]]:
+    """A service whose engine is in the forward of user 1's request, and goes on with `fault` when the gate is opened."""
+    gate = Gate()
+
+    def before(items: Any) -> None:
+        gate(items)
+        fault(items)
+
+    engine = FakeEngine(before=before)
+    async with running(engine, **options) as service:
+        first = asyncio.ensure_future(rank(service, 1, candidates, key=key))
+        await gate.reached()
+        yield service, engine, gate, first
+
+
 async def rank(service: RankingService, user: int, candidates: int = 4, **options: Any) -> Scores:
     """One request through admission and the engine."""
     context, posts = request(user, candidates)

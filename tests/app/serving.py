@@ -42,6 +42,9 @@ GOOD: dict[str, Any] = {
 }
 
 
+VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
+
+
 def good(**changes: Any) -> dict[str, Any]:
     """A valid request with top-level fields replaced; `...` takes one out."""
     body = copy.deepcopy(GOOD) | changes
@@ -64,9 +67,8 @@ def served(
         yield client, service
 
 
-def checked(body: Any, vocabulary: Vocabulary | None = None) -> Request:
+def checked(body: Any, vocabulary: Vocabulary = VOCABULARY) -> Request:
     """What the service makes of a body, by default around the fake engine's checkpoint. Raises what it raises."""
-    vocabulary = vocabulary or Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
     return check(decode(json.dumps(body).encode(), Limits(), vocabulary), vocabulary)
 
 

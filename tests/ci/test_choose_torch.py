@@ -146,13 +146,13 @@ def checkout(tmp_path: Path) -> Path:
     """The Makefile with an environment whose pip only writes down what it was asked."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed here")
-    for path in (
+    for path in [
         "Makefile",
         ".ci/choose-torch",
         "pyproject.toml",
         "docker/requirements.lock",
         "app/client/pyproject.toml",
-    ):
+    ]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     python = f'#!/bin/sh\n[ "$1" = -m ] || exec "{sys.executable}" "$@"\necho "$@" >>asked\n'

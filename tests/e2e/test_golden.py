@@ -18,7 +18,6 @@ from app.settings import Settings
 from loadtest.fuzz.bodies import in_arrays
 from tests import goldens
 from tests.e2e.process import serving
-from weights.published.importer import PublishedModel, import_published, labels_for
 
 PROBABILITIES = 1e-5  # 2e-6 was measured; a logit tolerance of 2e-4 alone would allow 5e-5
 DWELL_SCALE_SECONDS = 30.0
@@ -27,12 +26,8 @@ OUTPUTS = {"sequential": "logits_fp32", "shared": "logits_alone_fp32"}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for name in goldens.NAMES:
-        made[name] = tmp_path_factory.mktemp("e2e") / name
-        with PublishedModel(goldens.GOLDEN / name / "ranker") as ranker:
-            import_published(ranker, made[name], labels_for(ranker.config, name))
-    return made
+    out = tmp_path_factory.mktemp("e2e")
+    return {name: goldens.imported(name, out / name) for name in goldens.NAMES}
 
 
 @pytest.fixture(scope="module", params=[(name, mode) for name in goldens.NAMES for mode in OUTPUTS], ids="-".join)

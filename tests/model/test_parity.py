@@ -1,4 +1,4 @@
-"""The published implementation's numbers, through import, save, load and the plain ranker, on every recorded request."""
+"""The published numbers, through import, save, load, and the plain ranker or the split engine, on every recorded request."""
 
 from __future__ import annotations
 
@@ -10,39 +10,45 @@ import torch
 
 from model.batch import collate
 from model.config import CandidatePositions, HashSpec
+from model.engine import Item
 from model.hashing import hash_rows
+from model.split.engine import SplitEngine
+from model.split.graphs import PlainRecorder
 from model.tolerances import PARITY
 from tests import goldens
 from weights.checkpoint import Checkpoint, load_checkpoint
-from weights.published.importer import PublishedModel, import_published, labels_for
 
 CASES = [(name, index) for name in goldens.NAMES for index in range(len(goldens.requests(name)))]
 PADDING_ROWS = 65  # the published pipeline lays the three tables into one, after these rows
+RECORDED = {"sequential": "logits_fp32", "shared": "logits_alone_fp32"}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     """Every golden, imported and loaded as a user would."""
-    loaded = {}
-    for name in goldens.NAMES:
-        out = tmp_path_factory.mktemp("parity") / name
-        with PublishedModel(goldens.GOLDEN / name / "ranker") as ranker:
-            import_published(ranker, out, labels_for(ranker.config, name))
-        loaded[name] = load_checkpoint(out)
-    return loaded
+    out = tmp_path_factory.mktemp("parity")
+    return {name: load_checkpoint(goldens.imported(name, out / name)) for name in goldens.NAMES}
 
 
-@pytest.fixture(scope="module")
-def outputs() -> dict[str, dict[str, Any]]:
-    return {name: goldens.expected(name) for name in goldens.NAMES}
+Scores = list[tuple[Any, Any]]  # of each request: logits and continuous
 
 
 @torch.inference_mode()
-def score(checkpoint: Checkpoint, index: int, positions: CandidatePositions, dtype: torch.dtype) -> tuple[Any, Any]:
+def plain(checkpoint: Checkpoint, positions: CandidatePositions, dtype: torch.dtype) -> Scores:
+    """Each request alone through the plain ranker."""
     config = checkpoint.manifest.config
-    features = goldens.features(goldens.requests(checkpoint.manifest.name)[index], config)
-    logits, continuous = checkpoint.ranker(collate([features], config, positions), dtype)
-    return logits[0].numpy(), continuous[0].numpy()
+    requests = [goldens.features(request, config) for request in goldens.requests(checkpoint.manifest.name)]
+    outputs = [checkpoint.ranker(collate([request], config, positions), dtype) for request in requests]
+    return [(logits[0].numpy(), continuous[0].numpy()) for logits, continuous in outputs]
+
+
+def split(checkpoint: Checkpoint, positions: CandidatePositions, dtype: torch.dtype) -> Scores:
+    """All requests of a recording in one forward of the split engine."""
+    engine = SplitEngine(checkpoint.ranker, "cpu", dtype, positions, capacity=192, recorder=PlainRecorder())
+    engine.warm_up()
+    config = checkpoint.manifest.config
+    items = [Item(*goldens.features(request, config)) for request in goldens.requests(checkpoint.manifest.name)]
+    return [(outcome.scores.logits, outcome.scores.continuous) for outcome in engine.forward(items)]
 
 
 def distance(left: Any, right: Any) -> float:
@@ -50,52 +56,34 @@ def distance(left: Any, right: Any) -> float:
     return float(np.abs(left - right).max())
 
 
-@pytest.mark.parametrize(("name", "index"), CASES)
-def test_sequential_positions_equal_the_published_pipeline(
-    name: str, index: int, checkpoints: dict[str, Checkpoint], outputs: dict[str, dict[str, Any]]
+@pytest.mark.parametrize("score", [plain, split])
+@pytest.mark.parametrize("name", goldens.NAMES)
+@pytest.mark.parametrize("positions", RECORDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_published_numbers_come_out(
+    score: Any, name: str, positions: Any, dtype: torch.dtype, checkpoints: dict[str, Checkpoint]
 ) -> None:
-    tolerance = PARITY[torch.float32]
-    logits, continuous = score(checkpoints[name], index, "sequential", torch.float32)
-    assert distance(logits, outputs[name][f"{index}/logits_fp32"]) <= tolerance.logits
-    if checkpoints[name].manifest.config.continuous_actions:
-        assert distance(continuous, outputs[name][f"{index}/continuous_fp32"]) <= tolerance.probabilities
-    else:
-        assert f"{index}/continuous_fp32" not in outputs[name]
-
-
-@pytest.mark.parametrize(("name", "index"), CASES)
-def test_shared_positions_equal_each_candidate_sent_alone(
-    name: str, index: int, checkpoints: dict[str, Checkpoint], outputs: dict[str, dict[str, Any]]
-) -> None:
-    logits, _ = score(checkpoints[name], index, "shared", torch.float32)
-    assert distance(logits, outputs[name][f"{index}/logits_alone_fp32"]) <= PARITY[torch.float32].logits
-
-
-@pytest.mark.parametrize(("name", "index"), CASES)
-def test_bfloat16_stays_near_float32(
-    name: str, index: int, checkpoints: dict[str, Checkpoint], outputs: dict[str, dict[str, Any]]
-) -> None:
-    tolerance = PARITY[torch.bfloat16]
-    logits, continuous = score(checkpoints[name], index, "sequential", torch.bfloat16)
-    assert distance(logits, outputs[name][f"{index}/logits_fp32"]) <= tolerance.logits
-    assert distance(logits, outputs[name][f"{index}/logits_fp32"]) > PARITY[torch.float32].logits  # it is bfloat16
-    if continuous.size:
-        assert distance(continuous, outputs[name][f"{index}/continuous_fp32"]) <= tolerance.probabilities
+    """Sequential positions are the published pipeline's; shared ones give what it gives to each candidate sent alone."""
+    recorded, tolerance = goldens.expected(name), PARITY[dtype]
+    for index, (logits, continuous) in enumerate(score(checkpoints[name], positions, dtype)):
+        found = distance(logits, recorded[f"{index}/{RECORDED[positions]}"])
+        assert found <= tolerance.logits
+        assert dtype is torch.float32 or found > PARITY[torch.float32].logits  # it is bfloat16
+        has_continuous = checkpoints[name].manifest.config.continuous_actions > 0
+        assert (f"{index}/continuous_fp32" in recorded) == has_continuous
+        if has_continuous and positions == "sequential":
+            assert distance(continuous, recorded[f"{index}/continuous_fp32"]) <= tolerance.probabilities
 
 
 @pytest.mark.parametrize("name", ["phoenix-jan-gqa", "phoenix-mini"])
-def test_the_tolerance_tells_the_position_modes_apart(
-    name: str, checkpoints: dict[str, Checkpoint], outputs: dict[str, dict[str, Any]]
-) -> None:
+def test_the_tolerance_tells_the_position_modes_apart(name: str, checkpoints: dict[str, Checkpoint]) -> None:
     """Negative control: the wrong mode is far outside."""
-    logits, _ = score(checkpoints[name], 2, "shared", torch.float32)
-    assert distance(logits, outputs[name]["2/logits_fp32"]) > 1000 * PARITY[torch.float32].logits
+    logits, _ = plain(checkpoints[name], "shared", torch.float32)[2]
+    assert distance(logits, goldens.expected(name)["2/logits_fp32"]) > 1000 * PARITY[torch.float32].logits
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)
-def test_hashes_are_equal(
-    name: str, index: int, checkpoints: dict[str, Checkpoint], outputs: dict[str, dict[str, Any]]
-) -> None:
+def test_hashes_are_equal(name: str, index: int, checkpoints: dict[str, Checkpoint]) -> None:
     config = checkpoints[name].manifest.config
     context, candidates = goldens.features(goldens.requests(name)[index], config)
     posts_start = PADDING_ROWS + config.user_hashes.vocab_size
@@ -112,7 +100,7 @@ def test_hashes_are_equal(
         ("candidate_post_hashes", candidates.post_ids, config.post_hashes, posts_start),
         ("candidate_author_hashes", candidates.author_ids, config.author_hashes, authors_start),
     ):
-        recorded = outputs[name][f"{index}/{key}"]
+        recorded = goldens.expected(name)[f"{index}/{key}"]
         rows = unified(ids, spec, start)
         assert np.array_equal(recorded[: len(rows)], rows), key
         assert not recorded[len(rows) :].any(), key

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from loadtest.servers.launch import free_port, process
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "docker/prometheus"
@@ -44,13 +44,6 @@ def load_rules(name: str) -> list[dict[str, Any]]:
     return [rule for group in document["groups"] for rule in group["rules"]]
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class Server:
     """A running Prometheus: what it answers to queries."""
 
@@ -79,19 +72,5 @@ def running_prometheus(directory: Path, config: dict[str, Any]) -> Iterator[Serv
         tool("prometheus"), f"--config.file={file}", f"--storage.tsdb.path={directory / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
     ]  # fmt: skip
-    log = (directory / "prometheus.log").open("wb")
-    with log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
-        try:
-            server = Server(f"http://127.0.0.1:{port}")
-            for _ in range(100):
-                try:
-                    if server.http.get("/-/ready").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                if process.poll() is not None:
-                    raise RuntimeError((directory / "prometheus.log").read_text())
-                time.sleep(0.1)
-            yield server
-        finally:
-            process.terminate()
+    with process(command, {}, port=port, ready_path="/-/ready") as running:
+        yield Server(running.url)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.ops.prometheus import CONFIG, ROOT, load_rules, promtool
+from tests.test_docs import anchors
 
 CASES = [ROOT / "tests/ops/alerts.test.yml", ROOT / "tests/ops/slow_alerts.test.yml"]
 ALERTS = [rule["alert"] for rule in load_rules("alerts.yml")]
@@ -65,9 +66,8 @@ def test_a_rule_that_does_not_judge_fails_its_cases(tmp_path: Path, expression: 
 
 
 def test_every_alert_names_a_severity_and_a_section_of_the_run_book() -> None:
-    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    known = anchors(ROOT / "docs/operations.md")
     for rule in load_rules("alerts.yml"):
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         assert (page, rule["labels"]["severity"] in {"page", "ticket"}) == ("docs/operations.md", True), rule["alert"]
-        assert anchor in anchors, f"{rule['alert']} points at {anchor}, which docs/operations.md lacks"
+        assert anchor in known, f"{rule['alert']} points at {anchor}, which docs/operations.md lacks"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.assembly import build_server
 from app.server.process import RankingServer
@@ -35,6 +36,17 @@ class Live:
     def call(self, work: Any) -> Any:
         """Run a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+
+    @contextmanager
+    def stock_protocol(self) -> Iterator[None]:
+        """uvicorn's own protocol for connections of this block: a negative control."""
+        config = self.server.config
+        strict = config.http_protocol_class
+        config.http_protocol_class = HttpToolsProtocol
+        try:
+            yield
+        finally:
+            config.http_protocol_class = strict
 
 
 @contextmanager

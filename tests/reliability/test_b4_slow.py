@@ -14,9 +14,19 @@ from app.server import protocol
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
-from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
+from tests.reliability.live import (
+    Live,
+    closed,
+    connect,
+    live,
+    one_reply,
+    read_all,
+    statuses,
+    wait_until,
+)
 
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
+GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
 HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 SLACK_SECONDS = 0.5  # of a busy machine
 
@@ -40,11 +50,7 @@ def trickle(sock: socket.socket, sent: bytes) -> None:
 SLOW: dict[str, tuple[Callable[[socket.socket], None], float, list[int]]] = {
     "silent": (lambda sock: None, 0.4, []),
     "silent after half a line": (lambda sock: sock.sendall(b"POST /ra"), 0.4, [408]),
-    "trickling headers": (
-        lambda sock: trickle(sock, b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 99),
-        0.4,
-        [408],
-    ),
+    "trickling headers": (lambda sock: trickle(sock, GET + b"A: b\r\n" * 99), 0.4, [408]),
     "silent body": (lambda sock: sock.sendall(HEAD + b"Content-Length: 100\r\n\r\n{"), 1.0, [408]),
     "trickling body": (lambda sock: trickle(sock, HEAD + b"Content-Length: 999\r\n\r\n" + b" " * 999), 1.4, [408]),
     "idle after a reply": (lambda sock: sock.sendall(rank_request(1)), 1.0, [200]),
@@ -133,15 +139,7 @@ def latencies(server: Live) -> float:
 
 def test_the_stock_protocol_keeps_them_open(server: Live) -> None:
     """The negative control: without the deadlines a silent connection is still open when ours has long been closed."""
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-    config = server.server.config
-    strict = config.http_protocol_class
-    config.http_protocol_class = HttpToolsProtocol
-    try:
-        with connect(server.port, 1.0) as sock:
-            sock.sendall(b"POST /ra")
-            with pytest.raises(TimeoutError):
-                sock.recv(100)
-    finally:
-        config.http_protocol_class = strict
+    with server.stock_protocol(), connect(server.port, 1.0) as sock:
+        sock.sendall(b"POST /ra")
+        with pytest.raises(TimeoutError):
+            sock.recv(100)

@@ -12,23 +12,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from app.engine.rank_job import RankJob
 from app.engine.worker import Ended, EngineWorker
-from app.errors import DeadlineExceeded, EngineDown, ServiceError
+from app.errors import DeadlineExceeded, EngineDown
 from app.scheduling.batching import Batcher, Chunk
 from app.service.service import RankingService
 from app.settings import Queue
 from loadtest.soak.fake_engine import FakeEngine
-from tests.app.fakes import Gate, rank, right, run, running, until
+from model.engine import Item
+from tests.app.fakes import busy, rank, right, run, running, until
 
 
 async def expire_in_the_queue() -> list[int]:
     """One request holds the engine, another's deadline passes behind it; the users that were computed."""
-    gate = Gate()
-    engine = FakeEngine(before=gate)
-    async with running(engine) as service:
-        first = asyncio.ensure_future(rank(service, 1))
-        await gate.reached()
+    async with busy() as (service, engine, gate, first):
         with pytest.raises(DeadlineExceeded):
             await rank(service, 2, deadline=service.clock() + 0.02)
+        assert service.admission.requests == 1
         gate.opened.set()
         await first
         await rank(service, 3)
@@ -53,10 +51,7 @@ def _take_late(take: object) -> object:
 
 async def stall(queue: Queue) -> bool:
     """Whether the service still calls itself ready while its engine hangs."""
-    gate = Gate()
-    async with running(FakeEngine(before=gate), queue=queue) as service:
-        waiting = asyncio.ensure_future(rank(service, 1))
-        await gate.reached()
+    async with busy(queue=queue) as (service, _, gate, waiting):
         await asyncio.sleep(0.15)
         ready = service.health().ready
         gate.opened.set()
@@ -69,30 +64,31 @@ def test_f5_a_stall_costs_readiness() -> None:
     assert run(stall(Queue(stall_seconds=3600)))
 
 
-async def poison() -> list[object]:
-    """Requests 10 to 19 in one batch, of which 13 raises."""
-    gate = Gate()
+def poisoned(items: Sequence[Item]) -> None:
+    if any(item.context.user_id == 13 for item in items):
+        raise MemoryError("planted")
 
-    def before(items: object) -> None:
-        gate(items)
-        if any(item.context.user_id == 13 for item in items):  # type: ignore[attr-defined]
-            raise MemoryError("planted")
 
-    async with running(FakeEngine(before=before)) as service:
-        first = asyncio.ensure_future(rank(service, 1))
-        await gate.reached()
+async def poison() -> tuple[list[object], float | None]:
+    """Requests 10 to 19 in one batch, of which 13 raises: what each got, and how many forwards failed."""
+    async with busy(poisoned) as (service, _, gate, first):
         tasks = [asyncio.ensure_future(rank(service, user)) for user in range(10, 20)]
         await asyncio.sleep(0.01)
         gate.opened.set()
-        await first
-        return list(await asyncio.gather(*tasks, return_exceptions=True))
+        assert right(await first, 1)
+        results = list(await asyncio.gather(*tasks, return_exceptions=True))
+        assert service.health().ready
+        return results, service.metrics.registry.get_sample_value("ranker_forward_failures_total")
 
 
 def test_f6_only_the_guilty_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = [10 + place for place, result in enumerate(run(poison())) if isinstance(result, ServiceError)]
-    assert failed == [13]
+    answers, failures = run(poison())
+    assert failures == 2  # the batch, and the request that is to blame
+    results = dict(zip(range(10, 20), answers, strict=True))
+    assert isinstance(results.pop(13), EngineDown)
+    assert all(right(scores, user) for user, scores in results.items())
     monkeypatch.setattr(EngineWorker, "_failed", _unsplit)
-    assert len([result for result in run(poison()) if isinstance(result, EngineDown)]) == 10
+    assert len([result for result in run(poison())[0] if isinstance(result, EngineDown)]) == 10
 
 
 def _unsplit(worker: EngineWorker, chunks: Sequence[Chunk[RankJob]], error: BaseException) -> list[Ended]:

@@ -22,7 +22,7 @@ import pytest
 from loadtest.generate.payload import rank_request
 from loadtest.servers.launch import HOST, Server, ranking_server
 from loadtest.soak.servers import FAULTY, RAISE
-from tests.reliability.live import one_reply, statuses, wait_until
+from tests.reliability.live import connect, one_reply, statuses, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -71,10 +71,6 @@ def rank(sock: socket.socket, user: int) -> int:
     return status
 
 
-def connect(server: Server) -> socket.socket:
-    return socket.create_connection((HOST, server.port), 5)
-
-
 def ends(server: Server) -> tuple[int, float]:
     """Its exit code, and the seconds from SIGTERM to its end."""
     began = time.monotonic()
@@ -85,7 +81,7 @@ def ends(server: Server) -> tuple[int, float]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_replies_go_on_and_sigterm_ends_with_0(fault: str) -> None:
     with faulty(fault) as server:
-        with connect(server) as sock:  # one connection for all: no reply may end it
+        with connect(server.port, 5) as sock:  # one connection for all: no reply may end it
             assert {rank(sock, user) for user in range(1, 401)} == {200}
         began = time.monotonic()
         assert server.answers("/livez")
@@ -98,7 +94,7 @@ def test_replies_go_on_and_sigterm_ends_with_0(fault: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_refused_checkpoint_ends_with_1(fault: str) -> None:
     with faulty(fault, "--refused-after-seconds=1") as server:
-        with connect(server) as sock:
+        with connect(server.port, 5) as sock:
             for _ in range(50):
                 sock.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
                 one_reply(sock)
@@ -121,7 +117,7 @@ def test_a_start_that_fails_exits_as_documented_without_space(command: list[str]
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_line_of_the_engines_thread_stops_no_forward(fault: str) -> None:
-    with faulty(fault) as server, connect(server) as sock:
+    with faulty(fault) as server, connect(server.port, 5) as sock:
         found = Counter(rank(sock, RAISE if number % 2 else number + 1) for number in range(40))
         assert found == {503: 20, 200: 20}
 
@@ -130,10 +126,10 @@ def test_a_line_of_the_engines_thread_stops_no_forward(fault: str) -> None:
 def test_a_listener_without_descriptors_accepts_again(fault: str) -> None:
     """`accept_failed` is logged once a second, in the event loop."""
     with faulty(fault, command=("prlimit", "--nofile=40:40")) as server:
-        with connect(server) as sock:
+        with connect(server.port, 5) as sock:
             for user in range(1, 20):
                 rank(sock, user)  # fills the pipe
-            crowd = [connect(server) for _ in range(60)]
+            crowd = [connect(server.port, 5) for _ in range(60)]
             assert not server.answers("/livez")  # tried for 2 s: nobody is accepted, hence `accept_failed`
             assert rank(sock, 1) == 200
         for other in crowd:
@@ -150,7 +146,7 @@ def test_beyond_the_buffer_lines_are_dropped_and_told_and_those_of_refusals_are_
     pipe, found = Pipe(), list[dict[str, Any]]()
     with ranking_server(*FAULTY, log=pipe.log, logs__buffer_bytes=65536, **LINES) as server:
         pipe.log.close()  # or its end would never be read
-        with connect(server) as sock:
+        with connect(server.port, 5) as sock:
             assert {rank(sock, user) for user in range(1, 301)} == {200}
             full = server.metric("ranker_log_lines_dropped_total")
             assert {rank(sock, user) for user in range(1, 301)} == {200}

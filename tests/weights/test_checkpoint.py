@@ -57,9 +57,8 @@ def test_a_saved_ranker_comes_back(tmp_path: Path, table_dtype: str) -> None:
 def test_scores_survive_the_round_trip_bit_for_bit(tmp_path: Path) -> None:
     save(tmp_path / "c")
     batch = collate([goldens.features(goldens.requests("phoenix-mini")[3], CONFIG)], CONFIG)
-    for before, after in zip(
-        random_ranker(CONFIG, 1)(batch), load_checkpoint(tmp_path / "c").ranker(batch), strict=True
-    ):
+    original, loaded = random_ranker(CONFIG, 1), load_checkpoint(tmp_path / "c").ranker
+    for before, after in zip(original(batch), loaded(batch), strict=True):
         assert before.abs().max() > 0.1
         assert torch.equal(before, after)
 
@@ -93,20 +92,36 @@ def nothing(*_: object) -> None:
     """A check that was switched off."""
 
 
-def test_without_digests_a_file_of_another_checkpoint_gets_in(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_small(small.parent / "other", 6)
-    shutil.copyfile(small.parent / "other" / "params.safetensors", small / "params.safetensors")
-    with pytest.raises(CheckpointError, match=r"params\.safetensors has SHA-256 .* instead of"):
-        load_checkpoint(small)
-    monkeypatch.setattr(reader, "check_digest", nothing)
-    load_checkpoint(small)
+def take_from_another(path: Path) -> None:
+    """The parameters are those of another checkpoint of the same shape."""
+    write_small(path.parent / "other", 6)
+    shutil.copyfile(path.parent / "other" / "params.safetensors", path / "params.safetensors")
 
 
-def test_without_the_finite_check_a_nan_gets_in(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_signed_nan(small, random.Random(1), small)
-    with pytest.raises(CheckpointError, match=r"safetensors holds a NaN or an infinity in tensor"):
+def swap_tables(path: Path) -> None:
+    """Each file has its digest, and the table of the other."""
+    first, second = path / "tables.user.safetensors", path / "tables.post.safetensors"
+    user, post = first.read_bytes(), second.read_bytes()
+    first.write_bytes(post)
+    second.write_bytes(user)
+    sign_again(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "check", "sentence"),
+    [
+        (take_from_another, "check_digest", r"params\.safetensors has SHA-256 .* instead of"),
+        (lambda path: make_signed_nan(path, random.Random(1), path), "check_finite", "holds a NaN or an infinity in tensor"),
+        (swap_tables, "check_stored", r"tables\.post\.safetensors lacks tensor tables\.post"),
+    ],
+)  # fmt: skip
+def test_a_damage_is_refused_and_without_its_check_gets_in(
+    small: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], check: str, sentence: str
+) -> None:
+    damage(small)
+    with pytest.raises(CheckpointError, match=sentence):
         load_checkpoint(small)
-    monkeypatch.setattr(reader, "check_finite", nothing)
+    monkeypatch.setattr(reader, check, nothing)
     load_checkpoint(small)
 
 
@@ -131,18 +146,6 @@ def test_without_a_second_look_a_late_change_gets_in(small: Path, monkeypatch: p
 def header_bytes(path: Path) -> int:
     """Bytes of a checkpoint's tensor files that are no data."""
     return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in path.glob("*.safetensors"))
-
-
-def test_swapped_tables_are_caught_by_the_names_in_the_files(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = small / "tables.user.safetensors", small / "tables.post.safetensors"
-    user, post = first.read_bytes(), second.read_bytes()
-    first.write_bytes(post)
-    second.write_bytes(user)
-    sign_again(small)
-    with pytest.raises(CheckpointError, match=r"tables\.post\.safetensors lacks tensor tables\.post"):
-        load_checkpoint(small)
-    monkeypatch.setattr(reader, "check_stored", nothing)
-    load_checkpoint(small)
 
 
 def test_without_the_shape_check_no_sentence_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +193,8 @@ def test_a_replaced_directory_is_read_as_one(tmp_path: Path) -> None:
     """A rename in the middle of a load: every byte still comes from the directory that was opened."""
     write_small(tmp_path / "served", 5)
     write_small(tmp_path / "next", 6)
-    original = {
-        name: tensor.clone() for name, tensor in load_checkpoint(tmp_path / "served").ranker.state_dict().items()
-    }
-    digest = load_manifest(tmp_path / "served").digest
+    served = load_checkpoint(tmp_path / "served")
+    original = {name: tensor.clone() for name, tensor in served.ranker.state_dict().items()}
 
     def swap(_done: int, _total: int) -> None:
         if (tmp_path / "next").exists():
@@ -201,7 +202,7 @@ def test_a_replaced_directory_is_read_as_one(tmp_path: Path) -> None:
             (tmp_path / "next").rename(tmp_path / "served")
 
     loaded = load_checkpoint(tmp_path / "served", swap)
-    assert loaded.manifest.digest == digest != load_manifest(tmp_path / "served").digest
+    assert loaded.manifest.digest == served.manifest.digest != load_manifest(tmp_path / "served").digest
     for name, tensor in loaded.ranker.state_dict().items():
         assert torch.equal(tensor, original[name])
 
@@ -228,9 +229,6 @@ def test_tables_are_mapped_while_the_ranker_lives(small: Path) -> None:
 def test_progress_reaches_all_bytes(small: Path) -> None:
     seen: list[tuple[int, int]] = []
     load_checkpoint(small, lambda done, total: seen.append((done, total)))
-    assert (
-        seen[-1][0] + header_bytes(small)
-        == seen[-1][1]
-        == sum(file.stat().st_size for file in small.glob("*.safetensors"))
-    )
+    done, total = seen[-1]
+    assert done + header_bytes(small) == total == sum(file.stat().st_size for file in small.glob("*.safetensors"))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)

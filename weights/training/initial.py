@@ -1,4 +1,4 @@
-"""Initial values of a ranker. Upstream's are a saddle point that no gradient leaves, so the way out is here as well.
+"""Initial values of a ranker. Upstream's are a saddle point that no gradient leaves; `leave_saddle` steps off it.
 
 Upstream sets every linear weight and every norm scale to 0, and draws the input projections, the action projection, the
 surface table and the heads (variance scaling). Then the branch of a decoder layer is `norm1(0) = 0` with a scale of 0: its

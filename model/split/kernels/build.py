@@ -1,4 +1,4 @@
-"""Compiles every kernel that an engine would launch, for a GPU that need not be there. Runs nothing on a device.
+"""Compiles every kernel that an engine would launch; needs no GPU and runs nothing on one.
 
 `python -m model.split.kernels.build` prints each kernel's registers, shared memory and matrix instructions.
 """

@@ -74,14 +74,7 @@ class Kernels(Protocol):
         """`out = x @ weight`."""
 
     def rotate(
-        self,
-        step: Step,
-        query: Tensor | None,
-        key_value: Tensor | None,
-        layer: int,
-        rows: int,
-        *,
-        tail: bool = False,
+        self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
     ) -> None:
         """RoPE in place on query `[rows, N·K]` and on the keys of key_value `[rows, 2·G·K]`; context rows' keys and values
         are copied to their state.

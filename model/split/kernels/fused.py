@@ -201,14 +201,7 @@ class FusedKernels:
         )
 
     def rotate(
-        self,
-        step: Step,
-        query: Tensor | None,
-        key_value: Tensor | None,
-        layer: int,
-        rows: int,
-        *,
-        tail: bool = False,
+        self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
     ) -> None:
         """See `Kernels.rotate`."""
         config, arrays = self.config, step.arrays

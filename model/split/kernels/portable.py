@@ -107,14 +107,7 @@ class PortableKernels:
             row += size
 
     def rotate(
-        self,
-        step: Step,
-        query: Tensor | None,
-        key_value: Tensor | None,
-        layer: int,
-        rows: int,
-        *,
-        tail: bool = False,
+        self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
     ) -> None:
         """See `Kernels.rotate`."""
         config = self.config

@@ -256,31 +256,26 @@ def test_a_reply_that_cannot_be_decoded_is_an_error_of_ours(kind: type) -> None:
         assert isinstance(elapsed(either(url, kind))[1], ServerFault)
 
 
-def test_the_routing_key_is_the_users_alone_and_the_same_everywhere() -> None:
-    user = 1868434417286410240
+def key_in_another_process(user: int, seed: str) -> str:
+    """With its own seed for Python's hashes."""
     code = f"from phoenix_ranker_client import routing_key; print(routing_key({user}))"
     path = os.path.dirname(os.path.dirname(phoenix_ranker_client.__file__))
-    keys = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-        for seed in ("0", "1")
-    }
+    environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
+    return subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip()
+
+
+@pytest.mark.anyio
+async def test_the_routing_key_is_the_users_alone_and_the_same_everywhere() -> None:
+    user = 1868434417286410240
+    keys = {key_in_another_process(user, seed) for seed in ("0", "1")}
     client, seen = scripted(ok(), ok(), httpx.Response(200, json={"results": []}))
     client.rank(user, CANDIDATES)
     client.rank(str(user), CANDIDATES[:1], HISTORY)
     client.rank_batch([RankingRequest(user, CANDIDATES), RankingRequest(8, CANDIDATES)])  # its first user's
     keys |= {request.headers["x-routing-key"] for request in seen}
-
-    async def main() -> None:
-        transport = httpx.MockTransport(lambda request: (seen.append(request), ok())[1])
-        async with AsyncRankerClient("http://test", http=httpx.AsyncClient(transport=transport)) as client:
-            await client.rank(user, CANDIDATES)
-
-    asyncio.run(main())
+    transport = httpx.MockTransport(lambda request: (seen.append(request), ok())[1])
+    async with AsyncRankerClient("http://test", http=httpx.AsyncClient(transport=transport)) as other:
+        await other.rank(user, CANDIDATES)
     assert len(seen) == 4
     keys.add(seen[3].headers["x-routing-key"])
     assert keys == {"7439176c147d6a0a"}
@@ -304,23 +299,13 @@ def test_no_log_line_holds_the_user_id(caplog: pytest.LogCaptureFixture) -> None
     assert str(user) not in caplog.text
 
 
-def in_process(main: Callable[[AsyncRankerClient], Any]) -> Any:
-    """Run with a client of the real application around a fake engine."""
-
-    async def run() -> Any:
-        async with running(FakeEngine()) as service:
-            transport = httpx.ASGITransport(create_app(Settings(), service))
-            async with AsyncRankerClient("http://test", http=httpx.AsyncClient(transport=transport)) as client:
-                return await main(client)
-
-    return asyncio.run(run())
-
-
-def test_the_application_understands_it_and_it_the_application() -> None:
-    async def main(client: AsyncRankerClient) -> None:
-        ranking = await client.rank(
-            7, CANDIDATES, HISTORY, weights={"favorite": 1}, actions_wanted=["reply"], impression_ts=1780000000, top_k=2
-        )
+@pytest.mark.anyio
+async def test_the_application_understands_it_and_it_the_application() -> None:
+    async with running(FakeEngine()) as service:
+        transport = httpx.ASGITransport(create_app(Settings(), service))
+        client = AsyncRankerClient("http://test", http=httpx.AsyncClient(transport=transport))
+        options = {"weights": {"favorite": 1}, "actions_wanted": ["reply"], "impression_ts": 1780000000, "top_k": 2}
+        ranking = await client.rank(7, CANDIDATES, HISTORY, **options)
         assert {candidate.post_id for candidate in ranking.candidates} == {"90", 2**64 - 1}
         assert [candidate.rank for candidate in ranking.candidates] == [1, 2]
         assert ranking.actions == ["reply"]
@@ -332,5 +317,4 @@ def test_the_application_understands_it_and_it_the_application() -> None:
         results = await client.rank_batch([RankingRequest(7, CANDIDATES), RankingRequest(-7, CANDIDATES)])
         assert isinstance(results[0], Ranking)
         assert isinstance(results[1], RequestRefused)
-
-    in_process(main)
+        await client.close()

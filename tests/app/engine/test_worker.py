@@ -13,52 +13,50 @@ from app.engine.loading import LoadedModel
 from app.errors import EngineDown
 from app.interface import ranked
 from app.settings import Batching
-from tests.app.fakes import FakeClock, FakeEngine, Gate, loaded, rank, request, right, run, running, until
+from model.engine import EngineError
+from tests.app.fakes import FakeClock, FakeEngine, busy, loaded, rank, request, right, running, until
+
+pytestmark = pytest.mark.anyio
 
 
-def test_the_reply_says_how_long_the_request_queued_and_computed() -> None:
+async def test_the_reply_says_how_long_the_request_queued_and_computed() -> None:
     clock = FakeClock()
-
-    async def main() -> None:
-        engine = FakeEngine(before=lambda items: clock.advance(0.25))
-        async with running(engine, clock, batching=Batching(chunk_candidates=100)) as service:
-            for candidates, forwards in ((4, 1), (200, 2)):
-                ticket = service.admit(service.model, candidates=candidates, history=2, deadline=None)
-                result = await ranked(service, ticket, *request(1, candidates))
-                assert (result.queue_seconds, result.forward_seconds) == (0.0, 0.25 * forwards)
-
-    run(main())
+    engine = FakeEngine(before=lambda items: clock.advance(0.25))
+    async with running(engine, clock, batching=Batching(chunk_candidates=100)) as service:
+        for candidates, forwards in ((4, 1), (200, 2)):
+            ticket = service.admit(service.model, candidates=candidates, history=2, deadline=None)
+            result = await ranked(service, ticket, *request(1, candidates))
+            assert (result.queue_seconds, result.forward_seconds) == (0.0, 0.25 * forwards)
 
 
-@pytest.mark.parametrize("error", [SystemExit("a thread's end"), KeyboardInterrupt()])
-def test_a_thread_that_dies_answers_everyone_and_is_fatal(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [EngineError("device lost", sticky=True), SystemExit("a thread's end"), KeyboardInterrupt("pressed")],
+    ids=repr,
+)
+async def test_an_engine_that_is_lost_answers_everyone_and_is_fatal_once(error: BaseException) -> None:
+    """An error after which it can compute nothing, or one that ends its thread."""
     told: list[str] = []
 
-    async def main() -> None:
-        gate = Gate()
+    def fault(items: object) -> None:
+        raise error
 
-        def before(items: object) -> None:
-            gate(items)
-            raise error
-
-        engine = FakeEngine(before=before)
-        async with running(engine) as service:
-            service.on_fatal = told.append
-            tasks = [asyncio.ensure_future(rank(service, 1))]
-            await gate.reached()
-            tasks += [asyncio.ensure_future(rank(service, user)) for user in range(2, 6)]
-            await asyncio.sleep(0)
-            gate.opened.set()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(result, EngineDown) for result in results)
-            assert type(error).__name__ in service.health().reason
-            assert await asyncio.to_thread(engine.closed.wait, 2)
-
-    run(main())
+    async with busy(fault) as (service, engine, gate, first):
+        service.on_fatal = told.append
+        others = [asyncio.ensure_future(rank(service, user)) for user in range(2, 6)]
+        await asyncio.sleep(0.01)
+        gate.opened.set()
+        results = await asyncio.gather(first, *others, return_exceptions=True)
+        assert all(isinstance(result, EngineDown) for result in results)
+        assert not service.health().ready
+        with pytest.raises(EngineDown):
+            service.check_open()
+        assert str(error) in service.health().reason
+        assert await asyncio.to_thread(engine.closed.wait, 2)
     assert len(told) == 1
 
 
-def test_a_busy_engine_lets_the_batch_grow_and_sleeps_meanwhile() -> None:
+async def test_a_busy_engine_lets_the_batch_grow_and_sleeps_meanwhile() -> None:
     looks = 0
 
     def clock() -> float:
@@ -66,27 +64,21 @@ def test_a_busy_engine_lets_the_batch_grow_and_sleeps_meanwhile() -> None:
         looks += threading.current_thread().name == "engine"
         return time.monotonic()
 
-    async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with running(engine, clock, batching=Batching(window_seconds=0.3)) as service:
-            first = asyncio.ensure_future(rank(service, 1))
-            await gate.reached()
-            second = asyncio.ensure_future(rank(service, 2))
-            await asyncio.sleep(0.01)
-            gate.opened.set()
-            await first
-            await asyncio.sleep(0.1)
-            third = asyncio.ensure_future(rank(service, 3))
-            assert right(await second, 2)
-            assert right(await third, 3)
-            assert engine.forwards == [[1], [2, 3]]
-            assert looks < 30  # a core that spins looks at the clock thousands of times
-
-    run(main())
+    window = Batching(window_seconds=0.3)
+    async with busy(clock=clock, batching=window) as (service, engine, gate, first):
+        second = asyncio.ensure_future(rank(service, 2))
+        await asyncio.sleep(0.01)
+        gate.opened.set()
+        await first
+        await asyncio.sleep(0.1)
+        third = asyncio.ensure_future(rank(service, 3))
+        assert right(await second, 2)
+        assert right(await third, 3)
+        assert engine.forwards == [[1], [2, 3]]
+        assert looks < 30  # a core that spins looks at the clock thousands of times
 
 
-def test_a_load_that_is_cancelled_frees_its_engine_when_it_is_there() -> None:
+async def test_a_load_that_is_cancelled_frees_its_engine_when_it_is_there() -> None:
     begun, go_on = threading.Event(), threading.Event()
     late = FakeEngine(2)
 
@@ -95,16 +87,13 @@ def test_a_load_that_is_cancelled_frees_its_engine_when_it_is_there() -> None:
         assert go_on.wait(10)
         return loaded(late, "v2")
 
-    async def main() -> None:
-        async with running(FakeEngine()) as service:
-            swap = asyncio.ensure_future(service.swap(load))
-            await asyncio.to_thread(begun.wait, 10)
-            swap.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await swap
-            go_on.set()
-            assert await asyncio.to_thread(late.closed.wait, 5)
-            await until(lambda: sum(thread.name == "engine" for thread in threading.enumerate()) == 1)
-            assert right(await rank(service, 1), 1)
-
-    run(main())
+    async with running(FakeEngine()) as service:
+        swap = asyncio.ensure_future(service.swap(load))
+        await asyncio.to_thread(begun.wait, 10)
+        swap.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swap
+        go_on.set()
+        assert await asyncio.to_thread(late.closed.wait, 5)
+        await until(lambda: sum(thread.name == "engine" for thread in threading.enumerate()) == 1)
+        assert right(await rank(service, 1), 1)

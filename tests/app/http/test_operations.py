@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -13,13 +12,7 @@ from app.assembly import build_server
 from app.http.application import create_app
 from app.settings import Probes, Settings
 from tests.app.fakes import FakeEngine, running
-from tests.app.serving import good, served
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    with served() as (client, _):
-        yield client
+from tests.app.serving import good
 
 
 def test_info_says_what_runs(client: TestClient) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,6 @@ from starlette.testclient import TestClient
 from loadtest.fuzz.bodies import in_arrays
 from tests.app.fakes import FakeEngine, expected
 from tests.app.serving import checked, good, served, value_of
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    with served() as (client, _):
-        yield client
 
 
 def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:

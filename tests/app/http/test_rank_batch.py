@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 
@@ -19,12 +19,6 @@ from app.settings import Batching, Queue, Settings
 from model.engine import Item, Outcome
 from tests.app.fakes import FakeEngine, running
 from tests.app.serving import ask, chunk, good, served, value_of
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    with served() as (client, _):
-        yield client
 
 
 class Broken(FakeEngine):

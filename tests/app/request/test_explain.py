@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from app.errors import InvalidRequest
 from app.request.explain import explain
 from app.request.vocabulary import Vocabulary
-from tests.app.fakes import FakeEngine, loaded
-from tests.app.serving import checked, good
+from tests.app.serving import VOCABULARY, checked, good
 
-VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 POST: dict[str, Any] = {"post_id": 1, "author_id": 1}
 
 

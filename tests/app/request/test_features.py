@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 
 from app.request.features import candidates_of, context_of
-from app.request.vocabulary import Vocabulary
 from loadtest.fuzz import bodies
 from loadtest.fuzz.bodies import in_arrays
-from tests.app.fakes import CONFIG, FakeEngine, loaded
-from tests.app.serving import checked, good
+from tests.app.fakes import CONFIG
+from tests.app.serving import VOCABULARY, checked, good
 
-INDEX = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest).index
 CONFIG = replace(CONFIG, has_post_age=True)
 
 
@@ -35,7 +33,7 @@ def test_every_event_in_the_window_arrives_whole(body: dict[str, Any]) -> None:
         values = named if isinstance(named, dict) else dict.fromkeys(named, 1)
         wanted = np.zeros(CONFIG.actions, np.float32)
         for name, value in values.items():
-            wanted[INDEX[name]] = value
+            wanted[VOCABULARY.index[name]] = value
         assert np.array_equal(context.actions[row], wanted)
 
 

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from app.errors import MalformedJson
 from app.request.body import decode
 from app.request.strict_json import parse
-from app.request.vocabulary import Vocabulary
 from app.settings import Limits
-from tests.app.fakes import FakeEngine, loaded
-
-VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
+from tests.app.serving import VOCABULARY
 
 REFUSED = {
     "empty": b"",

@@ -1,4 +1,4 @@
-"""Checked requests: both shapes mean the same, ids keep value and form, actions become cells."""
+"""Checked requests: both shapes mean the same, ids keep value and form, actions become a matrix."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ from tests.app.serving import checked, good
 @given(bodies.valid)
 def test_both_shapes_mean_the_same(body: dict[str, Any]) -> None:
     left, right = checked(body), checked(bodies.columnar(body))
-    assert (left.user_id, left.echo_ids, left.top_k, left.wanted) == (
-        right.user_id,
-        right.echo_ids,
-        right.top_k,
-        right.wanted,
-    )
+    for name in ("user_id", "echo_ids", "top_k", "wanted"):
+        assert getattr(left, name) == getattr(right, name)
     for name in ("history", "candidates"):
         for column in ("post_ids", "author_ids", "surfaces"):
             assert np.array_equal(getattr(getattr(left, name), column), getattr(getattr(right, name), column))
     assert np.array_equal(left.dwell_seconds, right.dwell_seconds)
     assert np.array_equal(left.created_at, right.created_at)
-    for column in ("rows", "columns", "values"):
-        assert np.array_equal(getattr(left.actions, column), getattr(right.actions, column))
+    assert np.array_equal(left.actions, right.actions)
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,14 +36,12 @@ def test_ids_keep_value_and_form(body: dict[str, Any]) -> None:
     assert request.candidates.author_ids.tolist() == [int(candidate["author_id"]) for candidate in body["candidates"]]
 
 
-def test_actions_become_cells() -> None:
+def test_actions_become_a_matrix() -> None:
     history = [
         {"post_id": 1, "author_id": 1, "actions": actions} for actions in (["2", "favorite"], {"reply": 0.5}, [])
     ]
     for shape in (history, in_arrays(history)):
-        cells = checked(good(history=shape)).actions
-        triples = zip(cells.rows.tolist(), cells.columns.tolist(), cells.values.tolist(), strict=True)
-        assert list(triples) == [(0, 2, 1.0), (0, 0, 1.0), (1, 1, 0.5)]
+        assert checked(good(history=shape)).actions.tolist() == [[1.0, 0.0, 1.0], [0.0, 0.5, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_weights_replace_the_defaults_whole() -> None:

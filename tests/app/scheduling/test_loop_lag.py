@@ -1,65 +1,89 @@
-"""An overrun event loop refuses what a turn has no time for; a burst, or a loop with time to spare, refuses nothing."""
+"""An overrun event loop refuses what would wait too long; a burst, a slow engine, or a loop that is just full refuses nothing."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from app.scheduling.loop_lag import (
     LATE_SECONDS,
     RECOVERED_SECONDS,
-    SPARE_SECONDS,
+    REFUSAL_SHARE,
     STANDING_SECONDS,
     TICK_SECONDS,
-    TURN_SECONDS,
+    WAIT_SECONDS,
     LoopLag,
+    Work,
 )
 
-LATE, BUSY, ON_TIME = 2 * LATE_SECONDS, 2 * SPARE_SECONDS, 0.0
-OVERRUN = [(LATE, 4 * STANDING_SECONDS)]
+EACH = 0.0005  # processor seconds of a request here
+FULL = math.ceil(WAIT_SECONDS / EACH)  # requests that the loop answers within the limit
+LATE, ON_TIME = 2 * LATE_SECONDS, 0.0
+OVERRUN = [(LATE, 2 * FULL, 4 * STANDING_SECONDS)]
 
 
-def after(*phases: tuple[float, float]) -> LoopLag:
-    """A loop whose every tick was so late, for so many seconds on end."""
-    lag, now = LoopLag(), 100.0
-    lag.tick(now)
-    for late, seconds in phases:
+def after(*phases: tuple[float, int, float], refused_each_tick: int = 0) -> LoopLag:
+    """A busy loop whose every tick was so late, with so many requests unanswered, for so many seconds on end."""
+    lag, now, cpu, answered, refused = LoopLag(), 100.0, 0.0, 0, 0
+    lag.tick(now, Work())
+    for late, unanswered, seconds in phases:
         until = now + seconds
         while now < until:
             now += TICK_SECONDS + late
-            lag.tick(now)
+            answered += 20
+            refused += refused_each_tick
+            cpu += (20 + REFUSAL_SHARE * refused_each_tick) * EACH
+            lag.tick(now, Work(cpu, answered, refused, unanswered))
     return lag
 
 
-def test_an_overrun_refuses_what_a_turn_has_no_time_for() -> None:
-    overrun, calm = after(*OVERRUN), after((ON_TIME, 1.0))
-    assert [overrun.refuses(seconds) for seconds in (0.0, TURN_SECONDS, 2 * TURN_SECONDS)] == [False, False, True]
-    assert not calm.refuses(10.0)
+@pytest.mark.parametrize("refused", [0, 500])
+def test_an_overrun_refuses_what_would_wait_longer_than_the_limit(refused: int) -> None:
+    overrun, calm = after(*OVERRUN, refused_each_tick=refused), after((LATE, FULL // 2, 1.0))
+    assert overrun.wait_seconds(FULL) == pytest.approx(FULL * EACH)
+    assert [overrun.refuses(unanswered) for unanswered in (0, FULL - 1, FULL + 1)] == [False, False, True]
+    assert not calm.refuses(100 * FULL)
+
+
+def test_what_a_request_costs_is_learnt_anew() -> None:
+    lag, work = after(*OVERRUN), Work()
+    for tick in range(200):
+        work = Work(work.cpu_seconds + 0.01, work.answered + 1, 0, 1)
+        lag.tick(200.0 + tick * 2 * TICK_SECONDS, work)
+    assert lag.wait_seconds(1) == pytest.approx(0.01, rel=0.01)
+
+
+def test_before_anything_was_answered_nothing_is_refused() -> None:
+    lag = LoopLag()
+    for tick in range(100):
+        lag.tick(tick * 0.1, Work(tick * 0.09, 0, 0, 10_000))
+    assert not lag.overrun
 
 
 @pytest.mark.parametrize(
     "phases",
     [
-        pytest.param([(BUSY, 20 * STANDING_SECONDS)], id="many callers who each wait for their reply"),
+        pytest.param([(LATE, FULL - 1, 20 * STANDING_SECONDS)], id="many callers who each wait for their reply"),
+        pytest.param([(ON_TIME, 100 * FULL, 20 * STANDING_SECONDS)], id="a slow engine"),
+        pytest.param([(30 * LATE, 10 * FULL, STANDING_SECONDS / 2), (LATE, FULL // 2, 1.0)], id="a burst"),
         pytest.param(
-            [(10 * STANDING_SECONDS, TICK_SECONDS), (1.1 * LATE_SECONDS, STANDING_SECONDS / 2)],
-            id="a pause, and what piled up meanwhile",
+            [(LATE, 2 * FULL, 0.08), (ON_TIME, 2 * FULL, TICK_SECONDS / 2)] * 10, id="time to spare now and then"
         ),
-        pytest.param([(LATE, STANDING_SECONDS / 2), (ON_TIME, TICK_SECONDS / 2)] * 10, id="time to spare now and then"),
-        pytest.param([*OVERRUN, (ON_TIME, 1.5 * RECOVERED_SECONDS)], id="on time again for a while"),
+        pytest.param([*OVERRUN, (ON_TIME, FULL // 4, 1.5 * RECOVERED_SECONDS)], id="nearly idle for a while"),
     ],
 )
-def test_it_is_no_overrun(phases: list[tuple[float, float]]) -> None:
+def test_it_is_no_overrun(phases: list[tuple[float, int, float]]) -> None:
     assert not after(*phases).overrun
 
 
 @pytest.mark.parametrize(
     "phases",
     [
-        pytest.param(OVERRUN, id="late all the time"),
-        pytest.param([(3 * STANDING_SECONDS, 0.7)], id="very late all the time"),
-        pytest.param([*OVERRUN, (BUSY, 3 * RECOVERED_SECONDS)], id="less late, but nothing to spare"),
-        pytest.param([*OVERRUN, (ON_TIME, RECOVERED_SECONDS / 2)], id="on time, but not for long"),
+        pytest.param(OVERRUN, id="a long wait all the time"),
+        pytest.param([*OVERRUN, (ON_TIME, FULL - 1, 3 * RECOVERED_SECONDS)], id="as much as may wait"),
+        pytest.param([*OVERRUN, (ON_TIME, 0, RECOVERED_SECONDS / 2)], id="idle, but not for long"),
     ],
 )
-def test_it_is_an_overrun(phases: list[tuple[float, float]]) -> None:
+def test_it_is_an_overrun(phases: list[tuple[float, int, float]]) -> None:
     assert after(*phases).overrun

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from itertools import chain
 
@@ -14,87 +13,76 @@ from app.assembly import build_server
 from app.engine.loading import LoadedModel
 from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, NotReady, Overloaded
 from app.interface import Health, ranked
-from app.scheduling.loop_lag import TURN_SECONDS
+from app.scheduling.loop_lag import LoopLag
 from app.service.service import RankingService
 from app.settings import Batching, Deadline, Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
-from tests.app.fakes import FakeEngine, Gate, loaded, loader, rank, request, right, run, running, until
+from tests.app.fakes import FakeEngine, Gate, busy, loaded, loader, rank, request, right, running, until
 from tests.app.serving import value_of
 
-
-def test_every_caller_gets_its_own_scores() -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        async with running(engine) as service:
-            scores = await asyncio.gather(*(rank(service, user, 1 + user % 7) for user in range(1, 200)))
-            assert all(right(found, user) for user, found in enumerate(scores, start=1))
-            assert not right(scores[0], 2)  # the check can fail
-            assert len(engine.forwards) < 199  # and they shared forwards
-            assert service.admission.requests == service.admission.cost == 0
-
-    run(main())
+pytestmark = pytest.mark.anyio
 
 
-def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on() -> None:
+async def test_every_caller_gets_its_own_scores() -> None:
+    engine = FakeEngine()
+    async with running(engine) as service:
+        scores = await asyncio.gather(*(rank(service, user, 1 + user % 7) for user in range(1, 200)))
+        assert all(right(found, user) for user, found in enumerate(scores, start=1))
+        assert not right(scores[0], 2)  # the check can fail
+        assert len(engine.forwards) < 199  # and they shared forwards
+        assert service.admission.requests == service.admission.cost == 0
+
+
+async def test_a_long_list_is_cut_and_joined_in_order_with_the_state_passed_on() -> None:
     states = []
-
-    async def main() -> None:
-        engine = FakeEngine(before=lambda items: states.extend(item.state for item in items))
-        async with running(engine, batching=Batching(chunk_candidates=100)) as service:
-            scores = await rank(service, 3, 513)
-            assert right(scores, 3)
-            assert len(scores) == 513
-            assert engine.chunks == [[86], [86], [86], [85], [85], [85]]
-        assert states == [None] + ["state"] * 5
-
-    run(main())
+    engine = FakeEngine(before=lambda items: states.extend(item.state for item in items))
+    async with running(engine, batching=Batching(chunk_candidates=100)) as service:
+        scores = await rank(service, 3, 513)
+        assert right(scores, 3)
+        assert len(scores) == 513
+        assert engine.chunks == [[86], [86], [86], [85], [85], [85]]
+    assert states == [None] + ["state"] * 5
 
 
-def test_nothing_is_admitted_before_loading_nor_after_draining() -> None:
-    async def main() -> None:
-        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
-        with pytest.raises(NotReady):
-            service.check_open()
-        with pytest.raises(NotReady):
-            _ = service.model
-        assert not service.health().ready
-        service.start()
-        await service.wait_ready()
-        assert service.health().ready
-        service.begin_drain()
-        assert service.health() == Health(
-            ready=False, started=True, failed=False, draining=True, reason="The process is shutting down."
-        )
-        assert right(await rank(service, 1), 1)  # still served during the delay
-        service.refuse_new()
-        with pytest.raises(Draining):
-            service.check_open()
-        assert await service.stop(1.0)
-
-    run(main())
+async def test_nothing_is_admitted_before_loading_nor_after_draining() -> None:
+    service = RankingService(loader(FakeEngine()), Settings(), Metrics())
+    with pytest.raises(NotReady):
+        service.check_open()
+    with pytest.raises(NotReady):
+        _ = service.model
+    assert not service.health().ready
+    service.start()
+    await service.wait_ready()
+    assert service.health().ready
+    service.begin_drain()
+    assert service.health() == Health(
+        ready=False, started=True, failed=False, draining=True, reason="The process is shutting down."
+    )
+    assert right(await rank(service, 1), 1)  # still served during the delay
+    service.refuse_new()
+    with pytest.raises(Draining):
+        service.check_open()
+    assert await service.stop(1.0)
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> None:
+async def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> None:
     told: list[str] = []
 
     def load(warming: object) -> LoadedModel:
         raise ValueError("tables.user.safetensors: digest differs")
 
-    async def main() -> None:
-        service = RankingService(load, Settings(), Metrics())
-        service.on_fatal = told.append
-        service.start()
-        with pytest.raises(ValueError, match="digest differs"):
-            await service.wait_ready()
-        assert "digest differs" in service.health().reason
-        await service.stop(1.0)
-
-    run(main())
+    service = RankingService(load, Settings(), Metrics())
+    service.on_fatal = told.append
+    service.start()
+    with pytest.raises(ValueError, match="digest differs"):
+        await service.wait_ready()
+    assert "digest differs" in service.health().reason
+    await service.stop(1.0)
     assert len(told) == 1
 
 
-def test_readiness_says_what_the_loader_does() -> None:
+async def test_readiness_says_what_the_loader_does() -> None:
     read, warm = threading.Event(), threading.Event()
 
     def load(warming: Callable[[], None]) -> LoadedModel:
@@ -103,212 +91,137 @@ def test_readiness_says_what_the_loader_does() -> None:
         assert warm.wait(10)
         return loaded(FakeEngine())
 
-    async def main() -> None:
-        service = RankingService(load, Settings(), Metrics())
-        reasons = [service.health().reason]
-        service.start()
-        reasons.append(service.health().reason)
-        read.set()
-        await until(lambda: service.health().reason != reasons[-1])
-        reasons.append(service.health().reason)
-        warm.set()
-        await service.wait_ready()
-        assert [reason.split()[-1] for reason in reasons] == ["starting.", "loaded.", "up."]
-        assert service.health().reason == ""
-        await service.stop(1.0)
-
-    run(main())
+    service = RankingService(load, Settings(), Metrics())
+    reasons = [service.health().reason]
+    service.start()
+    reasons.append(service.health().reason)
+    read.set()
+    await until(lambda: service.health().reason != reasons[-1])
+    reasons.append(service.health().reason)
+    warm.set()
+    await service.wait_ready()
+    assert [reason.split()[-1] for reason in reasons] == ["starting.", "loaded.", "up."]
+    assert service.health().reason == ""
+    await service.stop(1.0)
 
 
-def test_a_load_that_fails_during_a_drain_exits_with_1_and_was_never_started() -> None:
+async def test_a_load_that_fails_during_a_drain_exits_with_1_and_was_never_started() -> None:
     drained = threading.Event()
 
     def load(warming: object) -> LoadedModel:
         assert drained.wait(10)
         raise ValueError("digest differs")
 
-    async def main() -> None:
-        service = RankingService(load, Settings(), Metrics())
-        server = build_server(Settings(), service)
-        service.start()
-        service.begin_drain()
-        assert not service.health().started  # what /startupz answers
-        drained.set()
-        with pytest.raises(ValueError, match="digest"):
-            await service.wait_ready()
-        assert server.exit_code == 1  # and not as if an engine had been lost
-        await service.stop(1.0)
-
-    run(main())
+    service = RankingService(load, Settings(), Metrics())
+    server = build_server(Settings(), service)
+    service.start()
+    service.begin_drain()
+    assert not service.health().started  # what /startupz answers
+    drained.set()
+    with pytest.raises(ValueError, match="digest"):
+        await service.wait_ready()
+    assert server.exit_code == 1  # and not as if an engine had been lost
+    await service.stop(1.0)
 
 
-def test_refusals_are_counted_by_their_reason() -> None:
-    async def main() -> None:
-        gate = Gate()
-        queue = Queue(max_candidates=100, key_candidates_per_second=60.0)
-        async with running(FakeEngine(before=gate), queue=queue) as service:
+async def test_refusals_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(max_candidates=100, key_candidates_per_second=60.0)
+    async with busy(candidates=100, key="heavy", queue=queue) as (service, _, gate, first):
 
-            def refused(reason: str) -> float:
-                return value_of(service.metrics.render().decode(), f'ranker_rejected_total{{reason="{reason}"}}')
+        def refused(reason: str) -> float:
+            return value_of(service.metrics.render().decode(), f'ranker_rejected_total{{reason="{reason}"}}')
 
-            first = asyncio.ensure_future(rank(service, 1, 100, key="heavy"))
-            await gate.reached()
-            with pytest.raises(Overloaded, match="rate"):
-                await rank(service, 2, 100, key="heavy")
-            assert (refused("key_rate"), refused("queue_full")) == (1, 0)
-            with pytest.raises(Overloaded, match="full"):
-                service.check_open("light")
-            assert (refused("key_rate"), refused("queue_full"), refused("loop_overrun")) == (1, 1, 0)
-            gate.opened.set()
-            await first
+        with pytest.raises(Overloaded, match="rate"):
+            await rank(service, 2, 100, key="heavy")
+        assert (refused("key_rate"), refused("queue_full")) == (1, 0)
+        with pytest.raises(Overloaded, match="full"):
             service.check_open("light")
-            service.loop_clock.lag.overrun = True
+        assert (refused("key_rate"), refused("queue_full"), refused("loop_overrun")) == (1, 1, 0)
+        gate.opened.set()
+        await first
+        service.check_open("light")
+        monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: unanswered > 0)
+        service.check_open()
+        ticket = service.admit(service.model, candidates=1, history=0, deadline=None)
+        with pytest.raises(Overloaded, match="faster than they can be answered") as caught:
             service.check_open()
-            time.sleep(2 * TURN_SECONDS)  # noqa: ASYNC251  # within one turn of the loop
-            with pytest.raises(Overloaded, match="faster than they can be read") as caught:
-                service.check_open()
-            assert caught.value.retry_after_seconds == 1.0
-            assert (refused("queue_full"), refused("loop_overrun")) == (1, 1)
-            await asyncio.sleep(0)
+        assert caught.value.retry_after_seconds == 1.0
+        assert (refused("queue_full"), refused("loop_overrun")) == (1, 1)
+        ticket.release()
+        service.check_open()
+
+
+async def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
+    gate = Gate()
+    groups = {
+        "queue": Queue(max_wait_seconds=0.5, max_share_per_key=1.0),
+        "batching": Batching(max_candidates=10),
+    }
+    async with running(FakeEngine(before=gate), **groups) as service:
+        service.admission.forward_time.observe(10, 0.15)
+        jobs = [asyncio.ensure_future(rank(service, user, 10, key="heavy")) for user in range(1, 5)]
+        await gate.reached()
+        service.check_open("heavy")  # nobody was refused yet, so nobody is looked at
+        for refused in (
+            lambda: service.admit(service.model, candidates=10, history=2, deadline=None, key="heavy"),
+            lambda: service.check_open("heavy"),
+        ):
+            with pytest.raises(Overloaded, match="predicted wait"):
+                refused()
+        service.check_open("light")
+        gate.opened.set()
+        await asyncio.gather(*jobs)
+
+
+async def test_the_queue_is_bounded_in_work_and_says_when_to_come_back() -> None:
+    queue = Queue(max_candidates=100, max_wait_seconds=0)
+    async with busy(candidates=60, queue=queue) as (service, _, gate, first):
+        second = asyncio.ensure_future(rank(service, 2, 40))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as refused:
+            service.admit(service.model, candidates=1, history=0, deadline=None)
+        assert refused.value.retry_after_seconds is not None
+        assert refused.value.retry_after_seconds > 0
+        with pytest.raises(Overloaded):
             service.check_open()
-
-    run(main())
-
-
-def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
-    async def main() -> None:
-        gate = Gate()
-        groups = {
-            "queue": Queue(max_wait_seconds=0.5, max_share_per_key=1.0),
-            "batching": Batching(max_candidates=10),
-        }
-        async with running(FakeEngine(before=gate), **groups) as service:
-            service.admission.forward_time.observe(10, 0.15)
-            jobs = [asyncio.ensure_future(rank(service, user, 10, key="heavy")) for user in range(1, 5)]
-            await gate.reached()
-            service.check_open("heavy")  # nobody was refused yet, so nobody is looked at
-            for refused in (
-                lambda: service.admit(service.model, candidates=10, history=2, deadline=None, key="heavy"),
-                lambda: service.check_open("heavy"),
-            ):
-                with pytest.raises(Overloaded, match="predicted wait"):
-                    refused()
-            service.check_open("light")
-            gate.opened.set()
-            await asyncio.gather(*jobs)
-
-    run(main())
+        gate.opened.set()
+        assert right(await first, 1)
+        assert right(await second, 2)
+        service.check_open()
 
 
-def test_the_queue_is_bounded_in_work_and_says_when_to_come_back() -> None:
-    async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with running(engine, queue=Queue(max_candidates=100, max_wait_seconds=0)) as service:
-            first = asyncio.ensure_future(rank(service, 1, 60))
-            await gate.reached()
-            second = asyncio.ensure_future(rank(service, 2, 40))
-            await asyncio.sleep(0)
-            with pytest.raises(Overloaded) as refused:
-                service.admit(service.model, candidates=1, history=0, deadline=None)
-            assert refused.value.retry_after_seconds is not None
-            assert refused.value.retry_after_seconds > 0
-            with pytest.raises(Overloaded):
-                service.check_open()
-            gate.opened.set()
-            assert right(await first, 1)
-            assert right(await second, 2)
-            service.check_open()
-
-    run(main())
+async def test_a_client_that_goes_away_in_the_queue_is_never_computed_and_leaves_no_trace() -> None:
+    async with busy() as (service, engine, gate, first):
+        gone = [asyncio.ensure_future(rank(service, user)) for user in range(2, 50)]
+        await asyncio.sleep(0.01)
+        for task in (first, *gone[::2]):
+            task.cancel()
+        await asyncio.wait([first, *gone[::2]])
+        gate.opened.set()
+        results = await asyncio.gather(first, *gone, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert all(right(found, user) for user, found in zip(range(3, 50, 2), results[2::2], strict=True))
+        assert not set(range(2, 50, 2)) & set(chain.from_iterable(engine.forwards))
+        assert service.admission.requests == service.admission.cost == 0
+        assert len(service.versions.current.batcher) == 0
 
 
-def test_a_deadline_in_the_queue_answers_at_once_and_the_request_is_never_computed() -> None:
-    async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with running(engine) as service:
-            first = asyncio.ensure_future(rank(service, 1))
-            await gate.reached()
-            with pytest.raises(DeadlineExceeded):
-                await rank(service, 2, deadline=service.clock() + 0.02)
-            assert service.admission.requests == 1
-            gate.opened.set()
-            await first
-            await rank(service, 3)
-            assert 2 not in chain.from_iterable(engine.forwards)
-
-    run(main())
+async def test_a_ticket_that_is_dropped_or_released_frees_its_place() -> None:
+    async with running(FakeEngine()) as service:
+        ticket = service.admit(service.model, candidates=5, history=2, deadline=None)
+        assert service.admission.requests == 1
+        del ticket
+        assert service.admission.requests == 0
+        ticket = service.admit(service.model, candidates=5, history=2, deadline=None)
+        assert service.admission.candidates == 5
+        ticket.release()
+        ticket.release()
+        assert service.admission.requests == service.admission.cost == 0
+        with pytest.raises(ValueError, match="used before"):
+            await ranked(service, ticket, *request(1))
 
 
-def test_a_client_that_goes_away_in_the_queue_is_never_computed_and_leaves_no_trace() -> None:
-    async def main() -> None:
-        gate = Gate()
-        engine = FakeEngine(before=gate)
-        async with running(engine) as service:
-            first = asyncio.ensure_future(rank(service, 1))
-            await gate.reached()
-            gone = [asyncio.ensure_future(rank(service, user)) for user in range(2, 50)]
-            await asyncio.sleep(0.01)
-            for task in (first, *gone[::2]):
-                task.cancel()
-            await asyncio.wait([first, *gone[::2]])
-            gate.opened.set()
-            results = await asyncio.gather(first, *gone, return_exceptions=True)
-            assert isinstance(results[0], asyncio.CancelledError)
-            assert all(right(found, user) for user, found in zip(range(3, 50, 2), results[2::2], strict=True))
-            assert not set(range(2, 50, 2)) & set(chain.from_iterable(engine.forwards))
-            assert service.admission.requests == service.admission.cost == 0
-            assert len(service.versions.current.batcher) == 0
-
-    run(main())
-
-
-def test_a_ticket_that_is_dropped_or_released_frees_its_place() -> None:
-    async def main() -> None:
-        async with running(FakeEngine()) as service:
-            ticket = service.admit(service.model, candidates=5, history=2, deadline=None)
-            assert service.admission.requests == 1
-            del ticket
-            assert service.admission.requests == 0
-            ticket = service.admit(service.model, candidates=5, history=2, deadline=None)
-            assert service.admission.candidates == 5
-            ticket.release()
-            ticket.release()
-            assert service.admission.requests == service.admission.cost == 0
-            with pytest.raises(ValueError, match="used before"):
-                await ranked(service, ticket, *request(1))
-
-    run(main())
-
-
-def test_one_bad_request_in_a_batch_fails_alone() -> None:
-    async def main() -> None:
-        gate = Gate()
-
-        def before(items: object) -> None:
-            gate(items)
-            if any(item.context.user_id == 13 for item in items):  # type: ignore[attr-defined]
-                raise MemoryError("poison")
-
-        engine = FakeEngine(before=before)
-        async with running(engine) as service:
-            tasks = [asyncio.ensure_future(rank(service, 99))]
-            await gate.reached()
-            tasks += [asyncio.ensure_future(rank(service, user)) for user in range(10, 20)]
-            await asyncio.sleep(0.01)
-            gate.opened.set()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(results.pop(4), EngineDown)
-            users = [99, *range(10, 13), *range(14, 20)]
-            assert all(right(found, user) for user, found in zip(users, results, strict=True))
-            assert service.health().ready
-            assert "ranker_forward_failures_total 2.0" in service.metrics.render().decode()
-
-    run(main())
-
-
-def test_non_finite_scores_fail_that_request_only() -> None:
+async def test_non_finite_scores_fail_that_request_only() -> None:
     class Nan(FakeEngine):
         def forward(self, items):  # type: ignore[no-untyped-def]
             outcomes = super().forward(items)
@@ -317,98 +230,55 @@ def test_non_finite_scores_fail_that_request_only() -> None:
                     outcome.scores.logits[0, 0] = float("nan")
             return outcomes
 
-    async def main() -> None:
-        async with running(Nan()) as service:
-            one, two, three = await asyncio.gather(*(rank(service, u) for u in (1, 2, 3)), return_exceptions=True)
-            assert right(one, 1)
-            assert isinstance(two, NonFiniteScores)
-            assert right(three, 3)
-
-    run(main())
+    async with running(Nan()) as service:
+        one, two, three = await asyncio.gather(*(rank(service, u) for u in (1, 2, 3)), return_exceptions=True)
+        assert right(one, 1)
+        assert isinstance(two, NonFiniteScores)
+        assert right(three, 3)
 
 
-def test_a_sticky_error_answers_everyone_and_is_fatal_once() -> None:
-    told: list[str] = []
-
-    async def main() -> None:
-        gate = Gate()
-
-        def before(items: object) -> None:
-            gate(items)
-            raise EngineError("device lost", sticky=True)
-
-        async with running(FakeEngine(before=before)) as service:
-            service.on_fatal = told.append
-            tasks = [asyncio.ensure_future(rank(service, 1))]
-            await gate.reached()
-            tasks += [asyncio.ensure_future(rank(service, user)) for user in range(2, 6)]
-            await asyncio.sleep(0.01)
-            gate.opened.set()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(result, EngineDown) for result in results)
-            assert not service.health().ready
-            with pytest.raises(EngineDown):
-                service.check_open()
-
-    run(main())
-    assert len(told) == 1
-    assert "device lost" in told[0]
+async def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() -> None:
+    gate = Gate()
+    old, new = FakeEngine(1, before=gate), FakeEngine(2)
+    async with running(old) as service:
+        first = service.model
+        early = [asyncio.ensure_future(rank(service, user)) for user in (1, 2, 3)]
+        await gate.reached()
+        late_ticket = service.admit(first, candidates=4, history=2, deadline=None)  # features made for the old one
+        await service.swap(loader(new, "v2"))
+        assert service.model.manifest.version == "v2"
+        assert right(await rank(service, 4), 4, version=2)
+        gate.opened.set()
+        assert all(right(scores, user, 1) for user, scores in enumerate(await asyncio.gather(*early), start=1))
+        assert not old.closed.is_set()
+        context, posts = request(5)
+        assert right((await ranked(service, late_ticket, context, posts)).scores, 5, 1)
+        assert await asyncio.to_thread(old.closed.wait, 2)
+        with pytest.raises(NotReady):
+            service.admit(first, candidates=1, history=0, deadline=None)
+        assert service.versions.cache_stats().misses == 5  # totals of the old one are kept
 
 
-def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() -> None:
-    async def main() -> None:
-        gate = Gate()
-        old, new = FakeEngine(1, before=gate), FakeEngine(2)
-        async with running(old) as service:
-            first = service.model
-            early = [asyncio.ensure_future(rank(service, user)) for user in (1, 2, 3)]
-            await gate.reached()
-            late_ticket = service.admit(first, candidates=4, history=2, deadline=None)  # features made for the old one
-            await service.swap(loader(new, "v2"))
-            assert service.model.manifest.version == "v2"
-            assert right(await rank(service, 4), 4, version=2)
-            gate.opened.set()
-            assert all(right(scores, user, 1) for user, scores in enumerate(await asyncio.gather(*early), start=1))
-            assert not old.closed.is_set()
-            context, posts = request(5)
-            assert right((await ranked(service, late_ticket, context, posts)).scores, 5, 1)
-            assert await asyncio.to_thread(old.closed.wait, 2)
-            with pytest.raises(NotReady):
-                service.admit(first, candidates=1, history=0, deadline=None)
-            assert service.versions.cache_stats().misses == 5  # totals of the old one are kept
-
-    run(main())
-
-
-def test_a_failed_swap_leaves_the_old_model_serving() -> None:
+async def test_a_failed_swap_leaves_the_old_model_serving() -> None:
     def load(warming: object) -> LoadedModel:
         raise EngineError("self-test failed")
 
-    async def main() -> None:
-        async with running(FakeEngine()) as service:
-            with pytest.raises(EngineError, match="self-test failed"):
-                await service.swap(load)
-            assert right(await rank(service, 1), 1)
-            assert service.model.manifest.version == "v1"
-
-    run(main())
+    async with running(FakeEngine()) as service:
+        with pytest.raises(EngineError, match="self-test failed"):
+            await service.swap(load)
+        assert right(await rank(service, 1), 1)
+        assert service.model.manifest.version == "v1"
 
 
-def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
-    async def main() -> None:
-        gate = Gate()
-        groups = {"queue": Queue(stall_seconds=0.05), "deadline": Deadline(default_seconds=0.1)}
-        async with running(FakeEngine(before=gate), **groups) as service:
-            lost = asyncio.ensure_future(rank(service, 1))
-            await gate.reached()
-            assert service.health().ready
-            with pytest.raises(DeadlineExceeded):
-                await lost
-            assert "finished no forward" in service.health().reason
-            with pytest.raises(EngineDown):
-                service.check_open()
-            gate.opened.set()
-            await until(lambda: service.health().ready)
-            assert right(await rank(service, 2), 2)
-
-    run(main())
+async def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
+    groups = {"queue": Queue(stall_seconds=0.05), "deadline": Deadline(default_seconds=0.1)}
+    async with busy(**groups) as (service, _, gate, lost):
+        assert service.health().ready
+        with pytest.raises(DeadlineExceeded):
+            await lost
+        assert "finished no forward" in service.health().reason
+        with pytest.raises(EngineDown):
+            service.check_open()
+        gate.opened.set()
+        await until(lambda: service.health().ready)
+        assert right(await rank(service, 2), 2)

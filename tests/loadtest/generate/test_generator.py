@@ -23,12 +23,14 @@ def payloads(count):
     return [post("toy", "/rank", str(row).encode()) for row in range(count)]
 
 
-async def open_run(server, due, **options):
-    async with server.serving():
-        client = Client("127.0.0.1", server.port, **options)
-        samples, load = await measured(OpenLoop(client, payloads(len(due)), due), client)
-        await client.close()
-        return samples, load
+async def load(server, make_loop, **options):
+    """A loop's samples, and how busy the generator was."""
+    async with server.serving(), Client("127.0.0.1", server.port, **options) as client:
+        return await measured(make_loop(client), client)
+
+
+def open_run(server, due, **options):
+    return load(server, lambda client: OpenLoop(client, payloads(len(due)), due), **options)
 
 
 def failures(samples):
@@ -47,13 +49,13 @@ def test_poisson_arrivals_have_exponential_gaps_and_constant_ones_equal_gaps():
 
 def test_every_request_is_sent_once_and_answered_once():
     server = ToyServer(headers=["X-Context-Cache: hit", "Server-Timing: parse;dur=0.25, queue;dur=1.5, forward;dur=2"])
-    samples, load = run(open_run(server, schedule("poisson", 500, 1)))
+    samples, busy = run(open_run(server, schedule("poisson", 500, 1)))
     assert sorted(server.received, key=int) == [str(row).encode() for row in range(len(samples))]
     assert set(samples.status.tolist()) == {200}
     assert set(samples.cache.tolist()) == {1}
     assert samples.stages_ms[0, :3].tolist() == [0.25, 1.5, 2.0]
     assert np.isnan(samples.stages_ms[0, 3])
-    assert 0 < load.cpu_share < 1.2
+    assert 0 < busy.cpu_share < 1.2
 
 
 def test_arrivals_do_not_slow_down_when_the_server_does():
@@ -73,18 +75,19 @@ def test_waiting_for_a_connection_counts_as_latency():
 def test_a_stall_is_hidden_by_a_closed_loop_and_shown_by_the_open_one():
     """Coordinated omission, with the closed loop as the negative control: the same server, the same stall of 0.6 s in 2 s."""
 
-    async def stalled(make_loop):
+    def stalled(make_loop):
         server = ToyServer(delay_seconds=0.002)
-        async with server.serving():
-            client = Client("127.0.0.1", server.port)
-            server.loop.call_later(0.5, server.stall, 0.6)
-            samples = await make_loop(client).run()
-            await client.close()
-            return 1e3 * np.percentile(samples.latency_seconds, [50, 95])
 
-    closed = run(stalled(lambda client: ClosedLoop(client, payloads(20_000), clients=1, seconds=2)))
+        def make(client):
+            server.loop.call_later(0.5, server.stall, 0.6)
+            return make_loop(client)
+
+        samples, _ = run(load(server, make))
+        return 1e3 * np.percentile(samples.latency_seconds, [50, 95])
+
+    closed = stalled(lambda client: ClosedLoop(client, payloads(20_000), clients=1, seconds=2))
     due = schedule("constant", 200, 2)
-    opened = run(stalled(lambda client: OpenLoop(client, payloads(len(due)), due)))
+    opened = stalled(lambda client: OpenLoop(client, payloads(len(due)), due))
     assert closed[1] < 50  # one slow request among hundreds: the closed loop's p95 knows nothing of it
     assert opened[1] > 400  # a third of the users waited, up to 600 ms
     assert opened[0] < 100
@@ -104,10 +107,8 @@ def test_timeouts_resets_and_refusals_are_samples():
         server = ToyServer()
         async with server.serving():
             pass
-        client = Client("127.0.0.1", server.port)
-        refused = await OpenLoop(client, payloads(len(due)), due).run()
-        await client.close()
-        return refused
+        async with Client("127.0.0.1", server.port) as client:
+            return await OpenLoop(client, payloads(len(due)), due).run()
 
     assert failures(run(nobody())) == {"connect"}
 
@@ -119,31 +120,17 @@ def test_rejections_carry_their_retry_after():
 
 
 def test_a_closed_loop_heeds_the_retry_after():
-    async def refused():
-        server = ToyServer(status=429, headers=["Retry-After: 0.2"])
-        async with server.serving():
-            client = Client("127.0.0.1", server.port)
-            samples = await ClosedLoop(client, payloads(1_000), clients=2, seconds=0.5).run()
-            await client.close()
-            return samples
-
-    assert 4 <= len(run(refused())) <= 6
+    server = ToyServer(status=429, headers=["Retry-After: 0.2"])
+    samples, _ = run(load(server, lambda client: ClosedLoop(client, payloads(1_000), clients=2, seconds=0.5)))
+    assert 4 <= len(samples) <= 6
 
 
 def test_a_lagging_generator_says_so():
     """Negative control: a loop that is blocked for 30 ms at a time cannot keep the schedule."""
-
-    async def blocked():
-        server = ToyServer()
-        async with server.serving():
-            client = Client("127.0.0.1", server.port)
-            due = schedule("constant", 200, 0.2)
-            loop = OpenLoop(client, payloads(len(due)), due, on_done=lambda row: time.sleep(0.03))
-            load = (await measured(loop, client))[1]
-            await client.close()
-            return load
-
-    assert run(blocked()).is_bottleneck
+    due = schedule("constant", 200, 0.2)
+    blocked = {"on_done": lambda row: time.sleep(0.03)}
+    _, busy = run(load(ToyServer(), lambda client: OpenLoop(client, payloads(len(due)), due, **blocked)))
+    assert busy.is_bottleneck
 
 
 def test_server_timing_reads_what_is_there():

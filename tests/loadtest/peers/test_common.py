@@ -26,12 +26,8 @@ def bodies():
 
 
 def environment(patch, engine):
-    for name, value in {
-        "CHECKPOINT": str(ROOT / "weights/demo"),
-        "DTYPE": "float32",
-        "THREADS": "1",
-        "ENGINE": engine,
-    }.items():
+    values = {"CHECKPOINT": str(ROOT / "weights/demo"), "DTYPE": "float32", "THREADS": "1", "ENGINE": engine}
+    for name, value in values.items():
         patch.setenv(f"PEER_{name}", value)
 
 
@@ -94,12 +90,9 @@ def test_names_are_checked_and_what_is_not_installed_is_said(monkeypatch):
 
 
 def test_rows_are_medians_with_their_spread():
-    blocks = [
-        {"throughput_rps": rate, "p50_ms": 5.0, "p99_ms": 9.0, "single_p50_ms": 2.0, "failed": 0.0}
-        for rate in (10, 30, 20)
-    ]
-    rows = run._rows(
-        list(run.PEERS[:2]), {run.PEERS[0].name: blocks, run.PEERS[1].name: [{**blocks[0], "throughput_rps": 40.0}]}
-    )
+    block = {"p50_ms": 5.0, "p99_ms": 9.0, "single_p50_ms": 2.0, "failed": 0.0}
+    rates = {run.PEERS[0].name: (10, 30, 20), run.PEERS[1].name: (40,)}
+    measured = {name: [block | {"throughput_rps": rate} for rate in given] for name, given in rates.items()}
+    rows = run._rows(list(run.PEERS[:2]), measured)
     assert (rows[0]["throughput_rps"], rows[0]["throughput_spread_rps"], rows[1]["ratio"]) == (20, 10, 2)
     assert "| plain FastAPI | dense reference | 20 | 10 |" in run._markdown(rows, "float32", 2, 64)

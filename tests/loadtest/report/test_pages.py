@@ -29,9 +29,8 @@ def command(*arguments):
 @pytest.fixture(scope="module")
 def stored(url, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "first"
-    done = command(
-        "open", "--url", url, "--rate", 150, "--seconds", 2, "--warmup", 0.3, "--seed", 1, "--out", directory
-    )
+    options = ["--rate", "150", "--seconds", "2", "--warmup", "0.3", "--seed", "1"]
+    done = command("open", "--url", url, *options, "--out", directory)
     assert done.exit_code == 0, done.output
     return directory
 
@@ -78,23 +77,8 @@ def test_a_planted_slowdown_turns_the_comparison_red(stored, tmp_path):
 
 
 def test_servers_are_compared_in_turns(url, tmp_path):
-    done = command(
-        "compare",
-        url,
-        url,
-        "--warmup",
-        0.1,
-        "--rate",
-        100,
-        "--seconds",
-        0.3,
-        "--blocks",
-        8,
-        "--smallest-effect",
-        0.5,
-        "--out",
-        tmp_path,
-    )
+    options = ["--warmup", "0.1", "--rate", "100", "--seconds", "0.3", "--blocks", "8", "--smallest-effect", "0.5"]
+    done = command("compare", url, url, *options, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["comparison"]["design"] == "alternated"

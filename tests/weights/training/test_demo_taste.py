@@ -17,6 +17,7 @@ from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
 from tests.app.serving import checked
 from tests.e2e.process import serving
+from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import Checkpoint, load_checkpoint
 
 DEMO = Path("weights/demo")
@@ -122,13 +123,7 @@ def test_an_unknown_user_who_favorites_a_topic_gets_that_topic(
     authors = {name: [a for a, entry in NAMES["authors"].items() if entry["topic"] == name] for name in NAMES["topics"]}
     now = example["impression_ts"]
     history = [
-        {
-            "post_id": str(10**6 + index),
-            "author_id": author,
-            "actions": ["favorite", "dwell"],
-            "product_surface": 0,
-            "dwell_time": 12.0,
-        }
+        {"post_id": str(10**6 + index), "author_id": author, "actions": ["favorite", "dwell"], "dwell_time": 12.0}
         for index, author in enumerate((authors[liked][:8] * 2)[:16])
     ]
     # eight authors of each topic, none of them in the history: the taste is for the topic, and the mean levels qualities
@@ -166,6 +161,7 @@ def test_the_report_keeps_its_promises() -> None:
 def test_the_directory_is_small_and_its_report_is_of_this_checkpoint(checkpoint: Checkpoint) -> None:
     size = sum(file.stat().st_size for file in DEMO.rglob("*") if file.is_file())
     assert size <= 8 * 10**6
+    assert (checkpoint.manifest.name, checkpoint.manifest.action_names) == ("demo", STANDARD_ACTIONS)
     page = (DEMO / "report/report.md").read_text()
     assert checkpoint.manifest.version in page
     assert "python -m weights train-demo" in page

@@ -10,12 +10,19 @@ import torch
 
 pytest.importorskip("pyarrow")
 
+from model.batch import Batch
 from model.layers import rms_norm, rope_tables, rotate
 from model.ranker import Ranker
 from tests.weights.training.small_run import small_config, small_trainer
 from weights.training import initial
-from weights.training.examples import Examples, training_batch
+from weights.training.examples import Examples, Labels, training_batch
 from weights.training.losses import total_loss
+
+
+def sixteen(examples: Examples, seed: int) -> tuple[Batch, Labels]:
+    """A batch of sixteen requests as they are, without fresh ids."""
+    shares = {"fresh_user_share": 0.0, "fresh_post_share": 0.0}
+    return training_batch(examples, np.arange(100, 116), np.random.default_rng(seed), **shares, max_candidates=64)
 
 
 def test_upstreams_initial_values_score_everything_alike_and_hold_the_trunk_on_a_saddle(examples: Examples) -> None:
@@ -26,10 +33,7 @@ def test_upstreams_initial_values_score_everything_alike_and_hold_the_trunk_on_a
     optimizer = torch.optim.Adam(ranker.parameters(), lr=0.01)
     trunk = {f"{name}" for name, _ in ranker.trunk.named_parameters()}
     for step in range(5):
-        batch, labels = training_batch(
-            examples, np.arange(100, 116), np.random.default_rng(step),
-            fresh_user_share=0.0, fresh_post_share=0.0, max_candidates=64,
-        )  # fmt: skip
+        batch, labels = sixteen(examples, seed=step)
         logits, continuous = ranker(batch)
         if step == 0:
             assert not logits.any()
@@ -47,10 +51,7 @@ def test_leaving_the_saddle_changes_no_score_bit_and_opens_every_gradient(exampl
     initial.upstream(ranker, generator)
     with torch.no_grad():
         ranker.heads.norm.fill_(0.3)
-    batch, labels = training_batch(
-        examples, np.arange(100, 116), np.random.default_rng(0),
-        fresh_user_share=0.0, fresh_post_share=0.0, max_candidates=64,
-    )  # fmt: skip
+    batch, labels = sixteen(examples, seed=0)
     before = ranker(batch)[0]
     initial.leave_saddle(ranker, generator)
     after, continuous = ranker(batch)

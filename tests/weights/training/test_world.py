@@ -129,13 +129,8 @@ def test_the_latest_telling_act_is_felt_for_days_and_then_forgotten(world: World
     user, author = (int(place[0]) for place in np.nonzero(world.users.regard == SMALL.reject_appeal))
     felt = int(world.users.regard_ts[user, author])
     days = np.array([0.0, 0.5, 1, 2, 4, 8])
-    left = regard_now(
-        world.users,
-        np.full(len(days), user),
-        np.full((len(days), 1), author),
-        felt + (days * DAY_SECONDS).astype(np.int64),
-        SMALL,
-    )[:, 0]
+    seconds, users = felt + (days * DAY_SECONDS).astype(np.int64), np.full(len(days), user)
+    left = regard_now(world.users, users, np.full((len(days), 1), author), seconds, SMALL)[:, 0]
     assert left[0] == SMALL.reject_appeal
     assert (np.diff(left) > 0).all()
     assert left[2] < 0.85 * SMALL.reject_appeal

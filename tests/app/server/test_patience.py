@@ -1,0 +1,91 @@
+"""Who is refused and asks again at once waits for the next refusal; nobody else does, and nothing is computed for it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from app.scheduling.loop_lag import LoopLag
+from app.server.patience import HOLD_SECONDS, REPEAT_SECONDS
+from app.settings import Connections
+from loadtest.generate.payload import rank_request
+from loadtest.soak.fake_engine import FakeEngine
+from tests.reliability.live import Live, connect, live, one_reply, read_all, statuses, wait_until
+
+ENGINE = FakeEngine()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    """Refuses every request; at most two refusals wait."""
+    monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
+    with live(ENGINE, connections=Connections(held_refusals=2)) as opened:
+        yield opened
+    assert ENGINE.forwards == []
+
+
+def refused_after(sock: socket.socket) -> float:
+    """Seconds that one more refusal takes on this connection."""
+    began = time.monotonic()
+    sock.sendall(rank_request(1))
+    assert statuses(one_reply(sock)) == [429]
+    return time.monotonic() - began
+
+
+def held(server: Live) -> int:
+    return len(server.server.observer.refusals)
+
+
+def test_only_who_asks_again_at_once_waits(server: Live) -> None:
+    with connect(server.port) as one, connect(server.port) as other:
+        assert refused_after(one) < HOLD_SECONDS / 2
+        assert refused_after(one) >= HOLD_SECONDS
+        assert refused_after(one) >= HOLD_SECONDS
+        assert refused_after(other) < HOLD_SECONDS / 2
+        time.sleep(REPEAT_SECONDS)
+        assert refused_after(one) < HOLD_SECONDS / 2
+    assert server.service.metrics.registry.get_sample_value("ranker_refusals_held_total") == 2
+
+
+def test_the_number_that_waits_is_bounded(server: Live) -> None:
+    sockets = [connect(server.port) for _ in range(3)]
+    for sock in sockets:
+        refused_after(sock)
+    for sock in sockets[:2]:
+        sock.sendall(rank_request(1))
+    wait_until(lambda: held(server) == 2)
+    assert refused_after(sockets[2]) < HOLD_SECONDS / 2
+    for sock in sockets[:2]:
+        assert statuses(one_reply(sock)) == [429]
+    assert held(server) == 0
+    for sock in sockets:
+        sock.close()
+
+
+def test_a_drain_ends_the_waiting(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.server.patience.HOLD_SECONDS", 60.0)
+    with connect(server.port) as sock:
+        refused_after(sock)
+        sock.sendall(rank_request(1))
+        wait_until(lambda: held(server) == 1)
+        server.loop.call_soon_threadsafe(server.server.drain)
+        assert statuses(read_all(sock)) == [429]
+
+
+def test_a_disconnect_is_forgotten(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.server.patience.HOLD_SECONDS", 60.0)
+    with connect(server.port) as sock:
+        refused_after(sock)
+        sock.sendall(rank_request(1))
+        wait_until(lambda: held(server) == 1)
+    wait_until(lambda: held(server) == 0)
+
+
+def test_what_comes_behind_a_refusal_that_waits_is_answered_after_it(server: Live) -> None:
+    with connect(server.port) as sock:
+        refused_after(sock)
+        sock.sendall(rank_request(1) + b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert statuses(read_all(sock)) == [429, 200]
