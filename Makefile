@@ -12,6 +12,9 @@ PIP_INSTALL = python -m pip install --no-input --disable-pip-version-check -c $(
 PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
+# What /retrieve and /recommend serve: the demo's towers and posts with the demo, nothing with another checkpoint unless both are named.
+RETRIEVAL ?= $(if $(filter weights/demo,$(CHECKPOINT)),weights/demo-towers)
+CORPUS ?= $(if $(filter weights/demo,$(CHECKPOINT)),weights/demo-posts)
 
 .PHONY: soak overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
 .DEFAULT_GOAL := help
@@ -39,8 +42,8 @@ $(VENV)/.installed: $(VENV)/.runtime app/client/pyproject.toml
 
 install: $(VENV)/.installed ## create the environment in .venv with everything
 
-serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path HOST=127.0.0.1
-	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
+serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path RETRIEVAL=path CORPUS=path HOST=127.0.0.1
+	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_RETRIEVAL__CHECKPOINT="$(RETRIEVAL)" RANKER_RETRIEVAL__CORPUS="$(CORPUS)" RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	$(BIN)/python -m pytest
