@@ -13,8 +13,8 @@ PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
 # What /retrieve and /recommend serve: the demo's towers and posts with the demo, nothing with another checkpoint unless both are named.
-RETRIEVAL ?= $(if $(filter weights/demo,$(CHECKPOINT)),weights/demo-towers)
-CORPUS ?= $(if $(filter weights/demo,$(CHECKPOINT)),weights/demo-posts)
+RETRIEVAL ?= $(if $(filter weights/demo,$(CHECKPOINT)),$(wildcard weights/demo-towers))
+CORPUS ?= $(if $(filter weights/demo,$(CHECKPOINT)),$(wildcard weights/demo-posts))
 
 .PHONY: soak overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
 .DEFAULT_GOAL := help
