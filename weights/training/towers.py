@@ -33,7 +33,7 @@ class TowerSettings:
     """Equal settings and log make equal towers, to the last bit, on one machine and build."""
 
     seed: int = 1
-    steps: int = 1500
+    steps: int = 700
     batch_requests: int = 128
     learning_rate: float = 3e-3
     warmup_steps: int = 100
