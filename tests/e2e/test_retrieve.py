@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from phoenix_ranker_client import AsyncRankerClient, Event, RankerClient, Recommendation, Retrieval
 
 from tests.app import retrieving
 from tests.e2e.process import DEMO, serving
@@ -83,3 +86,26 @@ def test_a_corpus_of_other_towers_ends_the_start(tmp_path: Path) -> None:
         serving(DEMO, threads=1, retrieval__checkpoint=first[0], retrieval__corpus=second[1]),
     ):
         pass
+
+
+def test_the_client_says_the_same(client: httpx.Client) -> None:
+    user = users(3)[2]
+    history = [Event(**{"dwell_time": 0.0} | event) for event in user["history"]]
+    options: dict[str, Any] = {"impression_ts": user["impression_ts"], "k": 30, "exclude": ["3"], "timeout_seconds": 20}
+    with RankerClient(str(client.base_url).rstrip("/")) as ours:
+        found = ours.retrieve(3, history, **options)
+        ranking = ours.recommend(3, history, top_k=5, **options)
+
+    async def the_same() -> tuple[Retrieval, Recommendation]:
+        async with AsyncRankerClient(str(client.base_url).rstrip("/")) as theirs:
+            return await theirs.retrieve(3, history, **options), await theirs.recommend(3, history, top_k=5, **options)
+
+    body = user | {"k": 30, "exclude": ["3"]}
+    posts = without_timings(client.post("/retrieve", json=body))
+    ranked = without_timings(client.post("/recommend", json=body | {"top_k": 5}))
+    again = asyncio.run(the_same())
+    for retrieval, recommendation in ((found, ranking), again):
+        assert [asdict(post) for post in retrieval.posts] == posts["posts"]
+        assert (retrieval.corpus, retrieval.visible) == (posts["corpus"], posts["visible"])
+        assert [asdict(row) for row in recommendation.candidates] == ranked["candidates"]
+        assert (recommendation.models, recommendation.actions) == (ranked["models"], ranked["actions"])

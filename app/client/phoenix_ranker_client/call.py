@@ -33,6 +33,7 @@ from phoenix_ranker_client.messages import (
     batch_results,
     error_from,
 )
+from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
 
 T = TypeVar("T")
 GRACE_SECONDS = 0.05  # the server's own 504 says more than a connection that was closed at the same moment
@@ -69,7 +70,19 @@ class Calls:
         headers, body = self._headers(requests), {"requests": [request.to_json() for request in requests]}
         return Call(self.base_url + "/rank/batch", body, batch_results, timeout_seconds, request_id, headers)
 
-    def _headers(self, requests: Sequence[RankingRequest]) -> dict[str, str]:
+    def retrieve(self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None) -> Call[Retrieval]:
+        """POST /retrieve."""
+        body, headers = request.to_json(), self._headers([request])
+        return Call(self.base_url + "/retrieve", body, Retrieval.from_json, timeout_seconds, request_id, headers)
+
+    def recommend(
+        self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None
+    ) -> Call[Recommendation]:
+        """POST /recommend."""
+        body, headers = request.to_json(), self._headers([request])
+        return Call(self.base_url + "/recommend", body, Recommendation.from_json, timeout_seconds, request_id, headers)
+
+    def _headers(self, requests: Sequence[RankingRequest | RetrievalRequest]) -> dict[str, str]:
         """A batch is sent whole to where its first user is kept: no place is better for all of them."""
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
         if requests:
