@@ -6,28 +6,26 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import ctypes
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import orjson
 import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
 from loadtest.bench.service import all_answered, mini_checkpoint, ranking_bodies
 from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
+from loadtest.loop_profile import loop_columns
 from loadtest.machine import machine
 from loadtest.servers.launch import ranking_server
-from model.engine import Item
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
-from model.synthetic import random_ranker, random_request
-from weights.checkpoint import load_checkpoint
+from model.synthetic import random_ranker
 
 DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"
 
@@ -70,51 +68,12 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
     return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))
 
 
-def lock_table(seconds: float = 1.0) -> str:
-    """An event loop of 100 µs turns of Python and an engine thread with the demo checkpoint: each alone, and both at once."""
-    ranker = load_checkpoint(DEMO).ranker
-    engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=CACHE_BYTES, threads=1)
-    columns = {}
-    for count, history, candidates in ((1, 17, 7), (16, 17, 7), (1, 63, 64)):
-        items = [Item(*random_request(ranker.config, history, candidates, seed)) for seed in range(count)]
-        engine.forward(items)
-        turns, _ = _at_once(None, [], seconds)
-        _, forwards = _at_once(engine, items, seconds, turn=0.0)
-        turns_beside, forwards_beside = _at_once(engine, items, seconds)
-        columns[f"{count} × C={candidates}"] = {
-            "one forward, the loop asleep": 1e6 / forwards,
-            "one forward, the loop busy": 1e6 / forwards_beside,
-            "what a forward takes from the loop": 1e6 * (1 - turns_beside / turns) / forwards_beside,
-        }
-    return _table("The interpreter lock, demo, one engine thread, cached, µs", columns, total=False)
-
-
-def _at_once(engine: NativeEngine | None, items: list[Item], seconds: float, turn: float = 1e-4) -> tuple[float, float]:
-    """Turns and forwards a second; a turn of 0 seconds is a loop that sleeps."""
-    done = threading.Event()
-    forwards = turns = 0
-
-    def compute() -> None:
-        nonlocal forwards
-        while engine is not None and not done.is_set():
-            finite = [outcome.scores.is_finite() for outcome in engine.forward(items)]
-            forwards += all(finite)
-
-    async def handle() -> None:
-        nonlocal turns
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            for _ in range(round(turn / 5e-6)):
-                sum(range(250))  # about 5 µs
-            turns += 1
-            await asyncio.sleep(0 if turn else seconds)
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    asyncio.run(handle())
-    done.set()
-    thread.join()
-    return turns / seconds, forwards / seconds
+def loop_table(seconds: float = 4.0) -> str:
+    """The event loop's processor time of one request of the demo's example, 7 candidates and 17 events, loaded by wrk."""
+    body = orjson.dumps(orjson.loads((DEMO / "example.json").read_bytes()))
+    return _table(
+        "POST /rank, demo's example, the event loop's thread, µs a request", loop_columns(DEMO, body, seconds)
+    )
 
 
 def service_table(requests: int) -> str:
@@ -158,7 +117,7 @@ def main() -> None:
     )
     for table in kernel_tables(options.rounds):
         print(table)
-    print(lock_table())
+    print(loop_table())
     print(service_table(options.requests))
 
 

@@ -7,7 +7,7 @@ would wait longer, so that those who are admitted wait no longer than in a loop 
 
 | rule | refuses | by which quantity | limit |
 |---|---|---|---|
-| begin | | the wait at every tick, and how late the tick is | `WAIT_SECONDS`, `LATE_SECONDS`, for `STANDING_SECONDS` |
+| begin | | the wait at every tick, and how late ticks are on average | `WAIT_SECONDS`, `LATE_SECONDS`, for `STANDING_SECONDS` |
 | while it lasts | what would wait longer | the wait | `WAIT_SECONDS` |
 | end | | the wait at every tick | half of it, for `RECOVERED_SECONDS` |
 
@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 TICK_SECONDS = 0.01  # from one tick to when the next is due
 WAIT_SECONDS = 0.025
-LATE_SECONDS = 0.005  # a tick that is less late shows a loop with time to spare
+LATE_SECONDS = 0.002  # less, and the loop has time to spare
 STANDING_SECONDS = 0.1
 RECOVERED_SECONDS = 1.0  # with less, refusing itself, which shortens the wait, would end the overrun
 MEMORY_SECONDS = 0.5  # of what a request costs
+LATE_MEMORY_SECONDS = 0.1
 REFUSAL_SHARE = 0.1  # of what a request costs that is answered
 
 
@@ -47,6 +48,7 @@ class LoopLag:
         self._long_since: float | None = None  # the first of the ticks with a long wait, without another between
         self._busy_at = -math.inf  # when the wait was last more than half of what it may be
         self._cpu_seconds = self._requests = 0.0  # of the recent past
+        self._late_seconds = 0.0  # on average
 
     def wait_seconds(self, unanswered: int) -> float:
         """In which the loop answers that many requests."""
@@ -54,14 +56,12 @@ class LoopLag:
 
     def tick(self, now: float, work: Work) -> None:
         """The tick that was due `TICK_SECONDS` after the one before."""
-        late = 0.0
         if self._last is not None:
             then, before = self._last
-            late = now - then - TICK_SECONDS
             self._learn(now - then, before, work)
         self._last = now, work
         wait = self.wait_seconds(work.unanswered)
-        if late < LATE_SECONDS or wait < WAIT_SECONDS:
+        if self._late_seconds < LATE_SECONDS or wait < WAIT_SECONDS:
             self._long_since = None
         elif self._long_since is None:
             self._long_since = now
@@ -77,6 +77,8 @@ class LoopLag:
         return self.overrun and self.wait_seconds(unanswered) > WAIT_SECONDS
 
     def _learn(self, seconds: float, before: Work, now: Work) -> None:
+        share = math.exp(-seconds / LATE_MEMORY_SECONDS)
+        self._late_seconds = share * self._late_seconds + (1 - share) * (seconds - TICK_SECONDS)
         keep = math.exp(-seconds / MEMORY_SECONDS)
         requests = now.answered - before.answered + REFUSAL_SHARE * (now.refused - before.refused)
         self._requests = self._requests * keep + requests

@@ -68,8 +68,9 @@ def test_before_anything_was_answered_nothing_is_refused() -> None:
         pytest.param([(ON_TIME, 100 * FULL, 20 * STANDING_SECONDS)], id="a slow engine"),
         pytest.param([(30 * LATE, 10 * FULL, STANDING_SECONDS / 2), (LATE, FULL // 2, 1.0)], id="a burst"),
         pytest.param(
-            [(LATE, 2 * FULL, 0.08), (ON_TIME, 2 * FULL, TICK_SECONDS / 2)] * 10, id="time to spare now and then"
+            [(LATE, 2 * FULL, 0.08), (ON_TIME, FULL // 2, TICK_SECONDS / 2)] * 10, id="a short wait now and then"
         ),
+        pytest.param([(LATE, 2 * FULL, 0.02), (ON_TIME, 2 * FULL, 0.1)] * 10, id="time to spare now and then"),
         pytest.param([*OVERRUN, (ON_TIME, FULL // 4, 1.5 * RECOVERED_SECONDS)], id="nearly idle for a while"),
     ],
 )
@@ -81,6 +82,7 @@ def test_it_is_no_overrun(phases: list[tuple[float, int, float]]) -> None:
     "phases",
     [
         pytest.param(OVERRUN, id="a long wait all the time"),
+        pytest.param([(LATE, 2 * FULL, 0.03), (ON_TIME, 2 * FULL, TICK_SECONDS / 2)] * 10, id="late on average"),
         pytest.param([*OVERRUN, (ON_TIME, FULL - 1, 3 * RECOVERED_SECONDS)], id="as much as may wait"),
         pytest.param([*OVERRUN, (ON_TIME, 0, RECOVERED_SECONDS / 2)], id="idle, but not for long"),
     ],

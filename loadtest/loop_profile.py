@@ -1,0 +1,140 @@
+"""Where the event loop's processor time of one `POST /rank` goes: stations timed inside a server that wrk loads; see `profile`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from app.assembly import build_server
+from app.engine.worker import EngineWorker
+from app.http.direct import RankCall, RankEndpoint
+from app.http.rank import Ranking
+from app.server.direct import Call
+from app.server.process import RankingServer
+from app.server.protocol import StrictProtocol
+from app.service.service import RankingService
+from app.settings import Drain, Settings
+from app.telemetry import logs
+from loadtest.servers.launch import free_port
+from model.native.engine import NativeEngine
+from model.native.kernel import Kernel
+
+STATIONS: dict[str, tuple[tuple[type, str], ...]] = {
+    "HTTP: parser, headers, deadlines": ((StrictProtocol, "data_received"),),
+    "name, key, room": ((RankEndpoint, "begin"),),
+    "JSON": ((Ranking, "decode"),),
+    "a place in the queue": ((RankingService, "admit"),),
+    "checks, features": ((Ranking, "prepare"),),
+    "queue": ((RankingService, "rank"), (EngineWorker, "_begin")),
+    "keys, columns": ((NativeEngine, "_plan"), (NativeEngine, "_outcomes")),
+    "forward, or its hand-over": ((Kernel, "forward"), (Kernel, "begin"), (Kernel, "finish")),
+    "results to requests": ((EngineWorker, "_end"),),
+    "reply": ((RankCall, "_render"),),
+    "metrics, log line": ((RankCall, "_end"),),
+    "write": ((Call, "_reply"),),
+}
+
+SCRIPT = """
+for line in io.lines("%s") do wrk.body = line end
+wrk.method, wrk.headers["Content-Type"] = "POST", "application/json"
+"""
+
+
+class Stopwatch:
+    """Seconds by station, each without those of the stations it calls."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STATIONS, 0.0)
+        self._running: list[str] = []
+        self._since = 0.0
+
+    def timed(self, station: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, with its time counted."""
+
+        @functools.wraps(call)
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self._switch(station)
+            try:
+                return call(*arguments, **named)
+            finally:
+                self._switch(None)
+
+        return counted
+
+    def _switch(self, station: str | None) -> None:
+        now = time.thread_time()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+        if station is None:
+            self._running.pop()
+        else:
+            self._running.append(station)
+        self._since = now
+
+
+def loop_columns(checkpoint: Path, body: bytes, seconds: float) -> dict[str, dict[str, float]]:
+    """Microseconds of the loop's thread a request, by station, at 1 and 16 connections. Needs wrk.
+
+    The last row is what is left of the thread's processor time: reading and writing sockets, timers, the loop itself, and the
+    stopwatch, about 0.2 µs a call.
+    """
+    watch = Stopwatch()
+    kept = {place: getattr(*place) for places in STATIONS.values() for place in places}
+    for station, places in STATIONS.items():
+        for place in places:
+            setattr(*place, watch.timed(station, kept[place]))
+    try:
+        return asyncio.run(_measured(checkpoint, body, seconds, watch))
+    finally:
+        for place, call in kept.items():
+            setattr(*place, call)
+
+
+async def _measured(checkpoint: Path, body: bytes, seconds: float, watch: Stopwatch) -> dict[str, dict[str, float]]:
+    settings = Settings(checkpoint=checkpoint, port=free_port(), dtype="bfloat16", drain=Drain(delay_seconds=0))
+    logs.configure(settings.logs)
+    server = build_server(settings)
+    serving = asyncio.create_task(server.serve())
+    while not (server.started and server.service.health().ready):  # noqa: ASYNC110  # uvicorn tells nobody
+        await asyncio.sleep(0.05)
+    columns = {}
+    for connections in (1, 16):
+        await _load(settings.port, body, connections, 0.5)
+        before, began, watch.seconds = _answered(server), time.thread_time(), dict.fromkeys(STATIONS, 0.0)
+        await _load(settings.port, body, connections, seconds)
+        spent, requests = time.thread_time() - began, _answered(server) - before
+        stations = {station: 1e6 * found / requests for station, found in watch.seconds.items()}
+        columns[f"{connections} connections"] = {
+            **stations,
+            "sockets and the loop": 1e6 * spent / requests - sum(stations.values()),
+        }
+    server.drain()
+    await serving
+    return columns
+
+
+async def _load(port: int, body: bytes, connections: int, seconds: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder) / "body").write_bytes(body + b"\n")
+        (script := Path(folder) / "post.lua").write_text(SCRIPT % file)
+        command = [
+            "wrk",
+            "-t1",
+            f"-c{connections}",
+            f"-d{max(1, round(seconds))}s",
+            "-s",
+            str(script),
+            f"http://127.0.0.1:{port}/rank",
+        ]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+        assert await process.wait() == 0
+
+
+def _answered(server: RankingServer) -> float:
+    value = server.service.metrics.registry.get_sample_value
+    return value("ranker_http_requests_total", {"method": "POST", "route": "/rank", "code": "200"}) or 0.0
