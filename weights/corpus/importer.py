@@ -171,7 +171,9 @@ def make_corpus(
 def encoded(source: PostsFile, encoder: Encoder) -> Iterator[Tensor]:
     """The candidate tower's vectors of every post, in order."""
     for posts, authors in _in_step(source):
-        yield encode(encoder, posts, authors)
+        for start in range(0, len(posts), ENCODED_ROWS):
+            rows = slice(start, start + ENCODED_ROWS)
+            yield encode(encoder, posts[rows], authors[rows])
 
 
 def encode(encoder: Encoder, post_ids: Ids, author_ids: Ids) -> Tensor:
