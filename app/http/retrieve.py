@@ -1,5 +1,4 @@
-"""`POST /retrieve` and `POST /recommend`: from headers and bytes to posts, and to posts with scores, in the order in which things
-may fail."""
+"""`POST /retrieve` and `POST /recommend`: from bytes to posts, and to posts with scores, in the order in which things may fail."""
 
 from __future__ import annotations
 
