@@ -16,7 +16,7 @@ CHECKPOINT ?= weights/demo
 RETRIEVAL ?= $(if $(filter weights/demo,$(CHECKPOINT)),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(filter weights/demo,$(CHECKPOINT)),$(wildcard weights/demo-posts))
 
-.PHONY: soak overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
+.PHONY: wrk soak overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -60,13 +60,17 @@ bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
 bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
 
-bench-front: $(VENV)/.installed ## requests a second beside a bare ASGI function, by wrk: ARGS="--rounds 9"
+bench-front: $(VENV)/.installed wrk ## requests a second beside a bare ASGI function, and impatient callers, by wrk: ARGS="--rounds 9"
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
+	$(BIN)/python -m loadtest.bench.impatience $(ARGS)
 
 bench-retrieve: $(VENV)/.installed ## the exact search beside faiss and the memory's bandwidth: ARGS="--threads 1 --approximate 0"
 	$(BIN)/python -m loadtest.bench.retrieve $(ARGS)
 
-profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
+wrk: ## the C load generator, from Debian; without it what needs it says so
+	@command -v wrk >/dev/null || apt-get install -y --no-install-recommends wrk || echo "wrk could not be installed"
+
+profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile
 
 test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--backend torch"

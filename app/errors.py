@@ -31,6 +31,7 @@ class ServiceError(Exception):
     def __init__(self, detail: str | None = None, *, retry_after_seconds: float | None = None) -> None:
         self.detail = self.default_detail if detail is None else detail
         self.retry_after_seconds = retry_after_seconds
+        self.may_wait = False  # a caller who sends again at once need not be told at once
         self.problems: tuple[FieldProblem, ...] = ()
         super().__init__(self.detail)
 

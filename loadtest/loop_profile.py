@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from app.server.protocol import StrictProtocol
 from app.service.service import RankingService
 from app.settings import Drain, Settings
 from app.telemetry import logs
+from loadtest.generate import wrk
 from loadtest.servers.launch import free_port
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
@@ -38,11 +38,6 @@ STATIONS: dict[str, tuple[tuple[type, str], ...]] = {
     "metrics, log line": ((RankCall, "_end"),),
     "write": ((Call, "_reply"),),
 }
-
-SCRIPT = """
-for line in io.lines("%s") do wrk.body = line end
-wrk.method, wrk.headers["Content-Type"] = "POST", "application/json"
-"""
 
 
 class Stopwatch:
@@ -102,37 +97,20 @@ async def _measured(checkpoint: Path, body: bytes, seconds: float, watch: Stopwa
     serving = asyncio.create_task(server.serve())
     while not (server.started and server.service.health().ready):  # noqa: ASYNC110  # uvicorn tells nobody
         await asyncio.sleep(0.05)
-    columns = {}
+    columns, url = {}, f"http://127.0.0.1:{settings.port}/rank"
     for connections in (1, 16):
-        await _load(settings.port, body, connections, 0.5)
+        await asyncio.to_thread(wrk.read, url, [body], connections, 1)
         before, began, watch.seconds = _answered(server), time.thread_time(), dict.fromkeys(STATIONS, 0.0)
-        await _load(settings.port, body, connections, seconds)
+        await asyncio.to_thread(wrk.read, url, [body], connections, seconds)
         spent, requests = time.thread_time() - began, _answered(server) - before
         stations = {station: 1e6 * found / requests for station, found in watch.seconds.items()}
-        columns[f"{connections} connections"] = {
+        columns[f"{connections} connection{'s' * (connections > 1)}"] = {
             **stations,
             "sockets and the loop": 1e6 * spent / requests - sum(stations.values()),
         }
     server.drain()
     await serving
     return columns
-
-
-async def _load(port: int, body: bytes, connections: int, seconds: float) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        (file := Path(folder) / "body").write_bytes(body + b"\n")
-        (script := Path(folder) / "post.lua").write_text(SCRIPT % file)
-        command = [
-            "wrk",
-            "-t1",
-            f"-c{connections}",
-            f"-d{max(1, round(seconds))}s",
-            "-s",
-            str(script),
-            f"http://127.0.0.1:{port}/rank",
-        ]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
-        assert await process.wait() == 0
 
 
 def _answered(server: RankingServer) -> float:

@@ -19,7 +19,7 @@ from app.request.reply import ROWS_IN_A_PIECE
 ROUTE = "/rank"
 
 Fields = Sequence[tuple[bytes, bytes]]
-Reply = Callable[[int, Fields, bytes], None]
+Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impatient caller's reply may be written later
 
 
 class RankEndpoint:
@@ -36,7 +36,7 @@ class RankEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The same over ASGI."""
         replied: asyncio.Future[tuple[int, Fields, bytes]] = asyncio.get_running_loop().create_future()
-        call = self.begin(scope["headers"], lambda *reply: replied.set_result(reply))
+        call = self.begin(scope["headers"], lambda *reply: replied.set_result(reply[:3]))
         try:
             if not replied.done():
                 call.finish(await read_body(call.headers, receive, call.max_body_bytes))
@@ -97,7 +97,7 @@ class RankCall:
         """Answer with a problem."""
         if self._reply is not None:
             problem = self.recorder.problem(error, self.exchange)
-            self._answer(*problem_reply(problem, self.exchange.request_id))
+            self._answer(*problem_reply(problem, self.exchange.request_id), may_wait=problem.may_wait)
 
     def _ranked(self, result: Ranked | ServiceError) -> None:
         job = self._job
@@ -121,13 +121,13 @@ class RankCall:
         except Exception as error:
             self.fail(error)
 
-    def _answer(self, status: int, headers: Fields, body: bytes) -> None:
+    def _answer(self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False) -> None:
         reply, exchange = self._reply, self.exchange
         assert reply is not None
         identity = (b"x-request-id", exchange.request_id.encode())
         exchange.status = status
         self._end()
-        reply(status, [*headers, (b"content-length", b"%d" % len(body)), identity], body)
+        reply(status, [*headers, (b"content-length", b"%d" % len(body)), identity], body, may_wait)
 
     def _end(self) -> None:
         """Nothing more is said, nothing more is computed."""

@@ -50,6 +50,11 @@ class LoopLag:
         self._cpu_seconds = self._requests = 0.0  # of the recent past
         self._late_seconds = 0.0  # on average
 
+    @property
+    def is_short_of_time(self) -> bool:
+        """Whether whatever else the loop does, such as refusing, takes time from those whom it serves."""
+        return self.overrun or self._late_seconds >= LATE_SECONDS
+
     def wait_seconds(self, unanswered: int) -> float:
         """In which the loop answers that many requests."""
         return unanswered * self._cpu_seconds / self._requests if self._requests else 0.0

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from app.server.protocol import StrictProtocol
 
 Fields = Sequence[tuple[bytes, bytes]]
-TOO_MANY_REQUESTS = 429
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -36,8 +35,11 @@ class Handler(Protocol):
 class Endpoint(Protocol):
     """Takes requests when their headers have arrived, in the event loop."""
 
-    def begin(self, headers: Fields, reply: Callable[[int, Fields, bytes], None]) -> Handler:
-        """`headers` have lower-case names. `reply` is called once, at once perhaps, unless the request is abandoned before."""
+    def begin(self, headers: Fields, reply: Callable[[int, Fields, bytes, bool], None]) -> Handler:
+        """`headers` have lower-case names. `reply` is called once, at once perhaps, unless the request is abandoned before.
+
+        Its last argument says whether the reply may be written later to a caller who is impatient: see `patience`.
+        """
         ...
 
 
@@ -120,7 +122,7 @@ class Call:
         else:
             handler.finish(body[0] if len(body) == 1 else b"".join(body))
 
-    def _reply(self, status: int, headers: Fields, body: bytes) -> None:
+    def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
         """Write head and body at once. Raises RuntimeError for a value that would break the head."""
         if self.disconnected:
             return
@@ -131,11 +133,8 @@ class Call:
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
         self.response_started = True
         self._bytes = b"".join((STATUS_LINE[status], fields, end, body))
-        if (
-            status != TOO_MANY_REQUESTS
-            or not protocol.is_impatient()
-            or not protocol.observer.refusals.hold(self._write)
-        ):
+        is_impatient = may_wait and protocol.is_impatient()
+        if not is_impatient or not protocol.observer.refusals.hold(self._write):
             self._write()
 
     def _write(self) -> None:

@@ -195,7 +195,9 @@ class RankingService:
         self._refused += 1
         self.metrics.rejected.labels(refusal.reason).inc()
         kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
-        raise kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
+        error = kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
+        error.may_wait = self.loop_clock.lag.is_short_of_time
+        raise error
 
     def _release(self, job: RankJob) -> None:
         """The job is answered, cancelled or expired."""

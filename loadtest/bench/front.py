@@ -8,11 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,19 +17,13 @@ import httpx
 import orjson
 
 from loadtest.bench.service import ranking_bodies
+from loadtest.generate import wrk
 from loadtest.machine import ROOT, machine
 from loadtest.servers.launch import Server, free_port, process, ranking_server
 from loadtest.timing import Figure, ratio
 
 TARGETS = {(7, 16): 0.25, (64, 16): 0.30}  # of the ratio
-UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 REPLY_BYTES = "FRONT_REPLY_BYTES"
-SCRIPT = """
-local bodies, i = {}, 0
-for line in io.lines("%s") do bodies[#bodies + 1] = line end
-wrk.method, wrk.headers["Content-Type"] = "POST", "application/json"
-request = function() i = i %% #bodies + 1; return wrk.format(nil, "/rank", nil, bodies[i]) end
-"""
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
@@ -49,40 +39,26 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"x" * int(size)})
 
 
-def wrk(url: str, script: Path, connections: int, seconds: float) -> tuple[float, float]:
-    """Requests a second and the median latency in ms. Raises RuntimeError where a reply was no 200."""
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--latency", "-s", str(script), url]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    if "Non-2xx" in text or "Socket errors" in text:
-        raise RuntimeError(f"not every request was answered with 200:\n{text}")
-    rate, half = re.search(r"Requests/sec:\s+([\d.]+)", text), re.search(r"50%\s+([\d.]+)(us|ms|s)\b", text)
-    assert rate is not None
-    assert half is not None
-    return float(rate[1]), float(half[1]) * UNITS_MS[half[2]]
-
-
 def measure(
     server: Server, bodies: Sequence[bytes], candidates: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each number of connections; the sides take turns, so that a busy machine slows both."""
-    if shutil.which("wrk") is None:
+    if not wrk.IS_INSTALLED:
         return [{"candidates": candidates, "not measured": "wrk is not installed"}]
     first = httpx.post(f"{server.url}/rank", content=bodies[0], headers={"content-type": "application/json"})
     port, size = free_port(), {REPLY_BYTES: str(len(first.raise_for_status().content))}
     flags = "--loop uvloop --http httptools --no-access-log --log-level warning --lifespan off"
     command = [sys.executable, "-m", "uvicorn", "loadtest.bench.front:bare", "--port", str(port), *flags.split()]
     rows = []
-    with tempfile.TemporaryDirectory() as folder, process(command, size, port=port) as other:
-        (script := Path(folder) / "post.lua").write_text(SCRIPT % (lines := Path(folder) / "bodies"))
-        lines.write_bytes(b"\n".join(bodies))
+    with process(command, size, port=port) as other:
         for connections in (1, 16):
-            read: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
+            read: dict[str, list[wrk.Reading]] = {"ours": [], "bare": []}
             for _ in range(options.rounds):
                 for side, target in (("ours", server), ("bare", other)):
-                    read[side].append(wrk(target.url, script, connections, options.seconds))
-            ours, theirs = ([rate for rate, _ in read[side]] for side in ("ours", "bare"))
+                    read[side].append(wrk.read(f"{target.url}/rank", bodies, connections, options.seconds))
+            ours, theirs = ([reading.good_per_s for reading in read[side]] for side in ("ours", "bare"))
             figures = {"ours_per_s": Figure.of(ours), "bare_per_s": Figure.of(theirs), "ratio": ratio(ours, theirs)}
-            figures["p50_ms"] = Figure.of([half for _, half in read["ours"]])
+            figures["p50_ms"] = Figure.of([reading.p50_ms for reading in read["ours"]])
             rows.append(
                 {"candidates": candidates, "connections": connections, "target": TARGETS.get((candidates, connections))}
                 | {name: [float(f"{part:.3g}") for part in (f.median, f.low, f.high)] for name, f in figures.items()}

@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +20,7 @@ import numpy as np
 import orjson
 from matplotlib.figure import Figure as Picture
 
+from loadtest.generate import wrk
 from loadtest.generate.generator import closed_samples
 from loadtest.machine import ROOT, machine
 from loadtest.servers.launch import Server, ranking_server
@@ -31,31 +29,6 @@ from loadtest.timing import Figure
 CONNECTIONS = (32, 64, 128, 256)
 LEAST_CONNECTIONS, MOST_CONNECTIONS = 32, 512  # for the cost of a refusal
 MOST_REQUESTS = 200_000  # of one reading
-SCRIPT = """
-local threads = {}
-for line in io.lines("%s") do wrk.body = line end
-wrk.method, wrk.headers["Content-Type"] = "POST", "application/json"
-function setup(thread) table.insert(threads, thread) end
-function init() good, bad = 0, 0 end
-function response(status) if status == 200 then good = good + 1 else bad = bad + 1 end end
-function done(summary)
-  local sums = {0, 0}
-  for _, thread in ipairs(threads) do
-    sums[1], sums[2] = sums[1] + thread:get("good"), sums[2] + thread:get("bad")
-  end
-  print(string.format("counted %%d %%d in %%d", sums[1], sums[2], summary.duration))
-end
-"""
-
-
-def wrk(server: Server, script: Path, connections: int, seconds: float) -> tuple[float, float]:
-    """200s and other replies a second."""
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "-s", str(script), f"{server.url}/rank"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.search(r"counted (\d+) (\d+) in (\d+)", text)
-    assert found is not None, text
-    good, bad, microseconds = map(int, found.groups())
-    return good / microseconds * 1e6, bad / microseconds * 1e6
 
 
 def ours(server: Server, body: bytes, connections: int, seconds: float) -> tuple[float, float]:
@@ -73,27 +46,27 @@ def cpu_seconds(server: Server) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def refusal_cost(server: Server, script: Path, seconds: float) -> dict[str, float]:
+def refusal_cost(server: Server, body: bytes, seconds: float) -> dict[str, float]:
     """Processor milliseconds of a request that is ranked, and of one that is refused."""
     costs, served = [], []
     for connections in (LEAST_CONNECTIONS, MOST_CONNECTIONS):
         before = cpu_seconds(server)
-        good, bad = (rate * seconds for rate in wrk(server, script, connections, seconds))
+        reading = wrk.read(f"{server.url}/rank", [body], connections, seconds, refusals=True)
         costs.append(cpu_seconds(server) - before)
-        served.append((good, bad))
+        served.append((reading.good_per_s * seconds, reading.bad_per_s * seconds))
     ranked = costs[0] / served[0][0]
     return {"ranked": 1e3 * ranked, "refused": 1e3 * (costs[1] - ranked * served[1][0]) / max(served[1][1], 1.0)}
 
 
-def measure(sides: dict[str, Server], body: bytes, script: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(sides: dict[str, Server], body: bytes, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each side and number of connections; the sides take turns."""
     read: dict[tuple[str, int], list[tuple[float, float, float, float]]] = {}
     for _ in range(options.rounds):
         for connections in CONNECTIONS:
             for side, server in sides.items():
-                good, bad = wrk(server, script, connections, options.seconds)
+                found = wrk.read(f"{server.url}/rank", [body], connections, options.seconds, refusals=True)
                 own, p99 = ours(server, body, connections, options.seconds)
-                read.setdefault((side, connections), []).append((good, bad, own, p99))
+                read.setdefault((side, connections), []).append((found.good_per_s, found.bad_per_s, own, p99))
     names = ("good_per_s", "refused_per_s", "good_per_s_ours", "p99_ms_of_good")
     rows = []
     for (side, connections), readings in read.items():
@@ -141,14 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "logs__success_sample": 1,
     }
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "body").write_bytes(body + b"\n")
-        (script := folder / "post.lua").write_text(SCRIPT % (folder / "body"))
         roots = {"now": ROOT} | ({"before": options.before.absolute()} if options.before else {})
         sides = {side: stack.enter_context(ranking_server(root=root, **settings)) for side, root in roots.items()}
-        rows = measure(sides, body, script, options)
+        rows = measure(sides, body, options)
         eager = stack.enter_context(ranking_server(connections__held_refusals=0, **settings))
-        costs = [refusal_cost(eager, script, options.seconds) for _ in range(options.rounds)]
+        costs = [refusal_cost(eager, body, options.seconds) for _ in range(options.rounds)]
     cost = {name: Figure.of([each[name] for each in costs]) for name in costs[0]}
     share = Figure.of([each["refused"] / each["ranked"] for each in costs])
     for row in rows:  # each figure: median, 10th and 90th percentile

@@ -1,4 +1,4 @@
-"""L1, L2, L3: more load than the engine can take, and deadlines shorter than the queue. Around a fake engine of known capacity."""
+"""L1, L2, L3, L5: more load than engine or event loop can take, deadlines shorter than the queue. Around a fake engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from loadtest.generate import wrk
 from loadtest.generate.arrivals import schedule
-from loadtest.generate.generator import OpenLoop
+from loadtest.generate.generator import OpenLoop, closed_samples
 from loadtest.generate.http_client import Client, precise_loop
 from loadtest.generate.payload import rank_request
 from loadtest.generate.samples import Samples
@@ -35,6 +36,7 @@ GOODPUT_LIMIT = 0.95
 RECOVERY_SECONDS = 5.0
 RETRIES = 3
 WAVE = 100
+FEW, MANY = 32, 256  # impatient callers
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,33 @@ async def _persistent(client: Client, due: float, row: int, *, patient: bool) ->
         told = float(reply.headers.get(b"retry-after", b"0"))
         await asyncio.sleep(told if patient else random.uniform(0, 0.1))
     return reply.status
+
+
+def impatience(seconds: float, rounds: int = 3, **settings: object) -> list[Row]:
+    """L5: callers who send again as soon as they are answered, few and many, around an engine that takes no time.
+
+    wrk counts; our own generator, which is slower, adds the latency of the 200s alone.
+    """
+    requests, each = [rank_request(1, CANDIDATES)] * 100_000, seconds / 4 / rounds
+    body = requests[0].partition(b"\r\n\r\n")[2]
+    rates: dict[int, list[float]] = {FEW: [], MANY: []}
+    loads: dict[int, list[Load]] = {FEW: [], MANY: []}
+    with fake(**settings) as server:
+        for _ in range(rounds):
+            for callers in (FEW, MANY):
+                rates[callers].append(wrk.read(f"{server.url}/rank", [body], callers, each, refusals=True).good_per_s)
+                samples = closed_samples(
+                    (HOST, server.port), requests, clients=callers, seconds=each, warm_up=8 * callers
+                )
+                loads[callers].append(_load(callers / FEW, samples, float(samples.done.max())))
+    goodput = float(np.median(np.array(rates[MANY]) / rates[FEW]))
+    p99s = {callers: np.array([load.admitted_p99 for load in found]) for callers, found in loads.items()}
+    tried, broken = (sum(getattr(load, name) for load in loads[FEW] + loads[MANY]) for name in ("tried", "broken"))
+    what = f"200s a second of {MANY} impatient callers"
+    return [
+        Row("L5", what, tried, broken, goodput, 0.9, f"of those of {FEW}", at_least=True),
+        Row("L5", "p99 of their 200s", tried, 0, float(np.median(p99s[MANY] / p99s[FEW])), 3.0, f"× that of {FEW}"),
+    ]
 
 
 def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from loadtest.generate import wrk
 from loadtest.matrix import Row
 from loadtest.soak import endings, leak, lines, overload, protocol, swaps
 
@@ -45,6 +46,20 @@ def test_l3_an_expired_request_is_not_computed() -> None:
     row = overload.deadlines(200)
     assert not row.failed
     assert row.figure < 0.5
+
+
+@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed: apt-get install wrk")
+def test_l5_impatient_callers_do_not_starve_the_others() -> None:
+    goodput, stretch = overload.impatience(8.0, rounds=1)
+    assert not goodput.failed
+    assert goodput.figure > 0.6  # the milliseconds and the tenths are the long form's
+    assert stretch.figure < 20
+
+
+@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed: apt-get install wrk")
+def test_l5_is_red_where_no_refusal_waits() -> None:
+    goodput, _ = overload.impatience(8.0, rounds=1, connections__held_refusals=0)
+    assert not goodput.ok
 
 
 def test_l4_a_planted_leak_is_seen_and_without_it_memory_is_flat() -> None:

@@ -22,6 +22,7 @@ ENGINE = FakeEngine()
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """Refuses every request; at most two refusals wait."""
     monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
+    monkeypatch.setattr(LoopLag, "is_short_of_time", True)
     with live(ENGINE, connections=Connections(held_refusals=2)) as opened:
         yield opened
     assert ENGINE.forwards == []
@@ -48,6 +49,12 @@ def test_only_who_asks_again_at_once_waits(server: Live) -> None:
         time.sleep(REPEAT_SECONDS)
         assert refused_after(one) < HOLD_SECONDS / 2
     assert server.service.metrics.registry.get_sample_value("ranker_refusals_held_total") == 2
+
+
+def test_with_time_to_spare_nobody_waits(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoopLag, "is_short_of_time", False)
+    with connect(server.port) as sock:
+        assert max(refused_after(sock) for _ in range(5)) < HOLD_SECONDS / 2
 
 
 def test_the_number_that_waits_is_bounded(server: Live) -> None:
