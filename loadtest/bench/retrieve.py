@@ -175,11 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(options.threads)
     faiss.omp_set_num_threads(options.threads)
+    console = Console(width=150)
     done = list(speed_rows(options.posts, options.width, options.threads, options.rounds))
+    show(done, console)
     if options.queries:
         done.append(recall_row(options.queries, 5_003, options.width))
-    console = Console(width=150)
-    show(done, console)
+        show(done[-1:], console)
     others = list(approximate(options.approximate, options.width, options.threads)) if options.approximate else []
     table = Table("corpus", "index", "ms a query", f"recall@{K}", title=f"For information: {options.approximate} posts")
     for other in others:
