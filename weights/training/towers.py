@@ -33,8 +33,8 @@ class TowerSettings:
     """Equal settings and log make equal towers, to the last bit, on one machine and build."""
 
     seed: int = 1
-    steps: int = 700
-    batch_requests: int = 128
+    steps: int = 450
+    batch_requests: int = 96
     learning_rate: float = 3e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
