@@ -33,7 +33,10 @@ PLANTS = {  # contract → file, an import that the contract forbids there
         "loadtest/measure/runs.py",
         "import model.engine",
     ),
-    "of loadtest, only the fuzzer, the faulty server and the loop's profile know app": ("loadtest/peers/common.py", "import app.errors"),
+    "of loadtest, only the fuzzer, the faulty server and the loop's profile know app": (
+        "loadtest/peers/common.py",
+        "import app.errors",
+    ),
 }
 
 

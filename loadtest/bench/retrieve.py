@@ -101,6 +101,7 @@ def speed_rows(posts: int, width: int, threads: int, rounds: int) -> Iterator[Ro
 
 def recall_row(queries: int, posts: int, width: int) -> Row:
     """Queries whose rows or bits are not those of scoring every row in fp32."""
+    torch.set_num_threads(1)  # nothing is timed here, and two threads a small sum only wait for each other
     different, asked = 0, 0
     rng = np.random.default_rng(1)
     for draw in KINDS.values():
