@@ -22,7 +22,8 @@ RUN python -m venv /opt/ranker
 ENV PATH=/opt/ranker/bin:$PATH
 COPY pyproject.toml docker/requirements.lock ./
 RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    print(*project["dependencies"], *project["optional-dependencies"]["tracing"], sep="\n")' > requirements.txt
+    extras = project["optional-dependencies"]; \
+    print(*project["dependencies"], *extras["tracing"], *extras["grpc"], sep="\n")' > requirements.txt
 
 FROM build AS build-cuda
 RUN pip install -c requirements.lock -r requirements.txt

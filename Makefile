@@ -33,7 +33,7 @@ $(VENV)/.runtime: pyproject.toml $(LOCK) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.runtime app/client/pyproject.toml
-	$(BIN)/$(PIP_INSTALL) -e '.[dev,train,load,bench,tracing]' -e app/client
+	$(BIN)/$(PIP_INSTALL) -e '.[dev,train,load,bench,tracing,grpc]' -e app/client
 	@touch $@
 
 # Debian's prometheus and promtool, unpacked below .cache; the tests that need them say so where this fails.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 
-from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from app.engine.loading import checkpoint_loader, retrieval_loader
 from app.http.admin import create_admin_app
-from app.http.application import create_app, create_probe_app
+from app.http.application import Application, create_app, create_probe_app
 from app.scheduling.job import Clock
-from app.server.process import RankingServer, serve
+from app.server.process import Other, RankingServer, serve
 from app.service.reload import Reloader
 from app.service.service import RankingService
-from app.settings import Settings
+from app.settings import Settings, SettingsProblem
 from app.telemetry.metrics import Metrics
 
 
@@ -28,7 +28,7 @@ def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.m
     return RankingService(load, settings, metrics, retrieval=retrieval, clock=clock)
 
 
-def build_app(settings: Settings) -> FastAPI:
+def build_app(settings: Settings) -> Application:
     """The application of a process that serves by itself, without listeners: for tests and for other ASGI servers."""
     return create_app(settings, build_service(settings, Metrics()))
 
@@ -43,7 +43,20 @@ def build_server(settings: Settings, service: RankingService | None = None) -> R
     if settings.admin.port is not None:
         side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, reloader, service)
     app = create_app(settings, service)
-    return RankingServer(app, side_apps, service, reloader, settings, {(b"POST", b"/rank"): app.rank})
+    others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
+    return RankingServer(app, side_apps, service, reloader, settings, {(b"POST", b"/rank"): app.rank}, others)
+
+
+def create_grpc_server(app: Application, settings: Settings) -> Other:
+    """What the application ranks, over gRPC. Raises SettingsProblem where that is not installed."""
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "NONE"
+    )  # else callers' mistakes are written to standard error, past the log
+    try:
+        from app.http.grpc_server import InferenceServer
+    except ImportError as error:
+        raise SettingsProblem(f"RANKER_GRPC__PORT needs the `grpc` extra: {error}") from error
+    return InferenceServer(app.ranking, app.recorder, settings)
 
 
 def run(settings: Settings) -> int:

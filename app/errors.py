@@ -101,6 +101,15 @@ class RequestMethod(ServiceError):
     default_detail = "This path does not take this method."
 
 
+class NotAcceptable(ServiceError):
+    """The reply would be of a media type that the Accept header does not allow."""
+
+    status = 406
+    code = "not_acceptable"
+    title = "Not acceptable"
+    default_detail = "The reply to this request is of a media type that its Accept header rules out."
+
+
 class TooLarge(ServiceError):
     """More bytes, candidates or requests than the limits allow."""
 
@@ -111,12 +120,19 @@ class TooLarge(ServiceError):
 
 
 class UnsupportedMediaType(ServiceError):
-    """The body is not plain JSON: another media type, another charset, or compressed."""
+    """The body is of another media type or charset, or compressed otherwise than with gzip."""
 
     status = 415
     code = "unsupported_media_type"
     title = "Unsupported media type"
-    default_detail = "The body must be application/json in UTF-8, not compressed."
+    default_detail = "The body is of a media type that this path does not take, such as application/json in UTF-8."
+
+
+class UnsupportedCoding(UnsupportedMediaType):
+    """The body has a content coding that is not taken. The header says which are: it may stand in no other 415."""
+
+    default_detail = "The body may be compressed with gzip, and with nothing else."
+    headers: ClassVar[Mapping[str, str]] = {"Accept-Encoding": "gzip"}
 
 
 class InvalidRequest(ServiceError):

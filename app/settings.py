@@ -197,6 +197,15 @@ class Probes(Group):
     """With a port, probes, /info and /metrics answer there, and /metrics no longer on the main one."""
 
 
+class Grpc(Group):
+    """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of its own; none means no gRPC."""
+
+
 class Reload(Group):
     """When a new checkpoint is looked for without being asked."""
 
@@ -272,6 +281,7 @@ class Settings(BaseSettings):
     auth: Auth = Auth()
     admin: Admin = Admin()
     probes: Probes = Probes()
+    grpc: Grpc = Grpc()
     reload: Reload = Reload()
     logs: Logs = Logs()
     tracing: Tracing = Tracing()

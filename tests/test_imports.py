@@ -23,6 +23,7 @@ PLANTS = {  # contract → file, an import that the contract forbids there
     "the seam: what speaks HTTP needs no torch": ("app/http/problems.py", "import torch"),
     "the seam: what ranks needs no HTTP": ("app/service/service.py", "import fastapi"),
     "scheduling is pure policy": ("app/scheduling/forecast.py", "import numpy"),
+    "gRPC is an extra": ("app/http/rank.py", "import grpc"),
     "the client stands alone": ("app/client/phoenix_ranker_client/messages.py", "import app.errors"),
     "the server does not need its client": ("app/http/rank.py", "import phoenix_ranker_client"),
     "rooms of weights, one way": ("weights/format/manifest.py", "import weights.checkpoint"),

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized
-from app.http.asgi import check_media_type, read_body
+from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
+from app.http.asgi import Headers, read_body
+from app.http.negotiation import BATCH, is_compressed, wire_of
 from app.http.observe import Observe, Recorder
 from app.http.problems import HANDLERS
 from app.interface import CheckpointNotFound, ReloadInProgress, Reloads, Service
@@ -78,7 +79,7 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Sta
     async def posts(request: Request) -> Response:
         auth.check(request)
         headers = dict(request.scope["headers"])
-        check_media_type(headers)
+        _check_coding(headers)
         wanted = read_change(await read_body(headers, request.receive, MAX_CHANGE_BYTES))
         try:
             changed = await service.retrieval.change(wanted)
@@ -108,13 +109,19 @@ def _described(**manifests: Manifest | CorpusManifest) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
+def _check_coding(headers: Headers) -> None:
+    wire_of(headers, BATCH)
+    if is_compressed(headers):
+        raise UnsupportedMediaType("The body must not be compressed.")
+
+
 async def _requested(request: Request, reloads: Reloads) -> dict[str, Path]:
     """What the body names, found below the root."""
     headers = dict(request.scope["headers"])
     body = await read_body(headers, request.receive, MAX_BODY_BYTES)
     if not body:
         return {}
-    check_media_type(headers)
+    _check_coding(headers)
     wanted = strict_json.parse(bytes(body))
     if (
         type(wanted) is not dict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -17,7 +18,9 @@ from app.errors import InternalError, NotReady
 from app.http import operations
 from app.http.asgi import HeadAsGet
 from app.http.direct import RankEndpoint
+from app.http.negotiation import INFER
 from app.http.observe import Observe, Recorder
+from app.http.open_inference import MODEL, VERSION, open_inference
 from app.http.openapi import PREFERRED, describe_app
 from app.http.problems import HANDLERS
 from app.http.rank import Ranking
@@ -28,6 +31,7 @@ from app.settings import Settings
 from app.telemetry.logs import RequestLog
 from app.telemetry.tracing import RequestTracer, create_tracer
 
+INFER_PATH = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
 DESCRIPTION = (
     "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
     "checkpoint its numbers are the same bits whatever else is in the request."
@@ -42,12 +46,22 @@ class Application(FastAPI):
 
     recorder: Recorder
     rank: RankEndpoint
+    ranking: Ranking
     endpoints: Mapping[tuple[str, str], ASGIApp] = {}  # (method, path) → endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Middleware that is added later does not see these endpoints."""
-        endpoint = self.endpoints.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        endpoint = self._endpoint(scope["method"], scope["path"]) if scope["type"] == "http" else None
         await (endpoint or super().__call__)(scope, receive, send)
+
+    def _endpoint(self, method: str, path: str) -> ASGIApp | None:
+        """The endpoint that ranks at this path, if one does."""
+        if (found := self.endpoints.get((method, path))) is not None:
+            return found
+        asked = INFER_PATH.fullmatch(path) if method == "POST" and self.endpoints else None
+        if asked is None:
+            return None
+        return RankEndpoint(self.ranking, self.recorder, path, INFER, (asked["name"], asked["version"] or ""))
 
 
 def create_app(settings: Settings, service: Service) -> Application:
@@ -58,8 +72,10 @@ def create_app(settings: Settings, service: Service) -> Application:
     routers = [operations.probes(service), operations.info(service, settings)]
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
-    app = _application(settings, service, routers, ("/rank", "/rank/batch", "/retrieve", "/recommend"), tracer)
-    ranking = Ranking(service, settings)
+    routers.append(open_inference(service))
+    paths = ("/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer")
+    app = _application(settings, service, routers, paths, tracer)
+    ranking = app.ranking = Ranking(service, settings)
     app.rank = RankEndpoint(ranking, app.recorder)
     batch = Observe(BatchEndpoint(ranking, settings.batching), app.recorder)
     app.endpoints = {

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from app.errors import InvalidRequest, TooLarge
 from app.request.contract import is_request_id
 from app.telemetry.exchange import Exchange
 
 Headers = Mapping[bytes, bytes]
-JSON_TYPES = (b"application/json", b"application/json;charset=utf-8")
 EXCHANGE = "exchange"
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 
@@ -70,15 +69,6 @@ def timeout_seconds_of(headers: Headers) -> float | None:
 
 def _is_count(text: bytes) -> bool:
     return text.isdigit() and len(text) <= 12
-
-
-def check_media_type(headers: Headers) -> None:
-    """Raise UnsupportedMediaType for anything but plain JSON in UTF-8."""
-    sent = headers.get(b"content-type", b"")
-    if sent not in JSON_TYPES and sent.lower().replace(b" ", b"").replace(b'"', b"").rstrip(b";") not in JSON_TYPES:
-        raise UnsupportedMediaType
-    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise UnsupportedMediaType("The body must not be compressed.")
 
 
 def check_length(headers: Headers, limit_bytes: int) -> None:

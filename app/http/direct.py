@@ -10,13 +10,15 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import ServiceError
 from app.http.asgi import ClientGone, Headers, read_body, too_long
+from app.http.negotiation import RANK, Wires, check_accept
 from app.http.observe import Recorder
 from app.http.problems import problem_reply
-from app.http.rank import Prepared, Ranking
+from app.http.rank import ANY, Prepared, Ranking
 from app.interface import Ranked
+from app.request.body import Typed
 from app.request.reply import ROWS_IN_A_PIECE
-
-ROUTE = "/rank"
+from app.request.vocabulary import Vocabulary
+from app.request.wires import BINARY, LENGTH, media_type
 
 Fields = Sequence[tuple[bytes, bytes]]
 Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impatient caller's reply may be written later
@@ -25,9 +27,20 @@ Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impat
 class RankEndpoint:
     """Makes a `RankCall` of each request. As an ASGI application, which it is too, it serves under any other server."""
 
-    def __init__(self, ranking: Ranking, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        ranking: Ranking,
+        recorder: Recorder,
+        path: str = "/rank",
+        wires: Wires = RANK,
+        wanted: tuple[str, str] = ANY,
+    ) -> None:
+        """`wires` by media type of the body; `wanted` are name and version of the model that the path names."""
         self.ranking = ranking
         self.recorder = recorder
+        self.path = path
+        self.wires = wires
+        self.wanted = wanted
 
     def begin(self, headers: Fields, reply: Reply) -> RankCall:
         """The headers have arrived; `reply` is called once, at once perhaps, unless the call is abandoned before."""
@@ -54,27 +67,43 @@ class RankEndpoint:
 class RankCall:
     """One request, from its headers to its reply: `finish` with its body, `fail` or `abandon`. Belongs to the event loop."""
 
-    __slots__ = ("_deadline", "_job", "_reply", "exchange", "headers", "max_body_bytes", "ranking", "recorder")
+    __slots__ = (
+        "_endpoint",
+        "_job",
+        "_reply",
+        "_terms",
+        "exchange",
+        "headers",
+        "max_body_bytes",
+        "ranking",
+        "recorder",
+    )
 
     def __init__(self, endpoint: RankEndpoint, headers: Headers, reply: Reply) -> None:
         self.ranking = endpoint.ranking
         self.recorder = endpoint.recorder
         self.headers = headers
         self.max_body_bytes = self.ranking.limits.max_body_bytes
-        self.exchange = self.recorder.begin("POST", ROUTE, headers)
+        self.exchange = self.recorder.begin("POST", endpoint.path, headers)
+        self._endpoint = endpoint
         self._reply: Reply | None = reply
         self._job: Prepared | None = None
-        self._deadline: float | None = None
         try:
-            self._deadline = self.ranking.open(headers, self.exchange)
+            self._terms = self.ranking.open(headers, self.exchange, endpoint.wires)
         except Exception as error:
             self.fail(error)
 
     def finish(self, body: bytes | bytearray) -> None:
         """The body has arrived."""
-        ranking, exchange = self.ranking, self.exchange
+        ranking, exchange, terms = self.ranking, self.exchange, self._terms
+
+        def read(vocabulary: Vocabulary) -> Typed:
+            return terms.wire.decode(ranking.plain(body, terms), self.headers, ranking.limits, vocabulary)
+
         try:
-            job = self._job = ranking.prepare(ranking.decode(body, exchange), self._deadline, exchange)
+            typed = ranking.decode(read, exchange)
+            check_accept(self.headers, media_type(typed))
+            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, self._endpoint.wanted)
             if job.request.request_id is not None and not exchange.is_named_by_caller:
                 exchange.request_id = job.request.request_id
             ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)
@@ -97,7 +126,7 @@ class RankCall:
         """Answer with a problem."""
         if self._reply is not None:
             problem = self.recorder.problem(error, self.exchange)
-            self._answer(*problem_reply(problem, self.exchange.request_id), may_wait=problem.may_wait)
+            self._answer(*problem_reply(problem, self.exchange), may_wait=problem.may_wait)
 
     def _ranked(self, result: Ranked | ServiceError) -> None:
         job = self._job
@@ -117,7 +146,11 @@ class RankCall:
                 if len(job.candidates) > ROWS_IN_A_PIECE:  # lets other requests in between
                     asyncio.get_running_loop().call_soon(self._render, job, ranked, pieces, done)
                     return
-            self._answer(200, self.ranking.headers(job.model, [ranked], self.exchange), b"".join(done))
+            fields = [(b"content-type", media_type(job.request))]
+            if fields[0][1] is BINARY:
+                fields.append((LENGTH, b"%d" % len(done[0])))
+            fields += self.ranking.headers(job.model, [ranked], self.exchange)
+            self._answer(200, fields, b"".join(done))
         except Exception as error:
             self.fail(error)
 

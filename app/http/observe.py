@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import structlog
 from prometheus_client import Counter
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InternalError, ServiceError, TooLarge
@@ -49,6 +50,7 @@ class Recorder:
     ) -> None:
         self.metrics = metrics
         self.routes = frozenset(routes)
+        self._templates = [(compile_path(route)[0], route) for route in sorted(routes) if "{" in route]
         self.request_log = request_log
         self.tracer = tracer
         self._series: dict[tuple[str, str, int], tuple[Counter, Series]] = {}
@@ -61,8 +63,12 @@ class Recorder:
             is_named_by_caller=sent is not None,
             started=time.perf_counter(),
             method=method if method in METHODS else OTHER,
-            route=path if path in self.routes else UNMATCHED,
+            route=path if path in self.routes else self._template(path),
         )
+
+    def _template(self, path: str) -> str:
+        """The route with parameters that a path fits: one label for all of them."""
+        return next((route for pattern, route in self._templates if pattern.match(path)), UNMATCHED)
 
     def problem(self, error: Exception, exchange: Exchange, *, is_begun: bool = False) -> ServiceError:
         """What the caller is told of an error. Any that comes when the reply has begun is a fault of ours, which is logged."""
@@ -125,7 +131,7 @@ class Observe:
             if is_begun:
                 exchange.status = problem.status
                 raise  # half a reply cannot be mended: the connection must end
-            await send_reply(send_named, *problem_reply(problem, exchange.request_id))
+            await send_reply(send_named, *problem_reply(problem, exchange))
         finally:
             self.recorder.end(exchange, headers)
 

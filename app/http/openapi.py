@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from app.errors import (
+    BadRequest,
     CorpusNotLoaded,
     DeadlineExceeded,
     Draining,
@@ -19,6 +20,8 @@ from app.errors import (
     InvalidRequest,
     MalformedJson,
     NonFiniteScores,
+    NotAcceptable,
+    NotFound,
     NotReady,
     Overloaded,
     ServiceError,
@@ -26,6 +29,7 @@ from app.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
+from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
 from app.request.contract import (
     BatchReply,
@@ -38,10 +42,11 @@ from app.request.contract import (
     RetrieveReply,
     RetrieveRequest,
 )
+from app.request.inference_contract import InferReply, InferRequest
 
 REF = "#/components/schemas/{model}"
 FAILURES: tuple[type[ServiceError], ...] = (
-    MalformedJson, Unauthorized, TooLarge, UnsupportedMediaType, InvalidRequest, Overloaded, NonFiniteScores,
+    MalformedJson, BadRequest, Unauthorized, NotAcceptable, TooLarge, UnsupportedMediaType, InvalidRequest, Overloaded, NonFiniteScores,
     InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
 )  # fmt: skip
 PREFERRED = ("favorite", "dwell", "reply", "repost")
@@ -63,7 +68,8 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
     """The whole document. The examples use these action names."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     models: list[type[BaseModel]] = [
-        RankRequest, RankBatch, RankReply, BatchReply, RetrieveRequest, RetrieveReply, RecommendRequest, RecommendReply, Problem
+        RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
+        RecommendRequest, RecommendReply, Problem,
     ]  # fmt: skip
     refs, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
@@ -73,7 +79,8 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
     paths = {
         "/rank": _operation(
             "Rank one user's candidates",
-            "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself.",
+            "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself. "
+            "The tensors of the Open Inference Protocol are taken as well, as `application/octet-stream`; any body may be gzip.",
             _body(ref[RankRequest], examples),
             ref[RankReply],
         ),
@@ -93,20 +100,30 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
             },
         ),
     }
+    for path in (f"{MODEL}/infer", f"{VERSION}/infer"):
+        paths[path] = _operation(
+            "Rank one user's candidates, as tensors" + (" of one version" if path.startswith(VERSION) else ""),
+            "The Open Inference Protocol with its binary tensor extension: JSON, and behind it the binary data of those tensors "
+            "that say so. The same tensors are taken by `/rank` as `application/octet-stream`, and over gRPC.",
+            _body(ref[InferRequest], {"tensors": {"value": example_tensors()}}),
+            ref[InferReply],
+            [NotFound],
+            path_parameters(path),
+        )
     posts, scores = retrieval_examples(action_names)
     paths["/retrieve"] = _operation(
         "Retrieve posts for a user",
         "The best posts of the corpus by the cosine of two vectors, exactly: filters come first, equal scores go by row.",
         _body(ref[RetrieveRequest], posts),
         ref[RetrieveReply],
-        retrieves=True,
+        [CorpusNotLoaded],
     )
     paths["/recommend"] = _operation(
         "Retrieve posts and rank them",
         "What /rank says of what /retrieve returns, within one deadline.",
         _body(ref[RecommendRequest], scores),
         ref[RecommendReply],
-        retrieves=True,
+        [CorpusNotLoaded],
     )
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -149,6 +166,16 @@ def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
+def example_tensors() -> dict[str, Any]:
+    """A small request as tensors, which any checkpoint takes."""
+    ids = {"user_id": [7], "candidates.post_id": [90, 91], "candidates.author_id": [7, 5]}
+    ids |= {"history.post_id": [17], "history.author_id": [5]}
+    inputs = [
+        {"name": name, "datatype": "UINT64", "shape": [len(values)], "data": values} for name, values in ids.items()
+    ]
+    return {"inputs": inputs, "outputs": [{"name": "post_id"}, {"name": "score"}]}
+
+
 def retrieval_examples(action_names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """One request for /retrieve and one for /recommend, in words that the checkpoints know."""
     known = [name for name in PREFERRED if name in action_names] or list(action_names[:1])
@@ -166,7 +193,12 @@ def _body(schema: dict[str, Any], examples: dict[str, Any]) -> dict[str, Any]:
 
 
 def _operation(
-    summary: str, description: str, body: dict[str, Any], reply: dict[str, Any], *, retrieves: bool = False
+    summary: str,
+    description: str,
+    body: dict[str, Any],
+    reply: dict[str, Any],
+    more_failures: Sequence[type[ServiceError]] = (),
+    more_parameters: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     inward = [
         {
@@ -178,12 +210,11 @@ def _operation(
         }
         for name, text in HEADERS_IN.items()
     ]
-    names = HEADERS_OUT | ({"X-Corpus-Version": "Version of the corpus."} if retrieves else {})
-    outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in names.items()}
+    outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in HEADERS_OUT.items()}
     answers: dict[str, Any] = {
-        "200": {"description": f"{summary}.", "content": {"application/json": {"schema": reply}}, "headers": outward}
+        "200": {"description": "The ranking.", "content": {"application/json": {"schema": reply}}, "headers": outward}
     }
-    failures: tuple[type[ServiceError], ...] = (*FAILURES, CorpusNotLoaded) if retrieves else FAILURES
+    failures = (*FAILURES, *more_failures)
     for status in sorted({failure.status for failure in failures}):
         kinds = [failure for failure in failures if failure.status == status]
         text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)
@@ -193,8 +224,8 @@ def _operation(
         "tags": ["ranking"],
         "summary": summary,
         "description": description,
-        "operationId": summary.lower().replace(" ", "_").replace("'", ""),
-        "parameters": inward,
+        "operationId": summary.lower().replace(" ", "_").replace("'", "").replace(",", ""),
+        "parameters": [*more_parameters, *inward],
         "requestBody": body,
         "responses": answers,
         "security": [{}, {"key": []}],

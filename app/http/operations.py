@@ -33,10 +33,7 @@ def probes(service: Service) -> APIRouter:
     @router.get("/readyz", summary="Requests may be sent here", responses=NOT_NOW)
     async def readyz() -> dict[str, str]:
         """503 with the reason while loading, warming or draining, or when the engine has work and finishes none of it."""
-        health = service.health()
-        if not health.ready:
-            kind: type[ServiceError] = EngineDown if health.failed else Draining if health.draining else NotReady
-            raise kind(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
+        check_ready(service)
         return {"status": "ready"}
 
     @router.get("/startupz", summary="Warm-up is done", responses=NOT_NOW)
@@ -48,6 +45,14 @@ def probes(service: Service) -> APIRouter:
         return {"status": "started"}
 
     return router
+
+
+def check_ready(service: Service) -> None:
+    """Raise what keeps requests from being sent here: NotReady, Draining or EngineDown."""
+    health = service.health()
+    if not health.ready:
+        kind: type[ServiceError] = EngineDown if health.failed else Draining if health.draining else NotReady
+        raise kind(health.reason, retry_after_seconds=PROBE_RETRY_SECONDS)
 
 
 def metrics(service: Service) -> APIRouter:

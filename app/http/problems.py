@@ -12,19 +12,29 @@ from starlette.responses import Response
 
 from app.errors import BadRequest, InternalError, NotFound, RequestMethod, ServiceError, TooLarge
 from app.http.asgi import exchange_of
+from app.telemetry.exchange import Exchange
 
 MEDIA_TYPE = "application/problem+json"
 MAX_RETRY_AFTER_SECONDS = 3600
 
 
-def problem_reply(error: ServiceError, request_id: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body of the reply to a request that failed; Retry-After in whole seconds, at least one."""
+def retry_after(error: ServiceError) -> int | None:
+    """Whole seconds, at least one, after which a retry can succeed; None where it cannot."""
+    if error.retry_after_seconds is None:
+        return None
+    return min(MAX_RETRY_AFTER_SECONDS, max(1, math.ceil(error.retry_after_seconds)))
+
+
+def problem_reply(error: ServiceError, exchange: Exchange) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of the reply to a request that failed."""
     headers = [(b"content-type", MEDIA_TYPE.encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    if error.retry_after_seconds is not None:
-        seconds = min(MAX_RETRY_AFTER_SECONDS, max(1, math.ceil(error.retry_after_seconds)))
+    if (seconds := retry_after(error)) is not None:
         headers.append((b"retry-after", b"%d" % seconds))
-    return error.status, headers, orjson.dumps(error.problem(request_id))
+    problem = error.problem(exchange.request_id)
+    if exchange.route.startswith("/v2"):
+        problem["error"] = error.detail  # where clients of that protocol look
+    return error.status, headers, orjson.dumps(problem)
 
 
 async def on_service_error(request: Request, error: Exception) -> Response:
@@ -32,7 +42,7 @@ async def on_service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     exchange = exchange_of(request.scope)
     exchange.code = error.code
-    status, headers, body = problem_reply(error, exchange.request_id)
+    status, headers, body = problem_reply(error, exchange)
     response = Response(body, status)
     response.raw_headers.extend(headers)
     return response

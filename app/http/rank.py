@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from app.http.asgi import Headers, check_length, check_media_type, timeout_seconds_of
+from app.errors import NotFound
+from app.http.asgi import Headers, check_length, timeout_seconds_of
 from app.http.auth import KeyRing
+from app.http.negotiation import Wires, is_compressed, wire_of
 from app.interface import Ranked, ServedModel, Service, Ticket
-from app.request import features, reply
-from app.request.body import Body, count_items, decode
+from app.request import features, wires
+from app.request.body import Typed
+from app.request.coding import inflate
 from app.request.reply import ReplyFormat
-from app.request.validate import Request, check
+from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
+from app.request.wires import Render, Wire
 from app.settings import Settings
 from app.telemetry.exchange import Exchange
 from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
 
-JSON_HEADER = (b"content-type", b"application/json")
+T = TypeVar("T", bound=Typed)
+ANY = ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the headers of a request say. `deadline` in seconds of the service's clock, None where the caller sets none."""
+
+    wire: Wire
+    deadline: float | None
+    is_compressed: bool
 
 
 @dataclass(slots=True)
@@ -45,39 +60,58 @@ class Ranking:
         self.metrics = service.metrics
         self._words: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
 
-    def open(self, headers: Headers, exchange: Exchange) -> float | None:
-        """The deadline in seconds of the service's clock, None where the caller sets none. Refusals that need no body come here."""
+    def enter(self, headers: Headers, exchange: Exchange) -> None:
+        """Who asks, and whether the service is open."""
         exchange.key = self.keys.caller(headers)
         self.service.check_open(exchange.key)
-        check_media_type(headers)
-        check_length(headers, self.limits.max_body_bytes)
-        timeout_seconds = timeout_seconds_of(headers)
-        return None if timeout_seconds is None else self.service.clock() + timeout_seconds
 
-    def decode(self, body: bytes | bytearray, exchange: Exchange) -> Body:
-        """One request's JSON with its types checked."""
+    def open(self, headers: Headers, exchange: Exchange, wires: Wires) -> Terms:
+        """The terms of a request over HTTP. Refusals that need no body come here."""
+        self.enter(headers, exchange)
+        wire, compressed = wire_of(headers, wires), is_compressed(headers)
+        check_length(headers, self.limits.max_body_bytes)
+        return Terms(wire, self.deadline(timeout_seconds_of(headers)), compressed)
+
+    def deadline(self, *timeouts: float | None) -> float | None:
+        """The first of several deadlines, from now on; None where no timeout is set."""
+        seconds = [timeout for timeout in timeouts if timeout is not None]
+        return self.service.clock() + min(seconds) if seconds else None
+
+    def plain(self, body: bytes | bytearray, terms: Terms) -> bytes | bytearray:
+        """The body without its content coding, no longer than the limit."""
+        return inflate(body, self.limits.max_body_bytes) if terms.is_compressed else body
+
+    def decode(self, read: Callable[[Vocabulary], T], exchange: Exchange) -> T:
+        """What `read` makes of one request's bytes; how much work it is and how long it took are noted."""
         started = time.perf_counter()
         vocabulary, _ = self.words_of(self.service.model.manifest)
-        typed = decode(body, self.limits, vocabulary)
-        exchange.candidates += count_items(typed.candidates)
-        exchange.history += count_items(typed.history)
+        typed = read(vocabulary)
+        exchange.candidates += typed.count("candidates")
+        exchange.history += typed.count("history")
         add_seconds(exchange, "parse", time.perf_counter() - started)
         return typed
 
-    def prepare(self, body: Body, deadline: float | None, exchange: Exchange) -> Prepared:
-        """Admit, check, make features: a request that is refused for want of room costs no checks."""
+    def prepare(
+        self, typed: Typed, wire: Wire, deadline: float | None, exchange: Exchange, wanted: tuple[str, str] = ANY
+    ) -> Prepared:
+        """Admit, check, make features: a request that is refused for want of room costs no checks.
+
+        `wanted` are name and version of the model, empty for any.
+        """
         started = time.perf_counter()
-        model = self.service.model
+        model = served(self.service, *wanted) if wanted is not ANY else self.service.model
+        if typed.timeout_seconds is not None:
+            deadline = min(filter(None, (deadline, self.deadline(typed.timeout_seconds))))
         ticket = self.service.admit(
             model,
-            candidates=count_items(body.candidates),
-            history=count_items(body.history),
+            candidates=typed.count("candidates"),
+            history=typed.count("history"),
             deadline=deadline,
             key=exchange.key,
         )
         try:
             vocabulary, form = self.words_of(model.manifest)
-            request = check(body, vocabulary)
+            request = wire.check(typed, vocabulary)
             config = model.manifest.config
             context, candidates = features.context_of(request, config), features.candidates_of(request, config)
         except BaseException:
@@ -89,13 +123,15 @@ class Ranking:
         add_seconds(exchange, "parse", seconds)
         return Prepared(model, ticket, request, context, candidates, form, seconds)
 
-    def render(self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange) -> Iterator[bytes]:
+    def render(
+        self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange, write: Render = wires.render
+    ) -> Iterator[bytes]:
         """The reply to one request, in pieces: other requests should be served between those of a long one."""
         stages = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
         for stage in ("queue", "forward"):  # requests of a batch run side by side
             exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), stages[stage])
         self.metrics.reply_probabilities.record(job.form.action_names, ranked.scores.probabilities)
-        pieces = reply.render(
+        pieces = write(
             job.request,
             ranked.scores,
             job.form,
@@ -116,7 +152,6 @@ class Ranking:
             self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
         timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items())
         return [
-            JSON_HEADER,
             (b"x-model-version", exchange.version.encode()),
             (b"x-context-cache", exchange.cache.encode()),
             (b"server-timing", timing.encode()),
@@ -127,6 +162,14 @@ class Ranking:
         if self._words is None or self._words[0] is not manifest:
             self._words = (manifest, Vocabulary.of(manifest), ReplyFormat.of(manifest))
         return self._words[1], self._words[2]
+
+
+def served(service: Service, name: str, version: str = "") -> ServedModel:
+    """The model that serves, if it is the one that is asked for; no version means any. Raises NotFound or NotReady."""
+    model = service.model
+    if name != model.manifest.name or version not in ("", model.manifest.version):
+        raise NotFound("No model of that name and version serves here.")
+    return model
 
 
 def add_seconds(exchange: Exchange, stage: str, seconds: float) -> None:

@@ -11,11 +11,15 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import Overloaded, ServiceError
 from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
+from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, ServedModel, ranked
-from app.request.body import BatchDecoder
+from app.request.body import BatchDecoder, decode
+from app.request.wires import JSON, OBJECTS
 from app.settings import Batching
 from app.telemetry.exchange import Exchange
+
+JSON_HEADER = (b"content-type", JSON)
 
 
 class Answer(NamedTuple):
@@ -37,24 +41,24 @@ class BatchEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ranking, service, exchange = self.ranking, self.ranking.service, exchange_of(scope)
         headers = dict(scope["headers"])
-        deadline = ranking.open(headers, exchange)
+        terms = ranking.open(headers, exchange, BATCH)
+        check_accept(headers, JSON)
         try:
             raw = await read_body(headers, receive, ranking.limits.max_body_bytes)
         except ClientGone:
             ranking.metrics.cancelled.labels("body").inc()
             raise
         started = time.perf_counter()
-        items, is_bare = self.decoder.split(raw)
+        items, is_bare = self.decoder.split(ranking.plain(raw, terms))
         exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
-        if deadline is None:  # one for all of them, from the start
-            deadline = service.clock() + service.default_deadline_seconds
+        deadline = terms.deadline or ranking.deadline(service.default_deadline_seconds)  # one for all, from the start
         run = Run(ranking, self.batching, deadline, exchange)
         with Watching(receive):
             answers = await run.all(items)
         models = [answer.model for answer in answers if answer.model is not None]
         results = [answer.ranked for answer in answers if answer.ranked is not None]
-        fields = ranking.headers(models[-1] if models else service.model, results, exchange)
+        fields = [JSON_HEADER, *ranking.headers(models[-1] if models else service.model, results, exchange)]
         body = b"[%b]" % b",".join(answer.body for answer in answers)
         await send_reply(send, 200, fields, body if is_bare else b'{"results":%b}' % body)
 
@@ -63,7 +67,7 @@ class Run:
     """The requests of one call. About one forward's worth of them is queued at a time, so that a batch neither fills the queue
     for others nor is refused because of its own requests."""
 
-    def __init__(self, ranking: Ranking, batching: Batching, deadline: float, exchange: Exchange) -> None:
+    def __init__(self, ranking: Ranking, batching: Batching, deadline: float | None, exchange: Exchange) -> None:
         self.ranking = ranking
         self.batching = batching
         self.deadline = deadline
@@ -85,14 +89,14 @@ class Run:
 
     async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
         try:
-            body = self.ranking.decode(item, self.exchange)
+            body = self.ranking.decode(lambda words: decode(item, self.ranking.limits, words), self.exchange)
         except ServiceError as error:
             return _failed(error)
         while True:
             while self._is_enough():
                 await self._one_ends()
             try:
-                job = self.ranking.prepare(body, self.deadline, self.exchange)
+                job = self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange)
             except Overloaded as error:
                 if not self._queued:
                     return _failed(error)

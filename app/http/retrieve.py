@@ -10,12 +10,15 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
-from app.http.rank import JSON_HEADER, Ranking, add_seconds
+from app.http.negotiation import BATCH, check_accept
+from app.http.rank import Ranking, add_seconds
+from app.http.rank_batch import JSON_HEADER
 from app.interface import Found, Ranked, ServedModel, ServedRetrieval, Ticket, ranked
 from app.request import features, reply
-from app.request.body import DEFAULT_K, RecommendBody, RetrieveBody, count_items, decode_recommend, decode_retrieve
+from app.request.posts_body import DEFAULT_K, RecommendBody, RetrieveBody, decode_recommend, decode_retrieve
 from app.request.retrieval import RetrievalRequest, check_recommend, check_retrieve, joined, render
 from app.request.vocabulary import Vocabulary
+from app.request.wires import JSON
 from app.settings import Settings
 from app.telemetry.exchange import Exchange
 from model.inputs import Scores
@@ -45,9 +48,10 @@ class _Endpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ranking, exchange, headers = self.ranking, exchange_of(scope), dict(scope["headers"])
-        deadline = ranking.open(headers, exchange)
+        terms = ranking.open(headers, exchange, BATCH)
+        check_accept(headers, JSON)
         now = self.service.clock()
-        deadline = now + self.service.default_deadline_seconds if deadline is None else deadline
+        deadline = now + self.service.default_deadline_seconds if terms.deadline is None else terms.deadline
         deadline = min(deadline, now + self.max_seconds)  # one for both stages
         _ = self.service.retrieval.served  # refuses before the body is read
         try:
@@ -56,7 +60,7 @@ class _Endpoint(ABC):
             ranking.metrics.cancelled.labels("body").inc()
             raise
         started = time.perf_counter()
-        asked = self.ask(raw, deadline, exchange)
+        asked = self.ask(ranking.plain(raw, terms), deadline, exchange)
         try:
             if asked.request.request_id is not None and not exchange.is_named_by_caller:
                 exchange.request_id = asked.request.request_id
@@ -139,7 +143,7 @@ class RecommendEndpoint(_Endpoint):
         vocabularies = [self.vocabulary(served.manifest), self.ranking.words_of(model.manifest)[0]]
         body = decode_recommend(raw, self.ranking.limits, vocabularies)
         _note(exchange, body)
-        count, history = body.k or DEFAULT_K, count_items(body.history)
+        count, history = body.k or DEFAULT_K, body.events
         ticket = self.service.admit(model, candidates=count, history=history, deadline=deadline, key=exchange.key)
         try:
             request = check_recommend(body, vocabularies)
@@ -169,15 +173,14 @@ class RecommendEndpoint(_Endpoint):
         started = time.perf_counter()
         stages = _timings(exchange, ("parse", "queue", "encode", "search", "forward"))
         adds = joined(posts, asked.served, manifest)
-        pieces = reply.render(request, scores, form, history_used=len(context), timings_ms=stages, joined=adds)
-        body = b"".join(pieces)
+        body = reply.render_joined(request, scores, form, adds, history_used=len(context), timings_ms=stages)
         add_seconds(exchange, "serialize", time.perf_counter() - started)
         return body, scored
 
 
 def _note(exchange: Exchange, body: RetrieveBody | RecommendBody) -> None:
     exchange.candidates += body.k or DEFAULT_K
-    exchange.history += count_items(body.history)
+    exchange.history += body.events
 
 
 def _timings(exchange: Exchange, stages: tuple[str, ...]) -> dict[str, float]:

@@ -6,16 +6,15 @@ tests hold all three to the same verdict. Ids in range, known names and equal le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import MAX_ID_DIGITS, MAX_TOPIC_LETTERS, MAX_TOPICS_WANTED, explain, explain_retrieval
+from app.request.explain import MAX_ID_DIGITS, MAX_TOPIC_LETTERS, Rule, explain, request_rule
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -29,87 +28,65 @@ Topic = Annotated[str, Meta(max_length=MAX_TOPIC_LETTERS)]
 Weights = dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]]
 
 
+class Typed(Protocol):
+    """What a wire makes of bytes before a place in the queue is asked for: how much work it is, not whether it is right."""
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long the caller waits, where the body says it."""
+        ...
+
+    @property
+    def reply(self) -> Any:
+        """As in `Request`; UNSET is the same as objects."""
+        ...
+
+    def count(self, name: str) -> int:
+        """Items of `candidates` or `history`."""
+        ...
+
+
 class Strict(Struct, forbid_unknown_fields=True, gc=False):
     """Unknown fields are errors, and so is `null`. The garbage collector need not look: JSON has no cycles."""
 
 
-class HistoryItem(Strict):
-    """Fields as in `HistoryArrays`, in the same order."""
-
-    post_id: Id
-    author_id: Id
-    product_surface: Surface | UnsetType = UNSET
-    actions: Actions | UnsetType = UNSET
-    dwell_time: Dwell | UnsetType = UNSET
-
-
-class HistoryArrays(Strict):
-    """One entry an item."""
-
-    post_id: list[Id]
-    author_id: list[Id]
-    product_surface: list[Surface] | UnsetType = UNSET
-    actions: list[Actions] | UnsetType = UNSET
-    dwell_time: list[Dwell] | UnsetType = UNSET
+def _shapes(name: str, **optional: Any) -> tuple[type[Struct], type[Struct]]:
+    """A post with these optional fields, as one item and as arrays with an entry an item. Both have the fields in this order."""
+    required, many = {"post_id": Id, "author_id": Id}, cast(Any, list)
+    item: list[Any] = [*required.items(), *((field, kind | UnsetType, UNSET) for field, kind in optional.items())]
+    arrays: list[Any] = [(field, many[kind]) for field, kind in required.items()]
+    arrays += [(field, many[kind] | UnsetType, UNSET) for field, kind in optional.items()]
+    return msgspec.defstruct(name, item, bases=(Strict,)), msgspec.defstruct(f"{name}Arrays", arrays, bases=(Strict,))
 
 
-class Candidate(Strict):
-    """Fields as in `CandidateArrays`, in the same order."""
-
-    post_id: Id
-    author_id: Id
-    product_surface: Surface | UnsetType = UNSET
-    created_at: Time | UnsetType = UNSET
-
-
-class CandidateArrays(Strict):
-    """One entry an item."""
-
-    post_id: list[Id]
-    author_id: list[Id]
-    product_surface: list[Surface] | UnsetType = UNSET
-    created_at: list[Time] | UnsetType = UNSET
+HistoryItem, HistoryArrays = _shapes("HistoryItem", product_surface=Surface, actions=Actions, dwell_time=Dwell)
+Candidate, CandidateArrays = _shapes("Candidate", product_surface=Surface, created_at=Time)
 
 
 class Body(Strict):
     """A request whose types are right. Ids, names and lengths are still to be checked."""
 
     user_id: Id
-    candidates: list[Candidate] | CandidateArrays
-    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET
+    candidates: list[Candidate] | CandidateArrays  # type: ignore[valid-type]
+    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
     impression_ts: Time | UnsetType = UNSET
     weights: Weights | UnsetType = UNSET
     top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
     actions_wanted: list[str] | UnsetType = UNSET
     request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
+    reply: Literal["objects", "columns"] | UnsetType = UNSET
+
+    timeout_seconds: ClassVar[None] = None  # a header says it
+
+    def count(self, name: str) -> int:
+        """Items of `candidates` or `history`, in either shape: how much work they ask for. Arrays may still differ in length."""
+        items: Any = getattr(self, name)
+        if isinstance(items, HistoryArrays | CandidateArrays):
+            items = items.post_id  # type: ignore[attr-defined]
+        return 0 if items is UNSET else len(items)
 
 
-class RetrieveBody(Strict):
-    """A request for posts whose types are right."""
-
-    user_id: Id
-    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET
-    k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    exclude: list[Id] | UnsetType = UNSET
-    exclude_history: bool | UnsetType = UNSET
-    topics: Annotated[list[Topic], Meta(max_length=MAX_TOPICS_WANTED)] | UnsetType = UNSET
-    min_score: Annotated[float, Meta(ge=-1, le=1)] | UnsetType = UNSET
-    max_age_seconds: Annotated[int, Meta(ge=1, le=MAX_TIME)] | UnsetType = UNSET
-    impression_ts: Time | UnsetType = UNSET
-    request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
-
-
-class RecommendBody(RetrieveBody):
-    """A request for posts and their scores."""
-
-    weights: Weights | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    actions_wanted: list[str] | UnsetType = UNSET
-
-
-R = TypeVar("R", bound=Struct)
-DEFAULT_K = 200
-
+T = TypeVar("T")
 _BODY = msgspec.json.Decoder(Body)
 _ENCODER = msgspec.json.Encoder()
 
@@ -120,75 +97,36 @@ def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> B
     Raises MalformedJson, TooLarge or InvalidRequest. A body with more values than the longest request within the limits is
     refused before it is read: they are counted by the bytes that begin or separate them.
     """
-    most = 5 * limits.max_candidates + _history_values(limits, vocabulary)
-    typed = _typed(_BODY, body, most, lambda value: explain(value, vocabulary))
-    _limit("candidates", count_items(typed.candidates), limits.max_candidates)
-    _limit("history", count_items(typed.history), limits.max_history)
+    refuse_many_values(body, limits, vocabulary)
+    typed = read(_BODY, body, request_rule(vocabulary))
+    refuse_long(typed, limits)
     return typed
 
 
-_RETRIEVE, _RECOMMEND = msgspec.json.Decoder(RetrieveBody), msgspec.json.Decoder(RecommendBody)
-
-
-def decode_retrieve(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> RetrieveBody:
-    """As `decode`, for a request for posts; `vocabulary` is the retrieval model's."""
-    return _retrieval(_RETRIEVE, body, limits, [vocabulary], ranks=False)
-
-
-def decode_recommend(body: bytes | bytearray, limits: Limits, vocabularies: Sequence[Vocabulary]) -> RecommendBody:
-    """As `decode`, for a request for posts and their scores; `vocabularies` of the retrieval model and of the ranker."""
-    return _retrieval(_RECOMMEND, body, limits, vocabularies, ranks=True)
-
-
-B = TypeVar("B", bound=RetrieveBody)
-
-
-def _retrieval(
-    decoder: msgspec.json.Decoder[B],
-    body: bytes | bytearray,
-    limits: Limits,
-    vocabularies: Sequence[Vocabulary],
-    *,
-    ranks: bool,
-) -> B:
-    most = limits.max_excluded + MAX_TOPICS_WANTED + _history_values(limits, vocabularies[-1])
-    typed = _typed(decoder, body, most, lambda value: explain_retrieval(value, vocabularies, ranks=ranks))
-    _limit("history", count_items(typed.history), limits.max_history)
-    _limit("exclude", len(typed.exclude or ()), limits.max_excluded)
-    if (typed.k or DEFAULT_K) > limits.max_retrieved:
-        raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
-    return typed
-
-
-def _history_values(limits: Limits, vocabulary: Vocabulary) -> int:
-    actions = len(vocabulary.action_names)
-    return (7 + actions) * limits.max_history + 4 * actions + 100
-
-
-def _typed(
-    decoder: msgspec.json.Decoder[R], body: bytes | bytearray, most: int, explained: Callable[[Any], InvalidRequest]
-) -> R:
-    if len(body) > most and len(body) - len(body.translate(None, b",[{")) > most:
-        check_syntax(body)
-        raise TooLarge(f"The body holds more than {most} values.")
+def read(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, rule: Rule) -> T:
+    """The typed value of strict JSON. Raises MalformedJson, or InvalidRequest as the rule explains it."""
     try:
         typed = decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise explained(parse(body)) from None
+        raise explain(parse(body), rule) from None
     refuse_duplicates(body, _ENCODER.encode(typed))
     return typed
 
 
-def _limit(name: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+def refuse_many_values(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> None:
+    """Raise TooLarge for JSON with more values than the longest request within the limits, or MalformedJson. Reads none of them."""
+    actions = len(vocabulary.action_names)
+    most = 5 * limits.max_candidates + (7 + actions) * limits.max_history + 4 * actions + 100
+    if len(body) > most and len(body) - len(body.translate(None, b",[{")) > most:
+        check_syntax(body)
+        raise TooLarge(f"The body holds more than {most} values.")
 
 
-def count_items(items: Sequence[Struct] | HistoryArrays | CandidateArrays | UnsetType) -> int:
-    """Items in either shape: how much work they ask for. Whether arrays are equally long is not known yet."""
-    if isinstance(items, HistoryArrays | CandidateArrays):
-        return len(items.post_id)
-    return 0 if items is UNSET else len(items)
+def refuse_long(typed: Typed, limits: Limits) -> None:
+    """Raise TooLarge for more items than the limits allow."""
+    for name, limit in (("candidates", limits.max_candidates), ("history", limits.max_history)):
+        if (count := typed.count(name)) > limit:
+            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
 
 
 def check_syntax(body: bytes | bytearray) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
@@ -15,6 +15,7 @@ MAX_TIME = 253_402_300_799  # the last second of the year 9999: milliseconds do 
 MAX_WEIGHT = 1e9
 MAX_ACTION_VALUE = 1e6
 ID_PATTERN = r"^(0|[1-9][0-9]{0,19})$"
+REPLIES = ("objects", "columns")
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
 
 
@@ -94,7 +95,7 @@ def _columns(item: type[Post]) -> Any:
     return create_model(f"{item.__name__}Columns", __base__=_Columns, __doc__=about, **fields)
 
 
-def _absent() -> Any:
+def absent() -> Any:
     """A field that may be left out, and whose default is not one value: `null` is no way to leave it out."""
 
     def drop(schema: dict[str, Any]) -> None:
@@ -119,14 +120,16 @@ class RankRequest(Strict):
     impression_ts: Seconds = Field(default=0, examples=[1780000000])
     """Unix seconds of the impression; ages are counted from it. 0 or missing: every age is unknown, so a reply never depends on
     the server's clock."""
-    weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = _absent()
+    weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = absent()
     """Weights of the combined score by action, in place of the checkpoint's own."""
-    top_k: Annotated[int, Field(strict=True, ge=1)] = _absent()
+    top_k: Annotated[int, Field(strict=True, ge=1)] = absent()
     """Sort the reply by score, best first, and keep this many."""
-    actions_wanted: list[Text] = _absent()
+    actions_wanted: list[Text] = absent()
     """Which actions' probabilities to return, in this order; all of them when missing."""
-    request_id: Annotated[str, Field(strict=True, pattern=REQUEST_ID_PATTERN)] = _absent()
+    request_id: Annotated[str, Field(strict=True, pattern=REQUEST_ID_PATTERN)] = absent()
     """A name for this request, echoed in the reply and used in logs."""
+    reply: Literal["objects", "columns"] = "objects"
+    """Form of the reply's `candidates`: a list of objects, or one object of arrays, which is shorter and faster."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
@@ -155,15 +158,15 @@ class RetrieveRequest(Strict):
     """Posts that must not come back."""
     exclude_history: Annotated[bool, Field(strict=True)] = True
     """Whether the posts of the history are excluded as well."""
-    topics: Annotated[list[Annotated[Text, Field(max_length=100)]], Field(max_length=1000)] = _absent()
+    topics: Annotated[list[Annotated[Text, Field(max_length=100)]], Field(max_length=1000)] = absent()
     """Posts of any of these topics alone. A name that the corpus does not have matches nothing."""
-    min_score: Annotated[Number, Field(ge=-1, le=1)] = _absent()
+    min_score: Annotated[Number, Field(ge=-1, le=1)] = absent()
     """Posts with this score or a higher one alone."""
-    max_age_seconds: Annotated[int, Field(strict=True, ge=1, le=MAX_TIME)] = _absent()
+    max_age_seconds: Annotated[int, Field(strict=True, ge=1, le=MAX_TIME)] = absent()
     """Posts that were created at most this long before `impression_ts`, which it needs. Posts of an unknown time are left out."""
     impression_ts: Seconds = Field(default=0, examples=[1780000000])
     """Unix seconds of the impression. 0 or missing: unknown, so a reply never depends on the server's clock."""
-    request_id: Annotated[str, Field(strict=True, pattern=REQUEST_ID_PATTERN)] = _absent()
+    request_id: Annotated[str, Field(strict=True, pattern=REQUEST_ID_PATTERN)] = absent()
     """A name for this request, echoed in the reply and used in logs."""
 
     @model_validator(mode="after")
@@ -176,11 +179,11 @@ class RetrieveRequest(Strict):
 class RecommendRequest(RetrieveRequest):
     """What to retrieve, and how the posts are then scored."""
 
-    weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = _absent()
+    weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = absent()
     """Weights of the combined score by action, in place of the ranking checkpoint's own."""
-    top_k: Annotated[int, Field(strict=True, ge=1)] = _absent()
+    top_k: Annotated[int, Field(strict=True, ge=1)] = absent()
     """Return this many of the retrieved posts; all of them when missing."""
-    actions_wanted: list[Text] = _absent()
+    actions_wanted: list[Text] = absent()
     """Which actions' probabilities to return, in this order; all of them when missing."""
 
 
@@ -208,6 +211,21 @@ class RankedCandidate(Strict):
     """Predicted quantities by name, such as `dwell_time` in seconds; empty where the checkpoint predicts none."""
 
 
+class RankedColumns(Strict):
+    """All candidates' scores in arrays, one entry a candidate; the fields mean what they mean in `RankedCandidate`."""
+
+    post_id: list[Id]
+    """As they were sent."""
+    score: list[float]
+    """Σ weight × probability over the weights in force."""
+    rank: list[int]
+    """1 is best."""
+    probabilities: list[list[float]]
+    """A row a candidate; a row has one for each of the reply's `actions`."""
+    continuous: dict[str, list[float]]
+    """Predicted quantities by name."""
+
+
 class Timings(Strict):
     """Where the time went, in milliseconds."""
 
@@ -226,15 +244,15 @@ class RankReply(Strict):
     """What computed it."""
     actions: list[str]
     """Names of the probability columns."""
-    candidates: list[RankedCandidate]
-    """In the order of the request, or best first with `top_k`."""
+    candidates: list[RankedCandidate] | RankedColumns
+    """In the order of the request, or best first with `top_k`; in the form that the request's `reply` names."""
     history_used: int
     """History items that the model saw."""
     history_dropped: int
     """Older items that did not fit the model's window."""
     timings_ms: Timings
     """Where the time went."""
-    request_id: str = _absent()
+    request_id: str = absent()
     """The request's own, if it had one."""
 
 
@@ -298,7 +316,7 @@ class RetrieveReply(Strict):
     """Older items that did not fit its window."""
     timings_ms: RetrieveTimings
     """Where the time went."""
-    request_id: str = _absent()
+    request_id: str = absent()
     """The request's own, if it had one."""
 
 
@@ -346,7 +364,7 @@ class RecommendReply(Strict):
     """Older items that did not fit its window."""
     timings_ms: RecommendTimings
     """Where the time went."""
-    request_id: str = _absent()
+    request_id: str = absent()
     """The request's own, if it had one."""
 
 
@@ -372,9 +390,11 @@ class Problem(Strict):
     """The kind of problem, for programs: stable."""
     detail: str
     """What went wrong this time."""
-    errors: list[FieldError] = _absent()
+    error: str = absent()
+    """The same as `detail`, under `/v2` alone: clients of that protocol look for it."""
+    errors: list[FieldError] = absent()
     """The first ten things that are wrong with the request."""
-    request_id: str = _absent()
+    request_id: str = absent()
     """The value of X-Request-ID."""
 
 

@@ -12,26 +12,27 @@ from itertools import islice
 from typing import Any
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.contract import MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, is_request_id
+from app.request.contract import MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
 from app.request.vocabulary import Vocabulary
 
 Problem = tuple[str, str]
 Rule = Callable[[Any], Sequence[Problem]]
 Rules = Mapping[str, Rule]
 
-REQUIRED = ("user_id", "candidates", "post_id", "author_id")
+REQUIRED = ("user_id", "candidates", "post_id", "author_id", "inputs", "name", "datatype", "shape", "binary_data_size")
 MAX_ID_DIGITS = len(str(MAX_ID))
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
+REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
 MAX_TOPICS_WANTED = 1000
 MAX_TOPIC_LETTERS = 100
 NAMED_TWICE = ("", "names one action twice, by name and by index")
 
 
-def explain(body: Any, vocabulary: Vocabulary) -> InvalidRequest:
-    """The error for a JSON value that is no valid request."""
-    problems = _request(vocabulary)(body)
+def explain(body: Any, rule: Rule) -> InvalidRequest:
+    """The error for a JSON value that breaks the rule of a request."""
+    problems = rule(body)
     assert problems, "a request was refused that has nothing wrong with it"
     return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
 
@@ -45,29 +46,60 @@ def is_id(value: Any) -> bool:
     return (value[0] != "0" or value == "0") and (len(value) < MAX_ID_DIGITS or int(value) <= MAX_ID)
 
 
+def request_rule(vocabulary: Vocabulary) -> Rule:
+    """Of a request in JSON objects or arrays."""
+    candidates = _posts(_post(vocabulary) | {"created_at": integer(0, MAX_TIME)}, least=1)
+    reply = fulfils(lambda value: value in REPLIES, f"must be one of {', '.join(REPLIES)}")
+    return object_of(_viewer(vocabulary) | {"candidates": candidates, "reply": reply} | _wishes(vocabulary))
+
+
+def retrieval_rule(vocabularies: Sequence[Vocabulary], *, ranks: bool) -> Rule:
+    """Of a request for posts. The history must make sense to every vocabulary, of which the last is the ranker's where it `ranks`."""
+    topics = array_of(
+        fulfils(lambda name: type(name) is str and len(name) <= MAX_TOPIC_LETTERS, "must be a short text")
+    )
+    filters: Rules = {
+        "k": COUNT,
+        "exclude": array_of(fulfils(is_id, ID_RULE)),
+        "exclude_history": fulfils(lambda value: type(value) is bool, "must be true or false"),
+        "topics": lambda value: topics(value) or _too_many_topics(value),
+        "min_score": _number(-1, 1),
+        "max_age_seconds": integer(1, MAX_TIME),
+    }
+    wishes = [_wishes(vocabularies[-1])] if ranks else []
+
+    def problems(value: Any) -> Sequence[Problem]:
+        for vocabulary in vocabularies:
+            rules = {**_viewer(vocabulary), **filters, **(wishes[0] if wishes else {})}
+            if found := object_of(rules)(value):
+                return found
+        if "max_age_seconds" in value and not value.get("impression_ts"):
+            return [(".max_age_seconds", "needs impression_ts, from which ages are counted")]
+        return ()
+
+    return problems
+
+
+def _too_many_topics(value: Sequence[Any]) -> Sequence[Problem]:
+    return [("", f"must hold at most {MAX_TOPICS_WANTED} topics")] if len(value) > MAX_TOPICS_WANTED else ()
+
+
 def _post(vocabulary: Vocabulary) -> dict[str, Rule]:
     return {
-        "post_id": _value(is_id, ID_RULE),
-        "author_id": _value(is_id, ID_RULE),
-        "product_surface": _integer(0, vocabulary.product_surfaces - 1),
+        "post_id": fulfils(is_id, ID_RULE),
+        "author_id": fulfils(is_id, ID_RULE),
+        "product_surface": integer(0, vocabulary.product_surfaces - 1),
     }
-
-
-def _request(vocabulary: Vocabulary) -> Rule:
-    post = _post(vocabulary)
-    candidates = _posts(post | {"created_at": _integer(0, MAX_TIME)}, least=1)
-    return _object(_viewer(vocabulary) | {"candidates": candidates} | _wishes(vocabulary))
 
 
 def _viewer(vocabulary: Vocabulary) -> dict[str, Rule]:
     """What every request has: who it is for."""
-    post = _post(vocabulary)
-    event = post | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
+    event = _post(vocabulary) | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
     return {
-        "user_id": _value(is_id, ID_RULE),
+        "user_id": fulfils(is_id, ID_RULE),
         "history": _posts(event, least=0),
-        "impression_ts": _integer(0, MAX_TIME),
-        "request_id": _value(is_request_id, "must be 1 to 128 letters, digits or any of _ . : @ / + = -"),
+        "impression_ts": integer(0, MAX_TIME),
+        "request_id": NAME,
     }
 
 
@@ -76,64 +108,45 @@ def _wishes(vocabulary: Vocabulary) -> dict[str, Rule]:
     names = _names(vocabulary.index)
     return {
         "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
-        "top_k": AT_LEAST_ONE,
+        "top_k": COUNT,
         "actions_wanted": lambda value: names(value) or _named_twice(value, vocabulary.index),
     }
 
 
-def explain_retrieval(body: Any, vocabularies: Sequence[Vocabulary], *, ranks: bool) -> InvalidRequest:
-    """The error for a JSON value that is no valid request for posts. The history must make sense to every vocabulary, of which
-    the last is the ranker's where it `ranks`."""
-    filters = {
-        "k": AT_LEAST_ONE,
-        "exclude": _array(_value(is_id, ID_RULE)),
-        "exclude_history": _value(lambda value: type(value) is bool, "must be true or false"),
-        "topics": _topics,
-        "min_score": _number(-1, 1),
-        "max_age_seconds": _integer(1, MAX_TIME),
-    }
-    for vocabulary in vocabularies:
-        wishes = _wishes(vocabulary) if ranks and vocabulary is vocabularies[-1] else {}
-        known = {"weights": _anything, "top_k": _anything, "actions_wanted": _anything} if ranks else {}
-        problems = [*_object(_viewer(vocabulary) | filters | known | wishes)(body)]
-        if not problems and "max_age_seconds" in body and not body.get("impression_ts"):
-            problems = [("max_age_seconds", "needs impression_ts, from which ages are counted")]
-        if problems:
-            return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
-    raise AssertionError("a request was refused that has nothing wrong with it")
-
-
-def _anything(value: Any) -> Sequence[Problem]:
-    return ()
-
-
-def _topics(value: Any) -> Sequence[Problem]:
-    named = _array(_value(lambda name: type(name) is str and len(name) <= MAX_TOPIC_LETTERS, "must be a short text"))
-    if type(value) is list and len(value) > MAX_TOPICS_WANTED:
-        return [("", f"must hold at most {MAX_TOPICS_WANTED} topics")]
-    return named(value)
-
-
-def _value(is_good: Callable[[Any], bool], sentence: str) -> Rule:
+def fulfils(is_good: Callable[[Any], bool], sentence: str) -> Rule:
+    """Of a value that is good in one way alone."""
     problem = [("", sentence)]
     return lambda value: () if is_good(value) else problem
 
 
-AT_LEAST_ONE = _value(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1")
+NAME = fulfils(is_request_id, REQUEST_ID_RULE)
+COUNT = fulfils(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1")
 
 
-def _integer(low: int, high: int) -> Rule:
-    problem = [("", f"must be an integer between {low} and {high}")]
+def integer_rule(low: int, high: int) -> str:
+    """The sentence of an integer in these bounds."""
+    return f"must be an integer between {low} and {high}"
+
+
+def integer(low: int, high: int) -> Rule:
+    """Of an integer in these bounds."""
+    problem = [("", integer_rule(low, high))]
     return lambda value: () if type(value) is int and low <= value <= high else problem
 
 
+def number_rule(low: float, high: float) -> str:
+    """The sentence of a number in these bounds."""
+    return "must be a number " + (f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}")
+
+
 def _number(low: float, high: float) -> Rule:
-    bounds = f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}"
-    problem = [("", f"must be a number {bounds}")]
+    problem = [("", number_rule(low, high))]
     return lambda value: () if type(value) in (int, float) and low <= value <= high else problem
 
 
-def _object(rules: Rules) -> Rule:
+def object_of(rules: Rules) -> Rule:
+    """Of an object whose fields have these rules; those in REQUIRED must be there."""
+
     def problems(value: Any) -> list[Problem]:
         if type(value) is not dict:
             return [("", "must be a JSON object")]
@@ -158,10 +171,14 @@ def _unknown_field(name: str, known: Collection[str]) -> str:
     return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
-def _array(rule: Rule) -> Rule:
+def array_of(rule: Rule, most: int | None = None) -> Rule:
+    """Of an array all of whose entries have this rule, and that holds no more than `most`."""
+
     def problems(value: Any) -> list[Problem]:
         if type(value) is not list:
             return [("", "must be an array")]
+        if most is not None and len(value) > most:
+            return [("", f"must hold at most {most}")]
         found: list[Problem] = []
         for place, entry in enumerate(value):
             if below := rule(entry):
@@ -174,7 +191,7 @@ def _array(rule: Rule) -> Rule:
 
 
 def _posts(rules: Rules, least: int) -> Rule:
-    objects, arrays = _array(_object(rules)), _object({name: _array(rule) for name, rule in rules.items()})
+    objects, arrays = array_of(object_of(rules)), object_of({name: array_of(rule) for name, rule in rules.items()})
 
     def problems(value: Any) -> Sequence[Problem]:
         if type(value) is list:
@@ -193,7 +210,7 @@ def _posts(rules: Rules, least: int) -> Rule:
 
 
 def _names(index: Mapping[str, int]) -> Rule:
-    return _array(_value(lambda name: type(name) is str and name in index, ACTION_RULE))
+    return array_of(fulfils(lambda name: type(name) is str and name in index, ACTION_RULE))
 
 
 def _named_twice(names: Collection[str], index: Mapping[str, int]) -> Sequence[Problem]:

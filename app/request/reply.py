@@ -30,31 +30,52 @@ class ReplyFormat:
 
     model: dict[str, str]
     action_names: tuple[str, ...]
+    continuous_names: tuple[str, ...]
     scales: NDArray[np.float32]
     before_continuous: tuple[bytes, ...]
 
     @classmethod
     def of(cls, manifest: Manifest) -> ReplyFormat:
         """From a checkpoint's manifest."""
-        names = [orjson.dumps(output.name) for output in manifest.continuous]
+        names = tuple(output.name for output in manifest.continuous)
         return cls(
             model={"name": manifest.name, "version": manifest.version},
             action_names=manifest.action_names,
+            continuous_names=names,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
             before_continuous=tuple(
-                b"%b%b:" % (b"," if place else b'],"continuous":{', name) for place, name in enumerate(names)
+                b"%b%b:" % (b"," if place else b'],"continuous":{', orjson.dumps(name))
+                for place, name in enumerate(names)
             ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a reply says of its candidates, in the order in which it says it.
+
+    `ids` as they came, or uint64 `[n]`. `scores` float64 `[n]`, `ranks` int64 `[n]`, `probabilities` float32 `[n, W]` of the
+    actions in `names`, `continuous` float32 `[n, Z]` in their units.
+    """
+
+    ids: list[int | str] | NDArray[np.uint64]
+    scores: NDArray[np.float64]
+    ranks: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+    continuous: NDArray[np.float32]
+    names: tuple[str, ...]
 
 
 def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Σ weight × probability, float64 `[C]`, from `[C, A]` and `[A]`.
 
-    Added action by action, as running sums are: a matrix product, or a sum of numpy's, would let a candidate's last bits
-    depend on how many others there are.
+    Added action by action, each step elementwise: a matrix product would let a candidate's last bits depend on how many
+    others there are, and so would a sum over one column, which is why there is another.
     """
-    products = np.multiply(probabilities, weights + 0.0, dtype=np.float64)  # −0 would show in a score of 0
-    return np.add.accumulate(products, axis=1)[:, -1].copy()
+    terms = np.zeros((1 + len(weights), 1 + len(probabilities)))  # a sum that begins with 0 is never −0
+    np.multiply(probabilities.T, weights[:, None], out=terms[1:, 1:])
+    combined: NDArray[np.float64] = np.add.reduce(terms, 0)[1:]
+    return combined
 
 
 def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -62,82 +83,135 @@ def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.argsort(-scores, kind="stable")
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """What a reply adds where the candidates were retrieved: `head` stands in place of the model, `tail` follows the candidates,
-    `columns` have a key and a value `[C]` for each of them."""
-
-    head: Mapping[str, Any]
-    tail: Mapping[str, Any]
-    columns: Sequence[tuple[bytes, NDArray[Any]]]
-
-
-def render(
-    request: Request,
-    scores: Scores,
-    form: ReplyFormat,
-    *,
-    history_used: int,
-    timings_ms: dict[str, float],
-    joined: Joined | None = None,
-) -> Iterator[bytes]:
-    """The JSON reply, in pieces of at most `ROWS_IN_A_PIECE` candidates, so that other requests are served in between.
-
-    `timings_ms` is written as it is; the scores must be finite.
-    """
-    further = [] if joined is None else list(joined.columns)
+def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
+    """The candidates' scores and ranks, with the order and the columns that the request asks for."""
     combined = combine(scores.probabilities, request.weights)
     order = order_of(combined)
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(1, len(order) + 1)
-    echo_ids: list[int | str] = request.echo_ids
+    ids: Any = request.candidates.post_ids if request.echo_ids is None else request.echo_ids
     probabilities, continuous = scores.probabilities, scores.continuous * form.scales
     names = form.action_names
     if request.wanted is not None:
         probabilities, names = probabilities[:, request.wanted], tuple(names[column] for column in request.wanted)
     if request.top_k is not None:
         best = order[: request.top_k]
-        echo_ids = [echo_ids[index] for index in best]
+        ids = ids[best] if request.echo_ids is None else [ids[index] for index in best]
         combined, ranks = combined[best], ranks[best]
         probabilities, continuous = probabilities[best], continuous[best]
-        further = [(key, values[best]) for key, values in further]
-    head = orjson.dumps({**({"model": form.model} if joined is None else joined.head), "actions": names})
+    return Rows(ids, combined, ranks, np.ascontiguousarray(probabilities), continuous, names)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a reply adds where the candidates were retrieved: `head` stands in place of the model, `tail` follows the candidates,
+    `columns` have a key and a value `[C]` for each of them, in the order of the request."""
+
+    head: Mapping[str, Any]
+    tail: Mapping[str, Any]
+    columns: Sequence[tuple[bytes, NDArray[Any]]]
+
+
+def render_joined(
+    request: Request,
+    scores: Scores,
+    form: ReplyFormat,
+    joined: Joined,
+    *,
+    history_used: int,
+    timings_ms: dict[str, float],
+) -> bytes:
+    """The JSON reply of a request whose candidates were retrieved, of which there may be none, best first."""
+    rows = rows_of(request, scores, form)
+    best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
+    further = [(key, column(values[best])) for key, values in joined.columns]
+    tail = {
+        **joined.tail,
+        "history_used": history_used,
+        "history_dropped": len(request.history) - history_used,
+        "timings_ms": timings_ms,
+        **({} if request.request_id is None else {"request_id": request.request_id}),
+    }
+    head = orjson.dumps({**joined.head, "actions": rows.names})
+    candidates = _candidates(rows, slice(None), form, further) if len(rows.scores) else b""
+    return b'%b,"candidates":[%b],%b' % (head[:-1], candidates, orjson.dumps(tail)[1:])
+
+
+def render(
+    request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, float]
+) -> Iterator[bytes]:
+    """The JSON reply: objects in pieces of at most `ROWS_IN_A_PIECE` candidates, so that other requests are served in between.
+
+    `timings_ms` is written as it is; the scores must be finite.
+    """
+    rows = rows_of(request, scores, form)
+    head = orjson.dumps({"model": form.model, "actions": rows.names})
     tail: dict[str, Any] = {
-        **({} if joined is None else joined.tail),
         "history_used": history_used,
         "history_dropped": len(request.history) - history_used,
         "timings_ms": timings_ms,
     }
     if request.request_id is not None:
         tail["request_id"] = request.request_id
+    end = orjson.dumps(tail)[1:]
+    if request.reply == "columns":
+        yield b'%b,"candidates":%b,%b' % (head[:-1], _columns(rows, form), end)
+        return
     before = b'%b,"candidates":[' % head[:-1]
-    for start in range(0, len(combined), ROWS_IN_A_PIECE):
-        cut = slice(start, start + ROWS_IN_A_PIECE)
-        columns = [(key, values[cut]) for key, values in further]
-        yield before + _candidates(
-            echo_ids[cut], combined[cut], ranks[cut], columns, probabilities[cut], continuous[cut], form
-        )
+    for start in range(0, len(rows.scores), ROWS_IN_A_PIECE):
+        yield before + _candidates(rows, slice(start, start + ROWS_IN_A_PIECE), form)
         before = b","
-    yield b"%b],%b" % (b"" if len(combined) else before, orjson.dumps(tail)[1:])
+    yield b"],%b" % end
 
 
-def _candidates(
-    echo_ids: list[int | str],
-    scores: NDArray[np.float64],
-    ranks: NDArray[np.int64],
-    further: Sequence[tuple[bytes, NDArray[Any]]],
-    probabilities: NDArray[np.float32],
-    continuous: NDArray[np.float32],
-    form: ReplyFormat,
-) -> bytes:
-    """One object a candidate, comma between them."""
-    keys, values = form.before_continuous, column(continuous.ravel())
+def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The wanted outputs, each with its name."""
+    arrays: dict[str, Any] = {
+        "post_id": rows.ids,
+        "score": rows.scores,
+        "rank": rows.ranks,
+        "probabilities": rows.probabilities,
+        "continuous": rows.continuous,
+    }
+    for name in wanted:
+        yield name, np.ascontiguousarray(arrays[name])
+
+
+def reply_parameters(
+    request: Request, rows: Rows, form: ReplyFormat, *, history_used: int, timings_ms: Mapping[str, float]
+) -> dict[str, str | int | float]:
+    """What a reply says besides its tensors: names of their columns, how much of the history was seen, where the time went."""
+    return {
+        "actions": ",".join(rows.names),
+        "continuous": ",".join(form.continuous_names),
+        "history_used": history_used,
+        "history_dropped": len(request.history) - history_used,
+        **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
+    }
+
+
+def _columns(rows: Rows, form: ReplyFormat) -> bytes:
+    """One object of arrays."""
+    continuous = np.ascontiguousarray(rows.continuous.T)
+    columns = {
+        "post_id": rows.ids,
+        "score": rows.scores,
+        "rank": rows.ranks,
+        "probabilities": rows.probabilities,
+        "continuous": dict(zip(form.continuous_names, continuous, strict=True)),
+    }
+    return orjson.dumps(columns, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _candidates(rows: Rows, cut: slice, form: ReplyFormat, further: Sequence[tuple[bytes, list[bytes]]] = ()) -> bytes:
+    """One object a candidate, comma between them; `further` columns follow the rank."""
+    keys, values = form.before_continuous, column(rows.continuous[cut].ravel())
     columns = [
-        (b'{"post_id":', column(echo_ids)),
-        (b',"score":', column(scores)),
-        (b',"rank":', column(ranks)),
-        *((key, column(values)) for key, values in further),
-        (b',"probabilities":[', _rows(probabilities)),
+        (b'{"post_id":', column(rows.ids[cut])),
+        (b',"score":', column(rows.scores[cut])),
+        (b',"rank":', column(rows.ranks[cut])),
+        *further,
+        (b',"probabilities":[', _rows(rows.probabilities[cut])),
         *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),
     ]
     return weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
@@ -153,11 +227,11 @@ def weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
     return b"".join(pieces)
 
 
-def column(values: list[int | str] | NDArray[Any]) -> list[bytes]:
+def column(values: Any) -> list[bytes]:
     """Each value as JSON. Ids are digits, so no string holds a comma."""
     return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",") if len(values) else []
 
 
 def _rows(matrix: NDArray[np.float32]) -> list[bytes]:
     """Each row as JSON without its brackets; a row may be empty."""
-    return orjson.dumps(np.ascontiguousarray(matrix), option=orjson.OPT_SERIALIZE_NUMPY)[2:-2].split(b"],[")
+    return orjson.dumps(matrix, option=orjson.OPT_SERIALIZE_NUMPY)[2:-2].split(b"],[")

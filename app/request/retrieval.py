@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from app.errors import InvalidRequest
 from app.interface import ServedRetrieval
 from app.request import features, reply
-from app.request.body import DEFAULT_K, RecommendBody, RetrieveBody
 from app.request.contract import MAX_ID, is_request_id
-from app.request.explain import explain_retrieval
+from app.request.explain import explain, retrieval_rule
+from app.request.posts_body import DEFAULT_K, RecommendBody, RetrieveBody
 from app.request.strict_json import parse
 from app.request.validate import Posts, Request, Viewer, ids_of, viewer_of, wishes_of
 from app.request.vocabulary import Vocabulary
@@ -78,7 +78,7 @@ def check_retrieve(body: RetrieveBody, vocabulary: Vocabulary) -> RetrievalReque
     """Check what the types leave open. Raises InvalidRequest."""
     with suppress(ValueError, OverflowError, KeyError):
         return _checked(body, vocabulary)
-    raise explain_retrieval(parse(msgspec.json.encode(body)), [vocabulary], ranks=False)
+    raise explain(parse(msgspec.json.encode(body)), retrieval_rule([vocabulary], ranks=False))
 
 
 def check_recommend(body: RecommendBody, vocabularies: Sequence[Vocabulary]) -> RetrievalRequest:
@@ -95,7 +95,7 @@ def check_recommend(body: RecommendBody, vocabularies: Sequence[Vocabulary]) -> 
             checked.viewer, checked.k, checked.filters, checked.least, checked.impression_ts, checked.request_id,
             viewer, weights, top_k, wanted,
         )  # fmt: skip
-    raise explain_retrieval(parse(msgspec.json.encode(body)), vocabularies, ranks=True)
+    raise explain(parse(msgspec.json.encode(body)), retrieval_rule(vocabularies, ranks=True))
 
 
 def _checked(body: RetrieveBody, vocabulary: Vocabulary) -> RetrievalRequest:

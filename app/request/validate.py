@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.request.body import Body, CandidateArrays, HistoryArrays
 from app.request.contract import MAX_ID, is_request_id
-from app.request.explain import explain
+from app.request.explain import explain, request_rule
 from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary
 
@@ -54,11 +54,11 @@ class Viewer:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A valid request. `echo_ids` are the candidates' post ids as they came.
+    """A valid request. `echo_ids` are the candidates' post ids as they came, None where those are the columns' own.
 
     `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`, `created_at`
-    int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`.
-    `wanted` are columns of the reply, None for all.
+    int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`. `wanted` are columns of the reply, None for all.
+    `reply` is the form of the reply: JSON, or the outputs that are wanted as tensors, each with whether its data is binary.
     """
 
     user_id: int
@@ -67,19 +67,20 @@ class Request:
     dwell_seconds: NDArray[np.float64]
     candidates: Posts
     created_at: NDArray[np.int64]
-    echo_ids: list[int | str]
+    echo_ids: list[int | str] | None
     impression_ts: int
     weights: NDArray[np.float64]
     top_k: int | None
     wanted: list[int] | None
     request_id: str | None
+    reply: Literal["objects", "columns"] | dict[str, bool] = "objects"
 
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:
     """Check what the types leave open. Raises InvalidRequest with the first ten problems, or MalformedJson for endless integers."""
     with suppress(ValueError, OverflowError, KeyError):
         return _checked(body, vocabulary)
-    raise explain(parse(msgspec.json.encode(body)), vocabulary)
+    raise explain(parse(msgspec.json.encode(body)), request_rule(vocabulary))
 
 
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:
@@ -108,6 +109,7 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
         top_k=top_k,
         wanted=wanted,
         request_id=request_id or None,
+        reply=body.reply or "objects",
     )
 
 

@@ -20,9 +20,9 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 import uvicorn
@@ -56,6 +56,21 @@ def serve(server: RankingServer) -> int:
     return server.exit_code
 
 
+class Other(Protocol):
+    """A server of another protocol in the same event loop. `port` is the one it has after `start`."""
+
+    host: str
+    port: int
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        ...
+
+    async def stop(self, seconds: float) -> None:
+        """Take nothing new, and finish what was begun within this time."""
+        ...
+
+
 class RankingServer(uvicorn.Server):
     """uvicorn with its own order of shutdown: readiness first, then the delay, then the listeners, then what is admitted."""
 
@@ -67,15 +82,17 @@ class RankingServer(uvicorn.Server):
         reloads: Reloads,
         settings: Settings,
         routes: Routes,
+        others: Sequence[Other] = (),
     ) -> None:
         """`app`'s lifespan starts and stops `service`. `side_apps` maps (host, port) to applications with ports of their own.
 
-        `routes` need no ASGI on the port of `app`.
+        `routes` need no ASGI on the port of `app`; `others` are servers that listen by themselves.
         """
         self.settings = settings
         self.service = service
         self.reloads = reloads
         self.side_apps = side_apps
+        self.others = others
         self.observer = Observer(service.metrics, settings.connections.held_refusals)
         self.exit_code = 0
         self.listeners: list[Listener] = []
@@ -102,7 +119,7 @@ class RankingServer(uvicorn.Server):
             config = _config(side, self.settings, self.observer, host, port, {}, lifespan="off")
             config.load()
             self._listen(config, ServerState())
-        if len(self.listeners) <= len(self.side_apps):
+        if len(self.listeners) <= len(self.side_apps) or not await self._start_others():
             await self.lifespan.shutdown()
             raise SystemExit(EXIT_START)
         for listener in self.listeners:
@@ -116,6 +133,7 @@ class RankingServer(uvicorn.Server):
         """Stop accepting, answer every request that was begun, end the application."""
         self.observer.drain()
         self.reloads.stop()
+        others = [asyncio.ensure_future(other.stop(self.settings.drain.timeout_seconds)) for other in self.others]
         for listener in self.listeners:
             await listener.close()
         for connection in list(self.server_state.connections):
@@ -126,6 +144,7 @@ class RankingServer(uvicorn.Server):
         except TimeoutError:
             self.exit_code = self.exit_code or EXIT_FAILED
             log.error("drain_timeout", connections=len(self.server_state.connections))
+        await asyncio.gather(*others)
         await self.lifespan.shutdown()
         log.info("stopped", exit_code=self.exit_code)
 
@@ -175,6 +194,17 @@ class RankingServer(uvicorn.Server):
     async def _connections_end(self) -> None:
         while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110  # uvicorn tells nobody
             await asyncio.sleep(0.01)
+
+    async def _start_others(self) -> bool:
+        """Whether each of them listens."""
+        for other in self.others:
+            try:
+                await other.start()
+            except OSError as error:
+                log.error("cannot_listen", host=other.host, port=other.port, reason=str(error))
+                return False
+            log.info("listening", host=other.host, port=other.port)
+        return True
 
     def _listen(self, config: uvicorn.Config, state: ServerState) -> None:
         loop = asyncio.get_running_loop()

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from loadtest.bench.table import Row
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
+from loadtest.generate.tensors import inference_of
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.servers.launch import ranking_server
 from loadtest.servers.target import Target, fit_traffic
@@ -47,6 +49,7 @@ def service_rows(dtype: str, seconds: float) -> Iterator[Row]:
             yield Row("ready after start, kernel cached", Figure.of([ready]), "s", 15, at_least=False)
             yield overhead_row(server.target)
             yield json_row(server.target)
+            yield from reply_rows(server.target)
         yield batching_row(checkpoint, settings, seconds)
 
 
@@ -70,6 +73,22 @@ def json_row(target: Target) -> Row:
     samples = all_answered(target, ranking_bodies(target, 512, 200), clients=1)
     both = samples.stages_ms[:, STAGES.index("parse")] + samples.stages_ms[:, STAGES.index("serialize")]
     return Row("JSON in and out, C=512", Figure.of(both.tolist()), "ms", 1.5, at_least=False)
+
+
+def reply_rows(target: Target) -> Iterator[Row]:
+    """The server's own time to write a reply of 512 candidates on each wire: the event loop does nothing else meanwhile."""
+    names = target.info()["actions"]
+    bodies = [payload.partition(b"\r\n\r\n")[2] for payload in ranking_bodies(target, 512, 200)]
+    payloads: dict[str, list[bytes]] = {"objects": [], "columns": [], "binary": []}
+    for body in bodies:
+        content = orjson.loads(body)
+        payloads["objects"].append(target.request(body))
+        payloads["columns"].append(target.request(orjson.dumps(content | {"reply": "columns"})))
+        data, headers = inference_of(content, names).body(binary=True)
+        payloads["binary"].append(target.request(data, headers | {"Content-Type": "application/octet-stream"}))
+    for wire, goal_ms in (("binary", 0.05), ("columns", 0.15), ("objects", 0.7)):
+        spent = all_answered(target, payloads[wire], clients=1).stages_ms[:, STAGES.index("serialize")]
+        yield Row(f"reply of 512 candidates, {wire}", Figure.of(spent.tolist()), "ms", goal_ms, at_least=False)
 
 
 def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rounds: int = 4) -> Row:

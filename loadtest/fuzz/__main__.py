@@ -11,10 +11,11 @@ from typing import Annotated
 
 import typer
 
-from app.assembly import build_app
-from app.settings import Logs, Settings
+from app.assembly import build_app, create_grpc_server
+from app.settings import Grpc, Logs, Settings
 from app.telemetry import logs
 from loadtest.fuzz.run import Tally, fuzz, series_by_route, sources
+from loadtest.fuzz.wires import GrpcBridge
 
 PROGRESS_SECONDS = 10.0
 
@@ -39,9 +40,13 @@ def main(
 
 
 async def _run(requests: int, seconds: float, checkpoint: Path, seed: int, only_paths: bool) -> Tally:
-    app = build_app(Settings(checkpoint=checkpoint, logs=Logs(success_sample=0)))
+    settings = Settings(checkpoint=checkpoint, logs=Logs(success_sample=0), grpc=Grpc(port=0))
+    app = build_app(settings)
     async with app.router.lifespan_context(app):
         await app.state.service.wait_ready()
+        server = create_grpc_server(app, settings)
+        await server.start()
+        bridge = GrpcBridge(app, f"127.0.0.1:{server.port}")
         started = shown = time.monotonic()
         told = 0
 
@@ -59,11 +64,14 @@ async def _run(requests: int, seconds: float, checkpoint: Path, seed: int, only_
                     file=sys.stderr,
                 )
 
-        calls = sources(app.openapi(), seed)
+        calls = sources(app.openapi(), seed, app.state.service.model.manifest)
         calls = {"paths": calls["paths"]} if only_paths else calls
         metrics = app.state.metrics
         series = lambda: series_by_route(metrics.render())  # noqa: E731
-        return await fuzz(app, calls, series, requests=requests, seconds=seconds, on_progress=progress)
+        tally = await fuzz(bridge, calls, series, requests=requests, seconds=seconds, on_progress=progress)
+        await bridge.close()
+        await server.stop(1.0)
+        return tally
 
 
 if __name__ == "__main__":

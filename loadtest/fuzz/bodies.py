@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from app.request.contract import MAX_TIME
+from loadtest.generate.tensors import in_arrays
 
 ids = st.one_of(
     st.integers(0, 2**64 - 1),
@@ -33,19 +34,13 @@ options: dict[str, st.SearchStrategy[Any]] = {
     "top_k": st.integers(1, 9),
     "actions_wanted": distinct,
     "request_id": st.from_regex(r"[A-Za-z0-9_.:@/+=-]{1,128}", fullmatch=True),
+    "reply": st.sampled_from(["objects", "columns"]),
 }
 
 valid = st.fixed_dictionaries(
     {"user_id": ids, "candidates": st.lists(candidate, min_size=1, max_size=5)},
     optional=options | {"history": st.lists(event, max_size=20)},
 )
-
-
-def in_arrays(items: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The array form of a list of objects; what some of them lack gets its default."""
-    defaults = {"actions": [], "product_surface": 0, "dwell_time": 0, "created_at": 0}
-    names = dict.fromkeys(name for item in items for name in item)
-    return {name: [item.get(name, defaults.get(name)) for item in items] for name in names}
 
 
 def columnar(body: dict[str, Any]) -> dict[str, Any]:

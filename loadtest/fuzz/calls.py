@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from starlette.types import ASGIApp
+
+from app.request import protobuf
+from loadtest.generate.tensors import LENGTH
 
 JSON_TYPE = (b"content-type", b"application/json")
 MARK = "zq9marker"  # part of many bad values; no reply may show it
-ALLOWED = {200, 400, 401, 404, 405, 413, 415, 422, 429, 504}
+ALLOWED = {200, 400, 401, 404, 405, 406, 413, 415, 422, 429, 504}
 MAX_PROBLEM_BYTES = 4096
+OUTPUT_DTYPES = {"UINT64": "<u8", "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ def complaint(answer: Answer) -> str:
     if b"x-request-id" not in answer.headers:
         return "no request id"
     if answer.status == 200:
-        return _complaint_about_scores(answer)
+        return COMPLAINTS.get(answer.headers.get(b"content-type", b""), _complaint_about_scores)(answer)
     if answer.headers.get(b"content-type") != b"application/problem+json":
         return "an error that is no problem object"
     if len(answer.body) > MAX_PROBLEM_BYTES:
@@ -94,6 +101,37 @@ def _complaint_about_scores(answer: Answer) -> str:
     except ValueError:
         return "scores that are no JSON"
     return "scores that are null" if _holds_null(content) else ""
+
+
+def _complaint_about_tensors(answer: Answer) -> str:
+    try:
+        length = int(answer.headers[LENGTH.encode()])
+        header, data = json.loads(answer.body[:length]), answer.body[length:]
+        for output in header["outputs"]:
+            values, size = output.get("data"), output.get("parameters", {}).get("binary_data_size", 0)
+            if values is None:
+                values, data = np.frombuffer(data[:size], OUTPUT_DTYPES[output["datatype"]]), data[size:]
+            if len(values) != math.prod(output["shape"]) or not np.isfinite(np.asarray(values, float)).all():
+                return "tensors of other numbers than their shapes say"
+    except (KeyError, ValueError, TypeError):
+        return "scores that are no tensors"
+    return "data that no tensor has" if data else ""
+
+
+def _complaint_about_message(answer: Answer) -> str:
+    reply = protobuf.CLASSES["ModelInferResponse"].FromString(answer.body)
+    for output, data in zip(reply.outputs, reply.raw_output_contents, strict=True):
+        values = np.frombuffer(data, OUTPUT_DTYPES[output.datatype])
+        if len(values) != math.prod(output.shape) or not np.isfinite(values.astype(float)).all():
+            return "tensors of other numbers than their shapes say"
+    return ""
+
+
+COMPLAINTS: dict[bytes, Callable[[Answer], str]] = {
+    b"application/octet-stream": _complaint_about_tensors,
+    b"application/grpc": _complaint_about_message,
+    b"application/protobuf": lambda answer: "",
+}
 
 
 def _holds_null(value: Any) -> bool:

@@ -17,7 +17,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 KEYS = (
     "user_id", "history", "candidates", "impression_ts", "weights", "top_k", "actions_wanted", "request_id", "post_id",
-    "author_id", "actions", "product_surface", "dwell_time", "created_at", "requests", MARK, "", "__class__", "post_id ",
+    "author_id", "actions", "product_surface", "dwell_time", "created_at", "requests", "reply", MARK, "", "__class__", "post_id ",
 )  # fmt: skip
 PIECES = (
     b"NaN", b"Infinity", b"-Infinity", b"1e999", b"null", b"\\ud800", b"\xff", b"\xef\xbb\xbf", b"\x00", b'"a":1,"a":1,',
@@ -53,15 +53,15 @@ class Mutator:
         if choice < 0.08:
             return Call(body)
         if choice < 0.60:
-            return Call(orjson.dumps(self._corrupted(orjson.loads(body))))
+            return Call(orjson.dumps(self.corrupted(orjson.loads(body))))
         if choice < 0.85:
-            return Call(self._cut(body))
+            return Call(self.cut(body))
         if choice < 0.92:
             return Call(body, headers=(JSON_TYPE, random.choice(HEADERS)))
         if choice < 0.94:
             return Call(body, headers=((b"content-type", random.choice(TYPES)),))
         if choice < 0.98:
-            items = b",".join([body, orjson.dumps(self._corrupted(orjson.loads(body)))])
+            items = b",".join([body, orjson.dumps(self.corrupted(orjson.loads(body)))])
             return Call(b'{"requests":[%b]}' % items if random.random() < 0.5 else b"[%b]" % items, path="/rank/batch")
         path = f"/{random.choice(('', 'rank/', 'admin/', '..%2f', MARK))}{random.getrandbits(40):x}"
         return Call(
@@ -71,7 +71,8 @@ class Mutator:
     def _value(self) -> Any:
         return copy.deepcopy(self.random.choice(VALUES))
 
-    def _corrupted(self, value: Any) -> Any:
+    def corrupted(self, value: Any) -> Any:
+        """The same JSON with up to three places changed."""
         for _ in range(self.random.randint(1, MAX_CHANGES)):
             value = self._changed(value)
         return value
@@ -98,7 +99,7 @@ class Mutator:
             return self._value()
         return value
 
-    def _cut(self, body: bytes) -> bytes:
+    def cut(self, body: bytes) -> bytes:
         """Bytes overwritten, inserted, cut out, doubled."""
         random, corrupted = self.random, bytearray(body)
         for _ in range(random.randint(1, MAX_CHANGES)):

@@ -15,9 +15,11 @@ from starlette.types import ASGIApp
 from loadtest.fuzz.calls import MAX_PROBLEM_BYTES, Answer, Call, complaint, send
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.sources import corpus, from_hypothesis, from_schemathesis
+from loadtest.fuzz.wires import WireMutator
 from loadtest.matrix import Row
+from weights.format.manifest import Manifest
 
-SHARES = {"mutations": 0.65, "hypothesis": 0.15, "schemathesis": 0.15, "paths": 0.05}  # of the time
+SHARES = {"mutations": 0.5, "wires": 0.2, "hypothesis": 0.1, "schemathesis": 0.15, "paths": 0.05}  # of the time
 BLOCK = 32  # calls in flight together
 WARM_UP_CALLS = 3000
 KEPT = 5
@@ -65,15 +67,18 @@ def random_paths(seed: int) -> Iterator[Call]:
         yield Call(b"", path=f"/{source.getrandbits(64):x}/rank", method=method)
 
 
-def sources(document: dict[str, Any], seed: int) -> dict[str, Callable[[], Call]]:
-    """The next call of each source."""
-    mutator = Mutator(seed, corpus(seed))
+def sources(document: dict[str, Any], seed: int, manifest: Manifest) -> dict[str, Callable[[], Call]]:
+    """The next call of each source, for the model of that manifest."""
+    bodies = corpus(seed)
+    mutator, wires = Mutator(seed, bodies), WireMutator(seed, bodies, manifest.name, manifest.action_names)
     generators = {
         "hypothesis": from_hypothesis(seed),
         "schemathesis": from_schemathesis(document, seed),
         "paths": random_paths(seed),
     }
-    return {"mutations": mutator.call} | {name: generator.__next__ for name, generator in generators.items()}
+    return {"mutations": mutator.call, "wires": wires.call} | {
+        name: generator.__next__ for name, generator in generators.items()
+    }
 
 
 def series_by_route(exposition: bytes) -> int:

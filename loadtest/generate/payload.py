@@ -8,9 +8,10 @@ import orjson
 
 
 def post(host: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """A POST with a JSON body, over HTTP/1.1."""
-    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    """A POST over HTTP/1.1, with a JSON body unless the headers say another Content-Type."""
+    fields = {"Content-Type": "application/json"} | dict(headers or {})
+    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 

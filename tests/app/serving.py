@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,15 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
+from app.assembly import build_server
 from app.engine.loading import RetrievalLoader
 from app.http.application import create_app
 from app.request.body import decode
 from app.request.validate import Request, check
 from app.request.vocabulary import Vocabulary
+from app.server.process import RankingServer
 from app.service.service import RankingService
-from app.settings import Limits, Settings
+from app.settings import Grpc, Limits, Settings
 from app.telemetry.metrics import Metrics
 from tests.app.fakes import FakeEngine, loaded, loader
 
@@ -65,6 +68,30 @@ def served(
                 break
             time.sleep(0.01)
         yield client, service
+
+
+@contextmanager
+def listening(engine: Any = None, settings: Settings | None = None) -> Iterator[RankingServer]:
+    """A ready server on real sockets, in a thread, over HTTP and gRPC."""
+    settings = settings or Settings(port=0, grpc=Grpc(port=0))
+    server = build_server(settings, RankingService(loader(engine or FakeEngine()), settings, Metrics()))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    for _ in range(1000):
+        if server.started and server.service.health().ready:
+            break
+        time.sleep(0.01)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def port_of(server: RankingServer) -> int:
+    """Where it speaks HTTP."""
+    port: int = server.listeners[0].socket.getsockname()[1]
+    return port
 
 
 def checked(body: Any, vocabulary: Vocabulary = VOCABULARY) -> Request:

@@ -175,7 +175,7 @@ def test_make_hands_the_index_to_pip(checkout: Path) -> None:
     code, (runtime, everything) = install(checkout, "TORCH_INDEX=http://torch.example/cpu")
     assert code == 0
     assert runtime.endswith("--extra-index-url http://torch.example/cpu -e .")
-    assert everything.endswith("-e .[dev,train,load,tracing] -e app/client")
+    assert everything.endswith("-e .[dev,train,load,tracing,grpc] -e app/client")
 
 
 def test_make_leaves_pip_alone_where_there_is_a_card(checkout: Path) -> None:

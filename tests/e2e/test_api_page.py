@@ -10,7 +10,8 @@ import phoenix_ranker_client
 import pytest
 from starlette.testclient import TestClient
 
-from tests.app.serving import served
+from app.request.tensors import INPUTS, OUTPUTS
+from tests.app.serving import listening, port_of, served
 from tests.e2e.process import ROOT
 
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -42,10 +43,40 @@ def test_the_python_on_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: py
                 super().__init__(base_url, http=forwarding(client))
 
         monkeypatch.setattr(phoenix_ranker_client, "RankerClient", Local)
-        exec(blocks("python")[0].replace('"dwell"', '"reply"'), {})
+        exec(blocks("python")[1].replace('"dwell"', '"reply"'), {})
     assert sorted(
         line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0].isdigit() and "[" not in line
     ) == ["90", "91"]
+
+
+def test_the_columns_on_the_page_are_what_it_says() -> None:
+    body = re.search(r"-d '(.*)'", blocks("bash")[1], re.DOTALL)[1]  # type: ignore[index]
+    with served() as (client, _):
+        reply = client.post("/rank", content=body, headers={"content-type": "application/json"})
+    candidates = reply.json()["candidates"]
+    assert candidates["post_id"] == [90, 91]
+    assert [len(row) for row in candidates["probabilities"]] == [1, 1]
+
+
+def test_the_tensors_on_the_page_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
+    python = blocks("python")[0]
+    assert json.loads((ROOT / "weights/demo/manifest.json").read_text())["name"] == "demo"
+    with listening() as server:
+        address = f"127.0.0.1:{port_of(server)}"
+        exec(python.replace("localhost:8000", address).replace('"demo"', '"fake"'), {})
+        grpc = python.replace("tritonclient.http", "tritonclient.grpc")
+        exec(grpc.replace("localhost:8000", f"127.0.0.1:{server.others[0].port}").replace('"demo"', '"fake"'), {})
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert len(printed) == 2
+    assert all(line.endswith("(2, 3)") and "90" in line for line in printed)
+
+
+def test_the_tables_on_the_page_list_every_tensor() -> None:
+    names = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)?)`", PAGE))
+    listed = names | {
+        f"{part}.{name[1:]}" for part in ("candidates", "history") for name in re.findall(r"`(\.[a-z_]+)`", PAGE)
+    }
+    assert {*INPUTS, *OUTPUTS} <= listed
 
 
 def forwarding(client: TestClient) -> httpx.Client:

@@ -65,10 +65,13 @@ def test_replies_keep_to_the_document(server: Server, document: dict[str, Any], 
 
 def ranked(server: Server, document: dict[str, Any]) -> None:
     """Every example of the document, with its reply held against the document."""
+    model = httpx.get(f"{server.url}/info").json()["model"]
     for operation in operations(document):
         examples = document["paths"][operation.path]["post"]["requestBody"]["content"]["application/json"]["examples"]
         for example in examples.values():
-            case = operation.Case(body=copy.deepcopy(example["value"]), media_type="application/json")
+            case = operation.Case(
+                body=copy.deepcopy(example["value"]), media_type="application/json", path_parameters=model
+            )
             response = case.call_and_validate(base_url=server.url, checks=CHECKS)
             assert response.status_code == 200
 

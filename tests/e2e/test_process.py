@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import socket
 import subprocess
@@ -164,9 +165,12 @@ def test_a_declared_length_over_the_limit_is_not_read(server: Server) -> None:
     assert reply.startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_compressed_body_is_not_unpacked(server: Server) -> None:
-    reply = exchange(server, b"content-encoding: gzip\r\ncontent-length: 2", iter([b"{}"]))
-    assert reply.startswith(b"HTTP/1.1 415 ")
+def test_a_compressed_body_is_unpacked_up_to_the_limit(server: Server) -> None:
+    for plain, status in ((bytes(LIMIT + 1), b"413"), (b"{}", b"422")):
+        body = gzip.compress(plain)
+        reply = exchange(server, b"content-encoding: gzip\r\ncontent-length: %d" % len(body), iter([body]))
+        assert reply.startswith(b"HTTP/1.1 %b " % status)
+    assert exchange(server, b"content-encoding: br\r\ncontent-length: 2", iter([b"{}"])).startswith(b"HTTP/1.1 415 ")
 
 
 # start and end

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import httpx
 import orjson
@@ -22,12 +22,14 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
+from phoenix_ranker_client import tensors
 from phoenix_ranker_client.messages import (
     DeadlineExceeded,
     Id,
     RankerError,
     Ranking,
     RankingRequest,
+    RequestRefused,
     ServerFault,
     Unavailable,
     batch_results,
@@ -36,6 +38,8 @@ from phoenix_ranker_client.messages import (
 from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
 
 T = TypeVar("T")
+Wire = Literal["json", "binary"]
+JSON = {"content-type": "application/json"}
 GRACE_SECONDS = 0.05  # the server's own 504 says more than a connection that was closed at the same moment
 AGAIN = retry_if_exception_type(Unavailable)
 BACKOFF = wait_random_exponential(multiplier=0.1, max=1.0)
@@ -57,30 +61,57 @@ class Calls:
     base_url: str
     api_key: str | None = field(repr=False)
     routing_secret: bytes = field(repr=False)
+    wire: Wire = "json"
 
     def rank(self, request: RankingRequest, timeout_seconds: float, request_id: str | None) -> Call[Ranking]:
         """POST /rank."""
-        headers = self._headers([request])
-        return Call(self.base_url + "/rank", request.to_json(), Ranking.from_json, timeout_seconds, request_id, headers)
+        request_id = request_id or uuid.uuid4().hex
+        body, headers = _body(request) if self.wire == "json" else _tensors(request, request_id)
+
+        def parse(headers: httpx.Headers, content: bytes) -> Ranking:
+            if self.wire == "json":
+                return Ranking.from_json(orjson.loads(content))
+            return tensors.read(request, headers, content)
+
+        return Call(
+            f"{self.base_url}/rank", body, parse, timeout_seconds, request_id, headers | self._headers([request])
+        )
 
     def rank_batch(
         self, requests: Sequence[RankingRequest], timeout_seconds: float, request_id: str | None
     ) -> Call[list[Ranking | RankerError]]:
         """POST /rank/batch."""
-        headers, body = self._headers(requests), {"requests": [request.to_json() for request in requests]}
-        return Call(self.base_url + "/rank/batch", body, batch_results, timeout_seconds, request_id, headers)
+        body, headers = orjson.dumps({"requests": [request.to_json() for request in requests]}), dict(JSON)
+
+        def parse(headers: httpx.Headers, content: bytes) -> list[Ranking | RankerError]:
+            return batch_results(orjson.loads(content))
+
+        headers |= self._headers(requests)
+        return Call(f"{self.base_url}/rank/batch", body, parse, timeout_seconds, request_id, headers)
 
     def retrieve(self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None) -> Call[Retrieval]:
         """POST /retrieve."""
-        body, headers = request.to_json(), self._headers([request])
-        return Call(self.base_url + "/retrieve", body, Retrieval.from_json, timeout_seconds, request_id, headers)
+        return self._posts("retrieve", request, Retrieval.from_json, timeout_seconds, request_id)
 
     def recommend(
         self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None
     ) -> Call[Recommendation]:
         """POST /recommend."""
-        body, headers = request.to_json(), self._headers([request])
-        return Call(self.base_url + "/recommend", body, Recommendation.from_json, timeout_seconds, request_id, headers)
+        return self._posts("recommend", request, Recommendation.from_json, timeout_seconds, request_id)
+
+    def _posts(
+        self,
+        path: str,
+        request: RetrievalRequest,
+        read: Callable[[Any], T],
+        timeout_seconds: float,
+        request_id: str | None,
+    ) -> Call[T]:
+        def parse(headers: httpx.Headers, content: bytes) -> T:
+            return read(orjson.loads(content))
+
+        body, headers = orjson.dumps(request.to_json()), JSON | self._headers([request])
+        return Call(f"{self.base_url}/{path}", body, parse, timeout_seconds, request_id, headers)
 
     def _headers(self, requests: Sequence[RankingRequest | RetrievalRequest]) -> dict[str, str]:
         """A batch is sent whole to where its first user is kept: no place is better for all of them."""
@@ -91,22 +122,21 @@ class Calls:
 
 
 class Call(Generic[T]):
-    """The same body and the same request id in each attempt, and one deadline for all. `parse` makes the result of a 200's JSON."""
+    """The same body and the same request id in each attempt, and one deadline for all. `parse` makes the result of a 200."""
 
     def __init__(
         self,
         url: str,
-        body: dict[str, Any],
-        parse: Callable[[Any], T],
+        body: bytes,
+        parse: Callable[[httpx.Headers, bytes], T],
         timeout_seconds: float,
         request_id: str | None,
         headers: dict[str, str],
     ) -> None:
-        self.url, self.parse = url, parse
-        self.body = orjson.dumps(body)
+        self.url, self.body, self.parse = url, body, parse
         self.deadline = time.monotonic() + timeout_seconds
         self.request_id = request_id or uuid.uuid4().hex
-        self.headers = headers | {"content-type": "application/json", "x-request-id": self.request_id}
+        self.headers = headers | {"x-request-id": self.request_id}
 
     def seconds_left(self) -> float:
         """Until the deadline."""
@@ -155,9 +185,9 @@ class Call(Generic[T]):
         """What a reply with scores holds. Raises the error that any other reply means."""
         request_id = response.headers.get("x-request-id", self.request_id)
         try:
-            body = orjson.loads(content)
             if response.status_code == httpx.codes.OK:
-                return self.parse(body)
+                return self.parse(response.headers, content)
+            body = orjson.loads(content)
         except (ValueError, LookupError, TypeError, AttributeError):  # not ours: a proxy's page, say
             body = {}
         asked = response.headers.get("retry-after", "")
@@ -165,6 +195,17 @@ class Call(Generic[T]):
 
     def _too_late(self, detail: str) -> DeadlineExceeded:
         return DeadlineExceeded(0, "deadline_exceeded", detail, self.request_id)
+
+
+def _body(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
+    return orjson.dumps(request.to_json()), dict(JSON)
+
+
+def _tensors(request: RankingRequest, request_id: str) -> tuple[bytes, dict[str, str]]:
+    try:
+        return tensors.write(request)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RequestRefused(0, "invalid_request", f"The request is no tensors: {error}", request_id) from error
 
 
 def wait_seconds(state: RetryCallState) -> float:

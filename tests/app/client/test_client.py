@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ from phoenix_ranker_client import (
 from app.http.application import create_app
 from app.settings import Settings
 from tests.app.fakes import FakeEngine, running
+from tests.app.serving import listening, port_of
 
 CANDIDATES = [Candidate("90", 7, 1, 1779990000), Candidate(2**64 - 1, 5)]
 HISTORY = [Event(17, 5, ["favorite"], 3, 12.5), Event(18, 6, {"reply": 0.5})]
@@ -318,3 +320,84 @@ async def test_the_application_understands_it_and_it_the_application() -> None:
         assert isinstance(results[0], Ranking)
         assert isinstance(results[1], RequestRefused)
         await client.close()
+
+
+def in_process(main: Callable[[AsyncRankerClient], Any], **options: Any) -> Any:
+    """Run with a client of the real application around a fake engine."""
+
+    async def run() -> Any:
+        async with running(FakeEngine()) as service:
+            http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(Settings(), service)))
+            async with AsyncRankerClient("http://test", http=http, **options) as client:
+                return await main(client)
+
+    return asyncio.run(run())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {
+        "weights": {"favorite": 1, "report": -2.5},
+        "actions_wanted": ["reply", "favorite"],
+        "impression_ts": 1780000000,
+        "top_k": 1,
+    },
+    {"weights": {}, "actions_wanted": []},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("history", [HISTORY, [], [Event("9", 1, (), 2, 1e300)]])
+def test_both_wires_give_the_same_ranking(options: dict[str, Any], history: list[Event]) -> None:
+    async def main(client: AsyncRankerClient) -> Ranking:
+        return await client.rank(7, CANDIDATES, history, **options)
+
+    text, binary = (in_process(main, wire=wire) for wire in ("json", "binary"))
+    assert (binary.model_name, binary.model_version, binary.actions) == (
+        text.model_name,
+        text.model_version,
+        text.actions,
+    )
+    assert (binary.history_used, binary.history_dropped) == (text.history_used, text.history_dropped)
+    assert binary.timings_ms.keys() == text.timings_ms.keys()
+    for one, other in zip(text.candidates, binary.candidates, strict=True):
+        assert (one.post_id, one.score, one.rank) == (other.post_id, other.score, other.rank)
+        assert array("f", one.probabilities) == array("f", other.probabilities)
+        assert one.continuous.keys() == other.continuous.keys()
+        assert array("f", one.continuous.values()) == array("f", other.continuous.values())
+
+
+def test_errors_of_the_binary_wire_are_those_of_json() -> None:
+    async def main(client: AsyncRankerClient) -> list[RankerError]:
+        found = []
+        for user, candidates, options in (
+            (7, [], {}),
+            (7, CANDIDATES, {"top_k": 0}),
+            (7, CANDIDATES, {"weights": {"zq9marker": 1}}),
+            (-7, CANDIDATES, {}),
+            ("x", CANDIDATES, {}),
+        ):
+            with pytest.raises(RankerError) as caught:
+                await client.rank(user, candidates, **options)
+            found.append(caught.value)
+        return found
+
+    for one, other in zip(in_process(main), in_process(main, wire="binary"), strict=True):
+        assert (type(one), one.code) == (type(other), other.code)
+
+
+@BOTH
+def test_the_binary_wire_over_a_socket(kind: type) -> None:
+    with listening() as server:
+        ranking = either(f"http://127.0.0.1:{port_of(server)}", kind, wire="binary")()
+    assert [candidate.post_id for candidate in ranking.candidates] == ["90", 2**64 - 1]
+
+
+@pytest.mark.parametrize(
+    "reply", [ok(), httpx.Response(200, content=b"xx", headers={"inference-header-content-length": "1"})]
+)
+def test_a_reply_that_is_not_of_the_binary_wire_is_a_fault(reply: httpx.Response) -> None:
+    client, seen = scripted(reply, wire="binary")
+    with pytest.raises(ServerFault):
+        client.rank(1, CANDIDATES)
+    assert seen[0].headers["accept"] == "application/octet-stream"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +12,16 @@ from starlette.testclient import TestClient
 
 from app.settings import Limits, Settings
 from loadtest.fuzz.bodies import in_arrays
+from loadtest.generate.tensors import inference_of
+from tests.app.fakes import ACTIONS
 from tests.app.serving import good, served
 
 MARK = "zq9marker"
 JSON = {"content-type": "application/json"}
 POST: dict[str, Any] = {"post_id": 1, "author_id": 2}
+INFER = "/v2/models/fake/infer"
+BOMB = gzip.compress(bytes(50_000_000))
+TENSORS = inference_of(good(), ACTIONS).body(binary=False)[0]
 LIMITS = Limits(max_body_bytes=50_000, max_candidates=100, max_history=200, max_batch_requests=3)
 
 
@@ -144,7 +150,25 @@ OTHER: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
     "form": ("POST", "/rank", b"a=1", {"content-type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
     "text": ("POST", "/rank", b"{}", {"content-type": f"text/plain; x={MARK}"}, 415, "unsupported_media_type"),
     "charset": ("POST", "/rank", b"{}", {"content-type": "application/json; charset=utf-16"}, 415, "unsupported_media_type"),
-    "gzip": ("POST", "/rank", b"{}", JSON | {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
+    "deflate": ("POST", "/rank", b"{}", JSON | {"content-encoding": "deflate"}, 415, "unsupported_media_type"),
+    "no gzip": ("POST", "/rank", MARK.encode(), JSON | {"content-encoding": "gzip"}, 400, "bad_request"),
+    "gzip bomb": ("POST", "/rank", BOMB, JSON | {"content-encoding": "gzip"}, 413, "too_large"),
+    "gzip bomb, batch": ("POST", "/rank/batch", BOMB, JSON | {"content-encoding": "gzip"}, 413, "too_large"),
+    "gzip bomb, tensors": ("POST", INFER, BOMB, {"content-encoding": "gzip"}, 413, "too_large"),
+    "accept": ("POST", "/rank", json.dumps(good()).encode(), JSON | {"accept": "text/html"}, 406, "not_acceptable"),
+    "accept, batch": ("POST", "/rank/batch", b"[]", JSON | {"accept": "text/html"}, 406, "not_acceptable"),
+    "accept, tensors": ("POST", INFER, TENSORS, {"accept": "application/octet-stream"}, 406, "not_acceptable"),
+    "another model": ("POST", f"/v2/models/{MARK}/infer", TENSORS, {}, 404, "not_found"),
+    "another version": ("POST", f"/v2/models/fake/versions/{MARK}/infer", TENSORS, {}, 404, "not_found"),
+    "another model's tensors": ("GET", f"/v2/models/{MARK}", b"", {}, 404, "not_found"),
+    "another version's tensors": ("GET", f"/v2/models/fake/versions/{MARK}/ready", b"", {}, 404, "not_found"),
+    "tensors of text": ("POST", INFER, b"{}", {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+    "long tensors": ("POST", INFER, b" " * 50_001, {}, 413, "too_large"),
+    "no tensors": ("POST", INFER, b"{}", {}, 422, "invalid_request"),
+    "no JSON of tensors": ("POST", INFER, MARK.encode(), {}, 400, "malformed_json"),
+    "tensors on the path of batches": (
+        "POST", "/rank/batch", b"{}", {"content-type": "application/octet-stream"}, 415, "unsupported_media_type",
+    ),
     "long body": ("POST", "/rank", b" " * 50_001, JSON, 413, "too_large"),
     "long body, batch": ("POST", "/rank/batch", b" " * 50_001, JSON, 413, "too_large"),
     "many candidates": ("POST", "/rank", json.dumps(good(candidates=[POST] * 101)).encode(), JSON, 413, "too_large"),

@@ -32,6 +32,16 @@ class Broken(FakeEngine):
         return outcomes
 
 
+def test_each_item_has_a_form_of_its_own(client: TestClient) -> None:
+    objects, columns = client.post("/rank/batch", json=[good(), good(reply="columns")]).json()
+    told = columns.pop("candidates")
+    rows = objects.pop("candidates")
+    for name in ("post_id", "score", "rank", "probabilities"):
+        assert told[name] == [row[name] for row in rows]
+    assert told["continuous"] == {"dwell_time": [row["continuous"]["dwell_time"] for row in rows]}
+    assert columns.keys() == objects.keys()
+
+
 @pytest.mark.parametrize("bare", [True, False])
 def test_an_item_that_fails_carries_its_own_problem(client: TestClient, bare: bool) -> None:
     items = [good(user_id=1), good(user_id=-1), "nonsense", good(user_id=2, candidates=[]), good(user_id=3)]

@@ -75,7 +75,7 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
 
 def test_scores_are_the_definitions(client: TestClient) -> None:
     towers = retrieving.towers()
-    from app.request.body import decode_retrieve
+    from app.request.posts_body import decode_retrieve
     from app.request.retrieval import check_retrieve
     from app.request.vocabulary import Vocabulary
     from weights.format.manifest import Manifest

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.request.explain import explain
+from app.request.explain import explain, request_rule
 from app.request.vocabulary import Vocabulary
 from tests.app.serving import VOCABULARY, checked, good
 
@@ -49,7 +49,7 @@ def test_ten_problems_are_looked_for_and_no_more() -> None:
     for count in (10, 10_000):
         index = Counting(VOCABULARY.index)
         vocabulary = Vocabulary(VOCABULARY.action_names, index, VOCABULARY.product_surfaces, VOCABULARY.weights)
-        found = explain(body | {"history": [POST | {"actions": ["?"] * count}]}, vocabulary)
+        found = explain(body | {"history": [POST | {"actions": ["?"] * count}]}, request_rule(vocabulary))
         assert (len(found.problems), index.looked_up) == (10, 10)
 
 
@@ -66,4 +66,4 @@ def test_any_json_is_refused_with_a_reason(value: Any) -> None:
 
 def test_a_refusal_without_a_reason_is_a_fault_of_ours() -> None:
     with pytest.raises(AssertionError):
-        explain(good(), VOCABULARY)
+        explain(good(), request_rule(VOCABULARY))

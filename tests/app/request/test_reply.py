@@ -75,6 +75,16 @@ def test_a_score_does_not_depend_on_the_batch(probabilities: Any, data: st.DataO
     assert combine(probabilities[order], weights).tobytes() == together[order].tobytes()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 65])
+def test_scores_are_added_action_by_action(count: int) -> None:
+    for seed in range(30):  # a sum over one column alone is right by chance half of the time
+        random = np.random.default_rng(seed)
+        probabilities, weights = random.random((count, 19), dtype=np.float32), random.normal(size=19)
+        added = [sum((float(p) * w for p, w in zip(row, weights, strict=True)), 0.0) for row in probabilities]
+        assert combine(probabilities, weights).tolist() == added
+    assert str(combine(np.zeros((2, 1), np.float32), np.array([-1.0]))) == "[0. 0.]"  # not -0
+
+
 def test_a_matrix_product_would_depend_on_the_batch() -> None:
     random = np.random.default_rng(0)
     probabilities, weights = random.random((512, 19), dtype=np.float32), random.normal(size=19)
@@ -123,10 +133,11 @@ def test_weights_of_nothing_score_nothing() -> None:
     assert [(row["score"], row["rank"]) for row in rows] == [(0.0, 1), (0.0, 2), (0.0, 3), (0.0, 4)]
 
 
-def test_no_piece_of_a_long_reply_holds_the_loop() -> None:
+@pytest.mark.parametrize("form", ["objects", "columns"])
+def test_no_piece_of_a_long_reply_holds_the_loop(form: str) -> None:
     given, spent = scores(4096), []
     for _ in range(3):
-        pieces = render(request(4096), given, FORM, history_used=1, timings_ms={})
+        pieces = render(request(4096, reply=form), given, FORM, history_used=1, timings_ms={})
         longest = 0.0
         while True:
             started = time.thread_time()

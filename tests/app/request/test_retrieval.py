@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from app.errors import InvalidRequest, MalformedJson, ServiceError
 from app.request import contract, strict_json
-from app.request.body import decode_recommend, decode_retrieve
+from app.request.posts_body import decode_recommend, decode_retrieve
 from app.request.retrieval import check_recommend, check_retrieve
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits

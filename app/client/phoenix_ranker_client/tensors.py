@@ -1,0 +1,117 @@
+"""The binary wire: a request as named tensors, a ranking out of them. The Open Inference Protocol's body, posted to `/rank`."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from phoenix_ranker_client.messages import Ranked, Ranking, RankingRequest
+
+MEDIA_TYPE = "application/octet-stream"
+LENGTH = "inference-header-content-length"
+CODES = {"UINT64": "Q", "INT64": "q", "FP32": "f", "FP64": "d"}
+MAX_SECONDS = 1e30  # a dwell time beyond it is cut off anyway, and fits a float32
+
+
+def write(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
+    """A request's body and the headers that it needs. Raises ValueError, TypeError or OverflowError for what is no such number."""
+    candidates, history = request.candidates, request.history
+    columns: dict[str, tuple[str, Sequence[Any]]] = {
+        "user_id": ("UINT64", [int(request.user_id)]),
+        "candidates.post_id": ("UINT64", [int(candidate.post_id) for candidate in candidates]),
+        "candidates.author_id": ("UINT64", [int(candidate.author_id) for candidate in candidates]),
+        "candidates.product_surface": ("INT64", [candidate.product_surface for candidate in candidates]),
+        "candidates.created_at": ("INT64", [candidate.created_at for candidate in candidates]),
+        "history.post_id": ("UINT64", [int(event.post_id) for event in history]),
+        "history.author_id": ("UINT64", [int(event.author_id) for event in history]),
+        "history.product_surface": ("INT64", [event.product_surface for event in history]),
+        "history.dwell_time": ("FP32", [min(event.dwell_time, MAX_SECONDS) for event in history]),
+    }
+    shapes = {name: [len(values)] for name, (_, values) in columns.items()}
+    parameters: dict[str, Any] = {"binary_data_output": True}
+    names = list(dict.fromkeys([*(action for event in history for action in event.actions), *(request.weights or ())]))
+    if names or request.weights is not None:
+        parameters["actions"] = ",".join(names)
+        columns["history.actions"] = ("FP32", _matrix(request, names))
+        shapes["history.actions"] = [len(history), len(names)]
+    if request.weights is not None:
+        columns["weights"] = ("FP64", [request.weights.get(name, 0.0) for name in names])
+        shapes["weights"] = [len(names)]
+    for name in ("top_k", "impression_ts"):
+        if (value := getattr(request, name)) is not None:
+            parameters[name] = value
+    if request.actions_wanted is not None:
+        parameters["actions_wanted"] = ",".join(request.actions_wanted)
+    inputs, data = [], []
+    for name, (datatype, values) in columns.items():
+        data.append(_little(array(CODES[datatype], values)).tobytes())
+        size = {"binary_data_size": len(data[-1])}
+        inputs.append({"name": name, "datatype": datatype, "shape": shapes[name], "parameters": size})
+    text = orjson.dumps({"inputs": inputs, "parameters": parameters})
+    return b"".join([text, *data]), {"content-type": MEDIA_TYPE, "accept": MEDIA_TYPE, LENGTH: str(len(text))}
+
+
+def read(request: RankingRequest, headers: Mapping[str, str], content: bytes) -> Ranking:
+    """The ranking in the reply to that request. Raises LookupError, ValueError or TypeError for what is no such reply."""
+    length = int(headers[LENGTH])
+    header, place = orjson.loads(content[:length]), length
+    columns: dict[str, Any] = {}
+    for output in header["outputs"]:
+        size = output["parameters"]["binary_data_size"]
+        column = array(CODES[output["datatype"]])
+        column.frombytes(content[place : place + size])
+        columns[output["name"]] = _little(column).tolist()
+        place += size
+    said = header["parameters"]
+    actions, quantities = _names(said["actions"]), _names(said["continuous"])
+    as_sent = {int(candidate.post_id): candidate.post_id for candidate in request.candidates}
+    rows = zip(
+        columns["post_id"],
+        columns["score"],
+        columns["rank"],
+        _rows(columns["probabilities"], len(actions), len(columns["rank"])),
+        _rows(columns["continuous"], len(quantities), len(columns["rank"])),
+        strict=True,
+    )
+    return Ranking(
+        header["model_name"],
+        header["model_version"],
+        actions,
+        [
+            Ranked(as_sent[post], score, rank, probabilities, dict(zip(quantities, continuous, strict=True)))
+            for post, score, rank, probabilities, continuous in rows
+        ],
+        said["history_used"],
+        said["history_dropped"],
+        {name.removesuffix("_ms"): value for name, value in said.items() if name.endswith("_ms")},
+    )
+
+
+def _matrix(request: RankingRequest, names: Sequence[str]) -> list[float]:
+    """The actions of each event in its row, 1 where only named."""
+    places = {name: place for place, name in enumerate(names)}
+    cells = [0.0] * (len(request.history) * len(names))
+    for row, event in enumerate(request.history):
+        for action in event.actions:
+            value = event.actions[action] if isinstance(event.actions, Mapping) else 1.0
+            cells[row * len(names) + places[action]] = value
+    return cells
+
+
+def _rows(values: Sequence[float], width: int, count: int) -> list[list[float]]:
+    return [list(values[row * width : (row + 1) * width]) for row in range(count)]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",") if text else []
+
+
+def _little(column: array[Any]) -> array[Any]:
+    """The wire is little-endian."""
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column

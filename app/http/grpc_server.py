@@ -1,0 +1,160 @@
+"""The Open Inference Protocol over gRPC, in the same event loop: tensors in protobuf, all else as over HTTP. Needs `grpcio`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import orjson
+
+from app.errors import ServiceError
+from app.http.asgi import Headers, timeout_seconds_of
+from app.http.observe import Recorder
+from app.http.open_inference import SERVER
+from app.http.problems import retry_after
+from app.http.rank import Ranking, served
+from app.interface import ranked
+from app.request import protobuf, tensors
+from app.request.wires import TENSORS
+from app.settings import Settings
+from app.telemetry.exchange import Exchange
+
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+METHODS = ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelInfer")
+ROUTES = tuple(f"/{protobuf.SERVICE}/{name}" for name in METHODS)
+
+Answer = Callable[[Any, "Call"], Awaitable[bytes]]
+
+
+class Call:
+    """One call as its method sees it: headers as over HTTP, what is noted, what goes back besides the message."""
+
+    def __init__(self, context: Any, exchange: Exchange, headers: Headers) -> None:
+        self.headers = headers
+        self.exchange = exchange
+        self.fields: list[tuple[bytes, bytes]] = []
+        seconds = context.time_remaining()
+        self.seconds: float | None = None if seconds is None else max(0.0, seconds)
+
+
+class InferenceServer:
+    """The service `inference.GRPCInferenceService` on a port of its own. All methods belong to the event loop."""
+
+    def __init__(self, ranking: Ranking, recorder: Recorder, settings: Settings) -> None:
+        self.ranking = ranking
+        self.service = ranking.service
+        self.recorder = Recorder(recorder.metrics, ROUTES, recorder.request_log, recorder.tracer)
+        self.settings = settings
+        self.host = settings.grpc.host
+        self.port = 0
+        self._server: Any = None
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        settings = self.settings
+        self._server = grpc.aio.server(
+            options=[
+                (
+                    "grpc.max_receive_message_length",
+                    settings.limits.max_body_bytes,
+                ),  # and once inflated: since 1.85 at least
+                ("grpc.max_metadata_size", settings.connections.max_header_bytes),
+                ("grpc.max_connection_idle_ms", round(settings.connections.keep_alive_seconds * 1000)),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=settings.queue.max_requests,
+        )
+        answers = (self._live, self._ready, self._metadata, self._model_ready, self._model_metadata, self._infer)
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(self._observed(name, answer))
+            for name, answer in zip(METHODS, answers, strict=True)
+        }
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(protobuf.SERVICE, handlers)])
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{settings.grpc.port}")
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        await self._server.start()
+
+    async def stop(self, seconds: float) -> None:
+        """Take nothing new, finish what was begun within this time."""
+        if self._server is not None:
+            await self._server.stop(seconds)
+
+    def _observed(self, name: str, answer: Answer) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        """Named, counted and logged as an HTTP request is; errors become statuses."""
+
+        async def handle(data: bytes, context: Any) -> bytes:
+            headers = {
+                key.encode(): value.encode() for key, value in context.invocation_metadata() if type(value) is str
+            }
+            exchange = self.recorder.begin("POST", f"/{protobuf.SERVICE}/{name}", headers)
+            call = Call(context, exchange, headers)
+            reply, problem = b"", None
+            try:
+                reply = await answer(protobuf.read(f"{name}Request", data), call)
+                exchange.status = 200
+            except Exception as error:
+                problem = self.recorder.problem(error, exchange)
+                exchange.status = problem.status
+            finally:  # also when the client cancels
+                self.recorder.end(exchange, headers)
+            fields = [(name.decode(), value.decode()) for name, value in call.fields]
+            fields.append(("x-request-id", exchange.request_id))
+            if problem is None:
+                context.set_trailing_metadata(tuple(fields))
+                return reply
+            await context.abort(*_status(problem, exchange.request_id, fields))
+            raise AssertionError  # abort raises
+
+        return handle
+
+    async def _live(self, request: Any, call: Call) -> bytes:
+        return protobuf.write("ServerLiveResponse", live=True)
+
+    async def _ready(self, request: Any, call: Call) -> bytes:
+        return protobuf.write("ServerReadyResponse", ready=self.service.health().ready)
+
+    async def _metadata(self, request: Any, call: Call) -> bytes:
+        return protobuf.write("ServerMetadataResponse", **SERVER)
+
+    async def _model_ready(self, request: Any, call: Call) -> bytes:
+        served(self.service, request.name, request.version)
+        return protobuf.write("ModelReadyResponse", ready=self.service.health().ready)
+
+    async def _model_metadata(self, request: Any, call: Call) -> bytes:
+        described = tensors.describe_model(served(self.service, request.name, request.version).manifest)
+        del described["parameters"]
+        return protobuf.write("ModelMetadataResponse", **described)
+
+    async def _infer(self, request: Any, call: Call) -> bytes:
+        ranking, exchange = self.ranking, call.exchange
+        ranking.enter(call.headers, exchange)
+        deadline = ranking.deadline(call.seconds, timeout_seconds_of(call.headers))
+        typed = ranking.decode(lambda vocabulary: protobuf.tensors_of(request, ranking.limits), exchange)
+        job = ranking.prepare(typed, TENSORS, deadline, exchange, (request.model_name, request.model_version))
+        if job.request.request_id is not None and not exchange.is_named_by_caller:
+            exchange.request_id = job.request.request_id
+        result = await ranked(ranking.service, job.ticket, job.context, job.candidates)
+        (reply,) = ranking.render(job, result, exchange.stages["parse"], exchange, protobuf.reply)
+        call.fields = ranking.headers(job.model, [result], exchange)
+        return reply
+
+
+def _status(problem: ServiceError, request_id: str, fields: list[tuple[str, str]]) -> tuple[Any, str, tuple[Any, ...]]:
+    """Code, sentence and trailing metadata: the whole problem, and when a retry can succeed."""
+    trailing: list[tuple[str, Any]] = [*fields, ("problem-bin", orjson.dumps(problem.problem(request_id)))]
+    if (seconds := retry_after(problem)) is not None:
+        trailing += [("retry-after", str(seconds)), ("grpc-retry-pushback-ms", str(seconds * 1000))]
+    return CODES.get(problem.status, grpc.StatusCode.INTERNAL), problem.detail, tuple(trailing)

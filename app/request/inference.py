@@ -1,0 +1,192 @@
+"""Bodies of the Open Inference Protocol over HTTP: JSON, then binary data (its binary tensor extension) ↔ named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+from msgspec import UNSET, Meta, Raw, UnsetType
+from numpy.typing import NDArray
+
+from app.errors import InvalidRequest
+from app.request.body import Strict, read, refuse_long, refuse_many_values
+from app.request.contract import is_request_id
+from app.request.explain import NAME, REQUEST_ID_RULE, array_of, fulfils, integer, object_of
+from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
+from app.request.tensors import (
+    DATATYPES,
+    FLAG,
+    MAX_SIZE,
+    MOST_INPUTS,
+    OUTPUTS,
+    PARAMETERS,
+    TEXT,
+    Parameters,
+    Size,
+    Tensor,
+    Tensors,
+)
+from app.request.validate import Request
+from app.request.vocabulary import Vocabulary
+from app.settings import Limits
+from model.inputs import Scores
+
+LENGTH_HEADER = "Inference-Header-Content-Length"
+NO_DATA = "must have either data or the parameter binary_data_size"
+NO_FIT = "must describe, in their order, exactly the binary data that follows the JSON"
+
+
+class InputParameters(Strict):
+    """Of an input whose data is binary."""
+
+    binary_data_size: Size
+
+
+class Input(Strict):
+    """One tensor of a request."""
+
+    name: str
+    datatype: str
+    shape: list[Size]
+    parameters: InputParameters | UnsetType = UNSET
+    data: Raw | UnsetType = UNSET
+
+
+class OutputParameters(Strict):
+    """Of a wanted output."""
+
+    binary_data: bool | UnsetType = UNSET
+
+
+class Output(Strict):
+    """One tensor that the caller wants."""
+
+    name: str
+    parameters: OutputParameters | UnsetType = UNSET
+
+
+class Header(Strict):
+    """The JSON of a request."""
+
+    inputs: Annotated[list[Input], Meta(max_length=MOST_INPUTS)]
+    outputs: Annotated[list[Output], Meta(max_length=len(OUTPUTS))] | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    parameters: Parameters | UnsetType = UNSET
+
+
+_HEADER = msgspec.json.Decoder(Header)
+_SIZE = integer(0, MAX_SIZE)
+_RULE = object_of(
+    {
+        "inputs": array_of(
+            object_of(
+                {
+                    "name": TEXT,
+                    "datatype": TEXT,
+                    "shape": array_of(_SIZE),
+                    "parameters": object_of({"binary_data_size": _SIZE}),
+                    "data": fulfils(lambda value: True, ""),
+                }
+            ),
+            most=MOST_INPUTS,
+        ),
+        "outputs": array_of(
+            object_of({"name": TEXT, "parameters": object_of({"binary_data": FLAG})}), most=len(OUTPUTS)
+        ),
+        "id": NAME,
+        "parameters": PARAMETERS,
+    }
+)
+
+
+def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary, json_bytes: bytes | None) -> Tensors:
+    """The tensors of a body, with no more candidates and history than the limits allow; their content is not checked.
+
+    `json_bytes` is the value of LENGTH_HEADER: where the JSON ends and binary data begins. Raises MalformedJson, TooLarge or
+    InvalidRequest.
+    """
+    text = body if json_bytes is None else body[: _length(json_bytes, len(body))]
+    refuse_many_values(text, limits, vocabulary)
+    header = read(_HEADER, text, _RULE)
+    tensors = Tensors(
+        inputs=_with_data(header.inputs, memoryview(body)[len(text) :]),
+        parameters=header.parameters or Parameters(),
+        reply=wanted_outputs(
+            [
+                (output.name, bool(output.parameters and output.parameters.binary_data))
+                for output in header.outputs or ()
+            ],
+            bool(header.parameters and header.parameters.binary_data_output),
+        ),
+        request_id=header.id or None,
+    )
+    return sized(tensors, limits)
+
+
+def sized(tensors: Tensors, limits: Limits) -> Tensors:
+    """The same. Raises TooLarge beyond the limits, and InvalidRequest for an id that may not go into a header."""
+    if tensors.request_id is not None and not is_request_id(tensors.request_id):
+        raise InvalidRequest([("id", REQUEST_ID_RULE)])
+    refuse_long(tensors, limits)
+    return tensors
+
+
+def wanted_outputs(named: Sequence[tuple[str, bool]], is_binary: bool) -> dict[str, bool]:
+    """Those that were named, else all, each with whether its data is binary. Raises InvalidRequest for unknown ones."""
+    wanted = {name: binary or is_binary for name, binary in named} or dict.fromkeys(OUTPUTS, is_binary)
+    if not wanted.keys() <= OUTPUTS.keys() or len(named) > len(wanted):
+        raise InvalidRequest([("outputs", f"must name some of {', '.join(OUTPUTS)}, each once")])
+    return wanted
+
+
+def _length(json_bytes: bytes, most: int) -> int:
+    if not (json_bytes.isdigit() and len(json_bytes) <= 12 and int(json_bytes) <= most):
+        raise InvalidRequest([(LENGTH_HEADER, "must be the length in bytes of the JSON that the body begins with")])
+    return int(json_bytes)
+
+
+def _with_data(inputs: Sequence[Input], rest: memoryview) -> list[Tensor]:
+    """Each input with its own data: from the JSON, or the next piece of the rest."""
+    found, place = [], 0
+    for number, given in enumerate(inputs):
+        if (given.data is UNSET) == (given.parameters is UNSET):
+            raise InvalidRequest([(f"inputs[{number}]", NO_DATA)])
+        data: Any = given.data
+        if given.parameters is not UNSET:
+            data = rest[place : place + given.parameters.binary_data_size]
+            place += given.parameters.binary_data_size
+        found.append(Tensor(given.name, given.datatype, given.shape, data))
+    if place != len(rest):
+        raise InvalidRequest([("inputs", NO_FIT)])
+    return found
+
+
+def render(
+    request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, float]
+) -> Iterator[bytes]:
+    """The JSON of the reply, then the binary data of each output that is to have it."""
+    assert not isinstance(request.reply, str)
+    rows = rows_of(request, scores, form)
+    binary: list[NDArray[Any]] = []
+    outputs: list[dict[str, Any]] = []
+    for name, array in outputs_of(rows, request.reply):
+        output: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype], "shape": array.shape}
+        if request.reply[name]:
+            output["parameters"] = {"binary_data_size": array.nbytes}
+            binary.append(array)
+        else:
+            output["data"] = array.ravel()
+        outputs.append(output)
+    header: dict[str, Any] = {
+        "model_name": form.model["name"],
+        "model_version": form.model["version"],
+        "parameters": reply_parameters(request, rows, form, history_used=history_used, timings_ms=timings_ms),
+        "outputs": outputs,
+    }
+    if request.request_id is not None:
+        header["id"] = request.request_id
+    yield orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
+    for array in binary:
+        yield array.tobytes()

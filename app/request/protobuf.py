@@ -1,0 +1,157 @@
+"""Messages of the Open Inference Protocol's gRPC service ↔ named tensors. Imported only where gRPC is turned on.
+
+The message classes are made at import from the protocol's field numbers, in a descriptor pool of their own: nothing is compiled,
+no generated file fixes the version of protobuf, and a process may hold another copy of the protocol's definitions as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from app.errors import BadRequest, InvalidRequest
+from app.request.explain import explain, object_of
+from app.request.inference import sized, wanted_outputs
+from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
+from app.request.tensors import (
+    DATATYPES,
+    MOST_INPUTS,
+    PARAMETERS,
+    Parameters,
+    Tensor,
+    Tensors,
+)
+from app.request.validate import Request
+from app.settings import Limits
+from model.inputs import Scores
+
+PACKAGE = "inference"
+SERVICE = f"{PACKAGE}.GRPCInferenceService"
+MESSAGES = {
+    "ServerLiveRequest": "",
+    "ServerLiveResponse": "bool live = 1",
+    "ServerReadyRequest": "",
+    "ServerReadyResponse": "bool ready = 1",
+    "ModelReadyRequest": "string name = 1; string version = 2",
+    "ModelReadyResponse": "bool ready = 1",
+    "ServerMetadataRequest": "",
+    "ServerMetadataResponse": "string name = 1; string version = 2; repeated string extensions = 3",
+    "ModelMetadataRequest": "string name = 1; string version = 2",
+    "TensorMetadata": "string name = 1; string datatype = 2; repeated int64 shape = 3",
+    "ModelMetadataResponse": "string name = 1; repeated string versions = 2; string platform = 3; "
+    "repeated TensorMetadata inputs = 4; repeated TensorMetadata outputs = 5",
+    "InferParameter": "bool bool_param = 1; int64 int64_param = 2; string string_param = 3; double double_param = 4; "
+    "uint64 uint64_param = 5",
+    "Parameter": "string key = 1; InferParameter value = 2",
+    "InputTensor": "string name = 1; string datatype = 2; repeated int64 shape = 3; repeated Parameter parameters = 4; "
+    "bytes contents = 5",
+    "RequestedOutput": "string name = 1; repeated Parameter parameters = 2",
+    "ModelInferRequest": "string model_name = 1; string model_version = 2; string id = 3; "
+    "repeated Parameter parameters = 4; repeated InputTensor inputs = 5; repeated RequestedOutput outputs = 6; "
+    "repeated bytes raw_input_contents = 7",
+    "OutputTensor": "string name = 1; string datatype = 2; repeated int64 shape = 3; repeated Parameter parameters = 4",
+    "ModelInferResponse": "string model_name = 1; string model_version = 2; string id = 3; "
+    "repeated Parameter parameters = 4; repeated OutputTensor outputs = 5; repeated bytes raw_output_contents = 6",
+}
+"""The protocol's field numbers. The names of messages do not travel, and a map is a list of entries. `contents` is only noticed."""
+
+MOST_AXES = 3  # one more than any tensor has
+RAW = "must hold the little-endian data of each input, in their order; `contents` is not taken"
+Field = descriptor_pb2.FieldDescriptorProto
+
+
+def _message_classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="ranker/inference.proto", package=PACKAGE, syntax="proto3")
+    for name, fields in MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field in filter(None, fields.split("; ")):
+            *label, kind, field_name, _, number = field.split()
+            added = message.field.add(name=field_name, number=int(number))
+            added.label = Field.LABEL_REPEATED if label else Field.LABEL_OPTIONAL
+            if kind in MESSAGES:
+                added.type, added.type_name = Field.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+            else:
+                added.type = getattr(Field, f"TYPE_{kind.upper()}")
+            if name == "InferParameter":
+                added.oneof_index = 0
+        if name == "InferParameter":
+            message.oneof_decl.add(name="choice")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
+
+
+CLASSES = _message_classes()
+
+
+def read(kind: str, data: bytes) -> Any:
+    """A message of that kind. Raises BadRequest."""
+    try:
+        return CLASSES[kind].FromString(data)
+    except DecodeError:
+        raise BadRequest(f"The message is no {kind}.") from None
+
+
+def tensors_of(request: Any, limits: Limits) -> Tensors:
+    """The tensors of a ModelInferRequest, as `inference.decode` makes them of a body. Raises TooLarge or InvalidRequest."""
+    raw = request.raw_input_contents
+    if max(len(request.inputs), len(request.outputs), len(request.parameters)) > MOST_INPUTS:  # each entry costs Python
+        raise InvalidRequest([("", "has more inputs, outputs or parameters than there are")])
+    if len(raw) != len(request.inputs) or any(given.contents for given in request.inputs):
+        raise InvalidRequest([("raw_input_contents", RAW)])
+    if any(given.parameters for given in (*request.inputs, *request.outputs)):
+        raise InvalidRequest([("inputs", "take no parameters, and outputs neither")])
+    shapes = [tuple(given.shape[:MOST_AXES]) for given in request.inputs]
+    if any(size < 0 for shape in shapes for size in shape):
+        raise InvalidRequest([("inputs", "must have shapes without negative sizes")])
+    tensors = Tensors(
+        inputs=[
+            Tensor(given.name, given.datatype, shape, data)
+            for given, shape, data in zip(request.inputs, shapes, raw, strict=True)
+        ],
+        parameters=_parameters({entry.key: _value(entry.value) for entry in request.parameters}),
+        reply=wanted_outputs([(wanted.name, True) for wanted in request.outputs], is_binary=True),
+        request_id=request.id or None,
+    )
+    return sized(tensors, limits)
+
+
+def _value(parameter: Any) -> Any:
+    choice = parameter.WhichOneof("choice")
+    return None if choice is None else getattr(parameter, choice)
+
+
+def _parameters(given: dict[str, Any]) -> Parameters:
+    try:
+        return msgspec.convert(given, Parameters)
+    except msgspec.ValidationError:
+        raise explain({"parameters": given}, object_of({"parameters": PARAMETERS})) from None
+
+
+def reply(
+    request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: Mapping[str, float]
+) -> Iterator[bytes]:
+    """The ModelInferResponse in one piece; all of its outputs are raw."""
+    assert not isinstance(request.reply, str)
+    rows = rows_of(request, scores, form)
+    message = CLASSES["ModelInferResponse"](
+        model_name=form.model["name"], model_version=form.model["version"], id=request.request_id or ""
+    )
+    told = reply_parameters(request, rows, form, history_used=history_used, timings_ms=timings_ms)
+    for key, value in told.items():
+        field = {str: "string_param", int: "int64_param", float: "double_param"}[type(value)]
+        setattr(message.parameters.add(key=key).value, field, value)
+    for name, array in outputs_of(rows, request.reply):
+        message.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
+        message.raw_output_contents.append(array.tobytes())
+    yield message.SerializeToString()
+
+
+def write(kind: str, **fields: Any) -> bytes:
+    """A message of that kind as bytes."""
+    written: bytes = CLASSES[kind](**fields).SerializeToString()
+    return written

@@ -1,0 +1,296 @@
+"""Named tensors → a checked `Request`, and scores → named tensors: what the Open Inference Protocol carries, over HTTP and gRPC.
+
+A tensor has the name of its field in the array form of the JSON request. Not for bytes on a wire: see `inference`.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
+from numpy.typing import NDArray
+
+from app.errors import MAX_PROBLEMS, InvalidRequest
+from app.request.body import Strict, Time
+from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
+from app.request.explain import (
+    ACTION_RULE,
+    COUNT,
+    NAMED_TWICE,
+    Problem,
+    fulfils,
+    integer,
+    integer_rule,
+    number_rule,
+    object_of,
+)
+from app.request.validate import Posts, Request
+from app.request.vocabulary import Vocabulary
+from weights.format.manifest import Manifest
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "UINT64": np.dtype("<u8"),
+    "INT64": np.dtype("<i8"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
+
+MAX_SIZE = 2**63 - 1
+Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
+Spec = tuple[str, tuple[str, ...]]  # datatype; what each axis counts
+
+INPUTS: dict[str, Spec] = {
+    "user_id": ("UINT64", ("1",)),
+    "candidates.post_id": ("UINT64", ("C",)),
+    "candidates.author_id": ("UINT64", ("C",)),
+    "candidates.product_surface": ("INT64", ("C",)),
+    "candidates.created_at": ("INT64", ("C",)),
+    "history.post_id": ("UINT64", ("H",)),
+    "history.author_id": ("UINT64", ("H",)),
+    "history.actions": ("FP32", ("H", "A")),
+    "history.product_surface": ("INT64", ("H",)),
+    "history.dwell_time": ("FP32", ("H",)),
+    "weights": ("FP64", ("A",)),
+}
+OUTPUTS: dict[str, Spec] = {
+    "post_id": ("UINT64", ("C",)),
+    "score": ("FP64", ("C",)),
+    "rank": ("INT64", ("C",)),
+    "probabilities": ("FP32", ("C", "A")),
+    "continuous": ("FP32", ("C", "Z")),
+}
+MOST_INPUTS = 2 * len(INPUTS)  # so that an unknown one is told by its place
+REQUIRED = ("user_id", "candidates.post_id", "candidates.author_id")
+
+
+class Parameters(Strict):
+    """What is no tensor. Names of actions are separated by commas; `timeout` is in microseconds."""
+
+    actions: str | UnsetType = UNSET
+    actions_wanted: str | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    impression_ts: Time | UnsetType = UNSET
+    timeout: Size | UnsetType = UNSET
+    binary_data_output: bool | UnsetType = UNSET
+
+
+TEXT = fulfils(lambda value: type(value) is str, "must be a string")
+FLAG = fulfils(lambda value: type(value) is bool, "must be true or false")
+PARAMETERS = object_of(
+    {
+        "actions": TEXT,
+        "actions_wanted": TEXT,
+        "top_k": COUNT,
+        "impression_ts": integer(0, MAX_TIME),
+        "timeout": integer(0, MAX_SIZE),
+        "binary_data_output": FLAG,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One input as it came: `data` little-endian bytes in row-major order, or the JSON of an array."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    data: bytes | memoryview | msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A request whose tensors are not looked into yet. `reply`: the outputs that are wanted, each with whether its data is binary."""
+
+    inputs: Sequence[Tensor]
+    parameters: Parameters
+    reply: dict[str, bool]
+    request_id: str | None
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """How long the caller waits."""
+        timeout = self.parameters.timeout
+        return None if timeout is UNSET else timeout / 1e6
+
+    def count(self, name: str) -> int:
+        """Items of `candidates` or `history`, as the shape says: how much work they ask for."""
+        return next((tensor.shape[0] for tensor in self.inputs if tensor.name == f"{name}.post_id" and tensor.shape), 0)
+
+
+def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
+    """Names, datatypes, shapes, sizes, values. Raises InvalidRequest with the first ten problems."""
+    checks = _Checks(vocabulary, tensors.parameters)
+    columns = checks.read(tensors.inputs)
+    bounds: dict[str, tuple[float, float]] = {
+        "candidates.product_surface": (0, vocabulary.product_surfaces - 1),
+        "candidates.created_at": (0, MAX_TIME),
+        "history.product_surface": (0, vocabulary.product_surfaces - 1),
+        "history.actions": (0, MAX_ACTION_VALUE),
+        "history.dwell_time": (0, float(np.finfo(np.float32).max)),
+        "weights": (-MAX_WEIGHT, MAX_WEIGHT),
+    }
+    for name, (low, high) in bounds.items():
+        if name in columns:
+            checks.refuse_beyond(name, columns[name], low, high)
+    checks.finish()
+    parameters = tensors.parameters
+    history, candidates = _posts("history", columns), _posts("candidates", columns)
+    weights, width = vocabulary.weights, len(vocabulary.action_names)
+    if "weights" in columns:
+        weights = _spread(columns["weights"], checks.actions, (width,), "f8")
+    return Request(
+        user_id=int(columns["user_id"][0]),
+        history=history,
+        actions=_spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
+        dwell_seconds=columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
+        candidates=candidates,
+        created_at=columns.get("candidates.created_at", np.zeros(len(candidates), np.int64)),
+        echo_ids=None,
+        impression_ts=parameters.impression_ts or 0,
+        weights=weights,
+        top_k=parameters.top_k or None,
+        wanted=checks.wanted,
+        request_id=tensors.request_id,
+        reply=tensors.reply,
+    )
+
+
+class _Checks:
+    """What is found wrong with one request's tensors. `actions`: the columns that its action axis stands for."""
+
+    def __init__(self, vocabulary: Vocabulary, parameters: Parameters) -> None:
+        self.problems: list[Problem] = []
+        self._index = vocabulary.index
+        every = list(range(len(vocabulary.action_names)))
+        self.actions = every if parameters.actions is UNSET else self._columns("actions", parameters.actions)
+        wanted = parameters.actions_wanted
+        self.wanted = None if wanted is UNSET else self._columns("actions_wanted", wanted)
+        self._sizes = {"1": 1, "A": len(self.actions)}
+
+    def _columns(self, name: str, text: str) -> list[int]:
+        is_long = text.count(",") >= len(self._index)
+        names = text.split(",") if text and not is_long else []
+        if is_long or any(name not in self._index for name in names):
+            self.problems.append((f"parameters.{name}", f"every name {ACTION_RULE}"))
+            return []
+        columns = [self._index[name] for name in names]
+        if len(set(columns)) < len(columns):
+            self.problems.append((f"parameters.{name}", NAMED_TWICE[1]))
+        return columns
+
+    def read(self, tensors: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
+        """Each known tensor as an array of its dtype and shape."""
+        columns: dict[str, NDArray[Any]] = {}
+        for place, tensor in enumerate(tensors):
+            if len(self.problems) >= MAX_PROBLEMS:
+                break
+            if tensor.name not in INPUTS:
+                self.problems.append((f"inputs[{place}].name", f"must be one of {', '.join(INPUTS)}"))
+            elif tensor.name in columns:
+                self.problems.append((f"inputs[{place}].name", "names a tensor that was there before"))
+            else:
+                column = self._array(tensor)
+                if isinstance(column, str):
+                    self.problems.append((tensor.name, column))
+                else:
+                    columns[tensor.name] = column
+        sent = {tensor.name for tensor in tensors}
+        has_history = any(name.startswith("history.") for name in sent)
+        required = (*REQUIRED, "history.post_id", "history.author_id") if has_history else REQUIRED
+        self.problems += [(name, "is required") for name in required if name not in sent]
+        if "candidates.post_id" in columns and not len(columns["candidates.post_id"]):
+            self.problems.append(("candidates", "must not be empty"))
+        return columns
+
+    def _array(self, tensor: Tensor) -> NDArray[Any] | str:
+        """The tensor's array, or what is wrong with it."""
+        datatype, axes = INPUTS[tensor.name]
+        if tensor.datatype != datatype:
+            return f"must be of the datatype {datatype}"
+        shape = tuple(tensor.shape)
+        letters = f"[{', '.join(axes)}]"
+        if len(shape) != len(axes):
+            return f"must have the shape {letters}"
+        for axis, size in zip(axes, shape, strict=True):
+            if self._sizes.setdefault(axis, size) != size:
+                return f"must have the shape {letters}, as long on each axis as other tensors are"
+        dtype, count = DTYPES[datatype], math.prod(shape)
+        if isinstance(tensor.data, msgspec.Raw):
+            return _from_json(tensor.data, dtype, shape)
+        if len(tensor.data) != count * dtype.itemsize:
+            return f"must hold {dtype.itemsize} bytes a value, as many as its shape says"
+        return np.array(np.frombuffer(tensor.data, dtype).reshape(shape))  # a copy: aligned, and the body may go
+
+    def refuse_beyond(self, name: str, values: NDArray[Any], low: float, high: float) -> None:
+        """Note values outside of the bounds; NaN is outside of any."""
+        good = (values >= low) & (values <= high)
+        if good.all():
+            return
+        sentence = integer_rule(int(low), int(high)) if values.dtype.kind == "i" else number_rule(low, high)
+        for place in np.argwhere(~good)[:MAX_PROBLEMS].tolist():
+            self.problems.append((name + "".join(f"[{index}]" for index in place), sentence))
+
+    def finish(self) -> None:
+        """Raise InvalidRequest if anything is wrong."""
+        if self.problems:
+            raise InvalidRequest(self.problems)
+
+
+def _from_json(data: msgspec.Raw, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | str:
+    """An array from a JSON array, flat or nested as the shape is."""
+    is_float = dtype.kind == "f"
+    number: Any = float if is_float else int
+    for kind in (list[number], list[list[number]])[: len(shape)]:
+        with suppress(msgspec.DecodeError, ValueError, OverflowError, RecursionError):
+            values: Any = msgspec.json.decode(data, type=kind)
+            found = np.array(values) if is_float else np.asarray(array("Q" if dtype.kind == "u" else "q", values))
+            if found.shape in (shape, (math.prod(shape),)):
+                with np.errstate(over="ignore"):  # as a float32 it is infinite then, and refused
+                    return found.reshape(shape).astype(dtype)
+    return f"must hold an array of {DATATYPES[dtype]} values, as many as its shape says"
+
+
+def _posts(name: str, columns: Mapping[str, NDArray[Any]]) -> Posts:
+    post_ids = columns.get(f"{name}.post_id", np.zeros(0, np.uint64))
+    author_ids = columns.get(f"{name}.author_id", post_ids)
+    return Posts(post_ids, author_ids, columns.get(f"{name}.product_surface", np.zeros(len(post_ids), np.int64)))
+
+
+def _spread(values: NDArray[Any] | None, columns: list[int], shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """An array of all actions on its last axis, from one of those in `columns`; 0 elsewhere."""
+    if values is not None and columns == list(range(shape[-1])):
+        return values
+    found = np.zeros(shape, dtype)
+    if values is not None:
+        found[..., columns] = values
+    return found
+
+
+def describe_model(manifest: Manifest) -> dict[str, Any]:
+    """The protocol's metadata of a model: its tensors, -1 where a size is the request's. `parameters` name the columns."""
+    continuous = [output.name for output in manifest.continuous]
+    sizes = {"1": 1, "A": len(manifest.action_names), "Z": len(continuous)}
+
+    def described(specs: Mapping[str, Spec]) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "datatype": datatype, "shape": [sizes.get(axis, -1) for axis in axes]}
+            for name, (datatype, axes) in specs.items()
+        ]
+
+    return {
+        "name": manifest.name,
+        "versions": [manifest.version],
+        "platform": "phoenix-ranking-server",
+        "inputs": described(INPUTS),
+        "outputs": described(OUTPUTS),
+        "parameters": {"actions": ",".join(manifest.action_names), "continuous": ",".join(continuous)},
+    }

@@ -1,0 +1,84 @@
+"""A request in JSON as one of the Open Inference Protocol: its tensors, in JSON or binary. Shared with tests; sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+DTYPES = {"u": "UINT64", "i": "INT64", "f4": "FP32", "f8": "FP64"}
+KINDS = {"post_id": "u8", "author_id": "u8", "product_surface": "i8", "created_at": "i8", "dwell_time": "f4"}
+LENGTH = "inference-header-content-length"
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """Named arrays and parameters."""
+
+    inputs: dict[str, NDArray[Any]]
+    parameters: dict[str, Any]
+    request_id: str | None = None
+
+    def header(self, *, binary: bool) -> dict[str, Any]:
+        """The JSON of a request for every output, with binary data in both directions or in neither."""
+        inputs = []
+        for name, array in self.inputs.items():
+            given: dict[str, Any] = {"name": name, "datatype": datatype(array), "shape": array.shape}
+            given |= {"parameters": {"binary_data_size": array.nbytes}} if binary else {"data": array.tolist()}
+            inputs.append(given)
+        named = {} if self.request_id is None else {"id": self.request_id}
+        parameters = self.parameters | ({"binary_data_output": True} if binary else {})
+        return {"inputs": inputs, "parameters": parameters, **named}
+
+    def data(self) -> bytes:
+        """The binary data, in order."""
+        return b"".join(array.tobytes() for array in self.inputs.values())
+
+    def body(self, *, binary: bool) -> tuple[bytes, dict[str, str]]:
+        """A whole body and the headers that it needs."""
+        text = orjson.dumps(self.header(binary=binary))
+        return (text + self.data(), {LENGTH: str(len(text))}) if binary else (text, {})
+
+
+def datatype(array: NDArray[Any]) -> str:
+    """The protocol's name of an array's dtype."""
+    kind = array.dtype.kind
+    return DTYPES[kind if kind in "ui" else f"f{array.dtype.itemsize}"]
+
+
+def in_arrays(items: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The array form of a list of objects; what some of them lack gets its default."""
+    defaults = {"actions": [], "product_surface": 0, "dwell_time": 0, "created_at": 0}
+    names = dict.fromkeys(name for item in items for name in item)
+    return {name: [item.get(name, defaults.get(name)) for item in items] for name in names}
+
+
+def inference_of(body: Mapping[str, Any], action_names: Sequence[str]) -> Inference:
+    """The same request as tensors; the body must be valid, in either shape."""
+    index = {str(place): place for place in range(len(action_names))} | {n: i for i, n in enumerate(action_names)}
+    inputs: dict[str, NDArray[Any]] = {"user_id": np.array([int(body["user_id"])], "u8")}
+    for part in ("candidates", "history"):
+        items = body.get(part) or []
+        columns: dict[str, Any] = in_arrays(items) if isinstance(items, list) else items
+        for name, values in columns.items():
+            if name == "actions":
+                matrix = np.zeros((len(values), len(action_names)), "f4")
+                for row, actions in zip(matrix, values, strict=True):
+                    for action in actions:
+                        row[index[action]] = actions[action] if isinstance(actions, dict) else 1
+                inputs["history.actions"] = matrix
+            else:
+                numbers = map(int, values) if name.endswith("_id") else (min(value, 1e30) for value in values)
+                inputs[f"{part}.{name}"] = np.array(list(numbers), KINDS[name])
+    if "weights" in body:
+        inputs["weights"] = np.zeros(len(action_names))
+        for action, weight in body["weights"].items():
+            inputs["weights"][index[action]] = weight
+    parameters = {name: body[name] for name in ("top_k", "impression_ts") if name in body}
+    if "actions_wanted" in body:
+        parameters["actions_wanted"] = ",".join(body["actions_wanted"])
+    return Inference(inputs, parameters, body.get("request_id"))

@@ -1,0 +1,295 @@
+"""The Open Inference Protocol over gRPC, asked by the real `tritonclient`: the same bits, statuses, deadlines, logs and drain."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import structlog
+import tritonclient.grpc as triton
+from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.utils import InferenceServerException
+
+import app.assembly
+from app.errors import InvalidRequest
+from app.http.grpc_server import ROUTES
+from app.request import protobuf, tensors
+from app.request.vocabulary import Vocabulary
+from app.server.process import RankingServer
+from app.service.service import OVERRUN, RankingService
+from app.settings import Auth, Grpc, Limits, Settings, SettingsProblem
+from app.telemetry.metrics import Metrics
+from loadtest.generate.tensors import Inference, datatype, inference_of
+from tests.app.fakes import ACTIONS, FakeEngine, loaded, loader
+from tests.app.serving import good, listening, port_of
+
+ASKED = inference_of(good(request_id=...), ACTIONS)
+SETTINGS = Settings(port=0, grpc=Grpc(port=0), limits=Limits(max_candidates=100, max_body_bytes=50_000))
+INFER = ROUTES[-1]
+VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RankingServer]:
+    with listening(settings=SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: RankingServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(address(server)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(server: RankingServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
+        yield client
+
+
+def address(server: RankingServer) -> str:
+    return f"127.0.0.1:{server.others[0].port}"
+
+
+def inputs(asked: Inference) -> list[triton.InferInput]:
+    made = []
+    for name, array in asked.inputs.items():
+        tensor = triton.InferInput(name, list(array.shape), datatype(array))
+        made.append(tensor.set_data_from_numpy(array))
+    return made
+
+
+def failure(call: Callable[[], Any]) -> tuple[str, str]:
+    with pytest.raises(InferenceServerException) as caught:
+        call()
+    return caught.value.status(), caught.value.message()
+
+
+def counted(http: httpx.Client, code: str) -> float:
+    """Calls of ModelInfer that ended so."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    samples = (sample for family in families for sample in family.samples)
+    labels = {"method": "POST", "route": INFER, "code": code}
+    return sum(
+        sample.value for sample in samples if sample.name == "ranker_http_requests_total" and sample.labels == labels
+    )
+
+
+def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("fake", "v1")
+    assert failure(lambda: client.is_model_ready("fake", "v2"))[0] == "StatusCode.NOT_FOUND"
+    assert list(client.get_server_metadata().extensions) == ["binary_tensor_data"]
+    tensors = {tensor.name: tensor for tensor in client.get_model_metadata("fake").inputs}
+    assert (tensors["candidates.post_id"].datatype, list(tensors["history.actions"].shape)) == ("UINT64", [-1, 3])
+
+
+def test_the_same_bits_as_in_json(client: triton.InferenceServerClient, http: httpx.Client) -> None:
+    result = client.infer("fake", inputs(ASKED), parameters=ASKED.parameters)
+    reply = http.post("/rank", json=good(request_id=...)).json()
+    rows = reply["candidates"]
+    bits = np.array([row["probabilities"] for row in rows], np.float32).tobytes()
+    assert result.as_numpy("probabilities").tobytes() == bits
+    assert result.as_numpy("score").tolist() == [row["score"] for row in rows]
+    assert result.as_numpy("rank").tolist() == [row["rank"] for row in rows]
+    assert result.as_numpy("post_id").tolist() == [int(row["post_id"]) for row in rows]
+    dwell = np.array([row["continuous"]["dwell_time"] for row in rows], np.float32)
+    assert result.as_numpy("continuous")[:, 0].tobytes() == dwell.tobytes()
+    told = result.get_response().parameters
+    assert told["actions"].string_param == ",".join(reply["actions"])
+    assert told["history_used"].int64_param == 3
+    assert told["forward_ms"].double_param > 0
+    only = client.infer("fake", inputs(ASKED), outputs=[triton.InferRequestedOutput("rank")])
+    assert [output.name for output in only.get_response().outputs] == ["rank"]
+
+
+def test_errors_have_their_status(client: triton.InferenceServerClient) -> None:
+    invalid = "StatusCode.INVALID_ARGUMENT"
+    assert failure(lambda: client.infer("fake", inputs(ASKED)[1:])) == (invalid, "user_id: is required")
+    assert failure(lambda: client.infer("fake", inputs(ASKED), parameters={"top_k": 0}))[0] == invalid
+    assert failure(lambda: client.infer("fake", inputs(ASKED), parameters={"zq9marker": 0}))[0] == invalid
+    assert failure(lambda: client.infer("other", inputs(ASKED)))[0] == "StatusCode.NOT_FOUND"
+    many = {"candidates.post_id": np.ones(101, "u8"), "candidates.author_id": np.ones(101, "u8")}
+    asked = Inference({"user_id": ASKED.inputs["user_id"], **many}, {})
+    assert failure(lambda: client.infer("fake", inputs(asked)))[0] == invalid
+    huge = Inference({"user_id": np.ones(10_000, "u8")}, {})
+    assert failure(lambda: client.infer("fake", inputs(huge)))[0] == "StatusCode.RESOURCE_EXHAUSTED"  # grpc's own
+
+
+def test_a_compressed_message_is_read_and_a_bomb_is_not(client: triton.InferenceServerClient) -> None:
+    plain = client.infer("fake", inputs(ASKED)).as_numpy("score").tolist()
+    huge = Inference({"user_id": np.ones(100_000, "u8")}, {})
+    for coding in ("gzip", "deflate"):
+        assert client.infer("fake", inputs(ASKED), compression_algorithm=coding).as_numpy("score").tolist() == plain
+        status, sentence = failure(
+            lambda coding=coding: client.infer("fake", inputs(huge), compression_algorithm=coding)
+        )
+        assert (status, "larger than max" in sentence) == ("StatusCode.RESOURCE_EXHAUSTED", True)
+
+
+def call(server: RankingServer, data: bytes, *, method: str = INFER, **options: Any) -> tuple[Any, Any]:
+    """One raw call: its answer or error, and what came with it."""
+    with grpc.insecure_channel(address(server)) as channel:
+        try:
+            reply, sent = channel.unary_unary(method).with_call(data, timeout=options.pop("timeout", 10), **options)
+        except grpc.RpcError as error:
+            return error, dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
+        return reply, dict(sent.trailing_metadata())
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x3a\x05abc", bytes(100)])
+def test_garbage_is_a_bad_request_that_carries_its_problem(server: RankingServer, data: bytes) -> None:
+    error, trailing = call(server, data, metadata=[("x-request-id", "mine")])
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    problem = json.loads(trailing["problem-bin"])
+    assert (problem["status"], problem["request_id"], trailing["x-request-id"]) == (400, "mine", "mine")
+
+
+def message(**fields: Any) -> bytes:
+    made = protobuf.CLASSES["ModelInferRequest"](model_name="fake", **fields)
+    for name, array in ASKED.inputs.items():
+        made.inputs.add(name=name, datatype=datatype(array), shape=array.shape)
+        made.raw_input_contents.append(array.tobytes())
+    data: bytes = made.SerializeToString()
+    return data
+
+
+def test_a_reply_says_what_headers_say(server: RankingServer) -> None:
+    reply, trailing = call(server, message(id="page-7"))
+    assert protobuf.read("ModelInferResponse", reply).id == "page-7"
+    assert (trailing["x-request-id"], trailing["x-model-version"], trailing["x-context-cache"]) == (
+        "page-7",
+        "v1",
+        "miss",
+    )
+    assert "forward;dur=" in trailing["server-timing"]
+
+
+def test_typed_contents_are_refused(server: RankingServer) -> None:
+    made = protobuf.CLASSES["ModelInferRequest"](model_name="fake")
+    made.inputs.add(name="user_id", datatype="UINT64", shape=[1], contents=b"*\x01\x07")  # uint64_contents: 7
+    error, _ = call(server, made.SerializeToString())
+    assert (error.code(), "raw_input_contents" in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+FIELD = {"inputs": b"\x2a", "outputs": b"\x32", "parameters": b"\x22"}  # tags of repeated messages
+HOSTILE = {name: tag + b"\x00" for name, tag in FIELD.items()}
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "shape", "actions"])
+def test_a_long_message_is_refused_before_it_is_walked(name: str) -> None:
+    if name == "shape":
+        data = protobuf.CLASSES["InputTensor"](
+            name="user_id", datatype="UINT64", shape=range(500_000)
+        ).SerializeToString()
+        made = protobuf.CLASSES["ModelInferRequest"](raw_input_contents=[b""])
+        made.inputs.add().ParseFromString(data)
+    elif name == "actions":
+        made = protobuf.CLASSES["ModelInferRequest"]()
+        made.parameters.add(key="actions").value.string_param = "," * 2_000_000
+    else:
+        made = protobuf.CLASSES["ModelInferRequest"].FromString(HOSTILE[name] * 1_000_000)
+    started = time.thread_time()
+    with pytest.raises(InvalidRequest):
+        tensors.check(protobuf.tensors_of(made, Limits()), VOCABULARY)
+    assert time.thread_time() - started < 0.02
+
+
+def test_keys_and_deadlines_hold() -> None:
+    digest = "2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683"  # of "key"
+    settings = SETTINGS.model_copy(update={"auth": Auth(keys={"feed": digest})})
+    slow = FakeEngine(before=lambda items: time.sleep(0.3))
+    with listening(slow, settings) as server:
+        key = ("authorization", "Bearer key")
+        assert call(server, message())[0].code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (
+            call(server, message(), metadata=[key, ("x-request-timeout-ms", "50")])[0].code()
+            is grpc.StatusCode.DEADLINE_EXCEEDED
+        )
+        assert call(server, message(), metadata=[key], timeout=0.05)[0].code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert isinstance(call(server, message(), metadata=[key])[0], bytes)
+
+
+def test_an_overload_says_when_to_come_back(server: RankingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service.admission, "refusal", lambda job: OVERRUN)
+    error, trailing = call(server, message())
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (trailing["retry-after"], trailing["grpc-retry-pushback-ms"]) == ("1", "1000")
+
+
+def test_a_call_that_is_cancelled_is_dropped_and_counted(http: httpx.Client) -> None:
+    entered, opened = threading.Event(), threading.Event()
+
+    def hold(items: Any) -> None:
+        entered.set()
+        opened.wait(10)
+
+    with listening(FakeEngine(before=hold), SETTINGS) as server, grpc.insecure_channel(address(server)) as channel:
+        flying = channel.unary_unary(INFER).future(message())
+        assert entered.wait(10)
+        flying.cancel()
+        with httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as own:
+            for _ in range(200):
+                if counted(own, "499"):
+                    break
+                time.sleep(0.01)
+            assert counted(own, "499") == 1
+            assert 'ranker_cancelled_total{stage="forward"} 1' in own.get("/metrics").text
+        opened.set()
+
+
+def test_every_call_is_counted_under_its_method(client: triton.InferenceServerClient, http: httpx.Client) -> None:
+    before = counted(http, "200")
+    client.infer("fake", inputs(ASKED))
+    assert counted(http, "200") == before + 1
+    assert failure(lambda: client.get_model_config("fake"))[0] == "StatusCode.UNIMPLEMENTED"
+    routes = {
+        line.split('route="')[1].split('"')[0] for line in http.get("/metrics").text.splitlines() if 'route="' in line
+    }
+    assert {route for route in routes if route.startswith("/inference")} <= set(ROUTES)
+
+
+def test_a_call_leaves_one_line(server: RankingServer) -> None:
+    with structlog.testing.capture_logs() as lines:
+        call(server, message(), metadata=[("x-request-id", "mine")])
+        call(server, b"\xff")
+    seen = [(line["route"], line["status"], line.get("candidates"), line.get("code")) for line in lines]
+    assert seen == [(INFER, 200, 3, None), (INFER, 400, None, "bad_request")]
+    assert lines[0]["request_id"] == "mine"
+
+
+def test_a_drain_answers_what_was_begun() -> None:
+    entered = threading.Event()
+
+    def slow(items: Any) -> None:
+        entered.set()
+        time.sleep(0.5)
+
+    with listening(FakeEngine(before=slow), SETTINGS) as server, grpc.insecure_channel(address(server)) as channel:
+        flying = channel.unary_unary(INFER).future(message())
+        assert entered.wait(10)
+        server.should_exit = True
+        assert protobuf.read("ModelInferResponse", flying.result(10)).model_name == "fake"
+
+
+def test_without_grpcio_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "app.http.grpc_server", None)
+    with pytest.raises(SettingsProblem, match="`grpc` extra"):
+        app.assembly.build_server(SETTINGS)
+
+
+def test_a_taken_port_ends_the_start(server: RankingServer) -> None:
+    taken = Settings(port=0, grpc=Grpc(port=server.others[0].port))
+    other = app.assembly.build_server(taken, RankingService(loader(FakeEngine()), taken, Metrics()))
+    with pytest.raises(SystemExit) as ended:
+        other.run()
+    assert ended.value.code == 3

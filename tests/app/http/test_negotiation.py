@@ -1,0 +1,57 @@
+"""Content-Type and Accept: RFC 9110's rules for both."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.errors import NotAcceptable, UnsupportedMediaType
+from app.http.negotiation import BATCH, INFER, RANK, check_accept, wire_of
+from app.request.wires import BINARY, JSON, OBJECTS, TENSORS
+
+
+@pytest.mark.parametrize(
+    ("accept", "takes_json", "takes_binary"),
+    [
+        (b"", True, True),
+        (b"*/*", True, True),
+        (b"application/json", True, False),
+        (b"application/*", True, True),
+        (b"application/octet-stream", False, True),
+        (b"text/html, application/xhtml+xml;q=0.9, */*;q=0.8", True, True),
+        (b"text/html", False, False),
+        (b"Application/JSON; charset=utf-8", True, False),
+        (b"application/json;q=0", False, False),
+        (b"*/*, application/json;q=0.0", False, True),
+        (b"application/json;q=0, */*", False, True),
+        (b"application/*;q=0, application/json", True, False),
+        (b"*/*;q=0", False, False),
+        (b"application/json ; q=0.001", True, False),
+        (b",,;;q=,", False, False),
+    ],
+)
+def test_accept(accept: bytes, takes_json: bool, takes_binary: bool) -> None:
+    for media_type, is_taken in ((JSON, takes_json), (BINARY, takes_binary)):
+        if is_taken:
+            check_accept({b"accept": accept}, media_type)
+        else:
+            with pytest.raises(NotAcceptable):
+                check_accept({b"accept": accept}, media_type)
+
+
+def test_a_caller_that_says_nothing_takes_everything() -> None:
+    check_accept({}, JSON)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"application/json", b"Application/JSON; Charset=UTF-8", b'application/json; charset="utf-8";']
+)
+def test_json_is_the_wire_of_its_path(sent: bytes) -> None:
+    assert [wire_of({b"content-type": sent}, wires) for wires in (RANK, BATCH, INFER)] == [OBJECTS, OBJECTS, TENSORS]
+
+
+def test_other_types_have_one_wire_or_none() -> None:
+    assert wire_of({b"content-type": BINARY}, RANK) is TENSORS
+    assert wire_of({}, INFER) is TENSORS  # tritonclient names none
+    for headers, wires in (({b"content-type": BINARY}, BATCH), ({}, RANK), ({b"content-type": b"text/plain"}, INFER)):
+        with pytest.raises(UnsupportedMediaType):
+            wire_of(headers, wires)

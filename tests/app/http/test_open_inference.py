@@ -1,0 +1,182 @@
+"""The Open Inference Protocol over HTTP, asked by the real `tritonclient`: metadata, the same bits as JSON, errors, labels."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from app.server.process import RankingServer
+from app.settings import Grpc, Limits, Settings
+from loadtest.generate.tensors import Inference, datatype, inference_of
+from tests.app.fakes import ACTIONS
+from tests.app.serving import good, listening, port_of
+
+ASKED = inference_of(good(request_id=...), ACTIONS)
+SETTINGS = Settings(port=0, grpc=Grpc(port=0), limits=Limits(max_candidates=100))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RankingServer]:
+    with listening(settings=SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: RankingServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(f"127.0.0.1:{port_of(server)}") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(server: RankingServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
+        yield client
+
+
+def inputs(asked: Inference, *, binary: bool = True) -> list[triton.InferInput]:
+    made = []
+    for name, array in asked.inputs.items():
+        tensor = triton.InferInput(name, list(array.shape), datatype(array))
+        made.append(tensor.set_data_from_numpy(array, binary_data=binary))
+    return made
+
+
+def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("fake")
+    assert client.is_model_ready("fake", "v1")
+    assert not client.is_model_ready("fake", "v2")
+    assert not client.is_model_ready("other")
+    assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
+    for described in (client.get_model_metadata("fake"), client.get_model_metadata("fake", "v1")):
+        tensors = {tensor["name"]: tensor for tensor in described["inputs"]}
+        assert tensors["candidates.post_id"]["datatype"] == "UINT64"
+        assert tensors["history.actions"]["shape"] == [-1, 3]
+        assert described["versions"] == ["v1"]
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize("binary", [True, False])
+def test_every_wire_gives_the_same_bits(
+    client: triton.InferenceServerClient, http: httpx.Client, binary: bool, compression: str | None
+) -> None:
+    wanted = [
+        triton.InferRequestedOutput(name, binary_data=binary)
+        for name in ("post_id", "score", "rank", "probabilities", "continuous")
+    ]
+    result = client.infer(
+        "fake",
+        inputs(ASKED, binary=binary),
+        outputs=wanted,
+        parameters=ASKED.parameters,
+        request_compression_algorithm=compression,
+    )
+    body = json.dumps(good(request_id=...)).encode()
+    headers = {"content-type": "application/json"}
+    objects = http.post("/rank", content=body, headers=headers).json()
+    packed = http.post("/rank", content=gzip.compress(body), headers=headers | {"content-encoding": "gzip"}).json()
+    assert packed["candidates"] == objects["candidates"]
+    columns = http.post("/rank", json=good(request_id=..., reply="columns")).json()
+    rows = objects["candidates"]
+    for told in (
+        rows,
+        [
+            dict(zip(("probabilities", "score", "rank"), row, strict=True))
+            for row in zip(*(columns["candidates"][n] for n in ("probabilities", "score", "rank")), strict=True)
+        ],
+    ):
+        bits = np.array([row["probabilities"] for row in told], np.float32).tobytes()
+        assert result.as_numpy("probabilities").tobytes() == bits
+        assert result.as_numpy("score").tolist() == [row["score"] for row in told]
+        assert result.as_numpy("rank").tolist() == [row["rank"] for row in told]
+    assert result.as_numpy("post_id").tolist() == [int(row["post_id"]) for row in rows]
+    dwell = [row["continuous"]["dwell_time"] for row in rows]
+    assert result.as_numpy("continuous")[:, 0].tobytes() == np.array(dwell, np.float32).tobytes()
+    assert columns["candidates"]["post_id"] == [row["post_id"] for row in rows]
+    assert columns["candidates"]["continuous"]["dwell_time"] == dwell
+
+
+def test_the_path_of_json_takes_tensors_too(http: httpx.Client) -> None:
+    body, headers = ASKED.body(binary=True)
+    sent = headers | {"content-type": "application/octet-stream"}
+    reply = http.post("/rank", content=body, headers=sent | {"accept": "application/octet-stream"})
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "application/octet-stream")
+    length = int(reply.headers["inference-header-content-length"])
+    assert json.loads(reply.content[:length])["model_name"] == "fake"
+    assert reply.headers["x-model-version"] == "v1"
+    assert http.post("/rank", content=body, headers=sent | {"accept": "application/json"}).status_code == 406
+
+
+def test_errors_are_those_of_rank(client: triton.InferenceServerClient, http: httpx.Client) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer("fake", inputs(ASKED)[1:], parameters=ASKED.parameters)
+    assert (caught.value.status(), caught.value.message()) == ("422", "user_id: is required")
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer("other", inputs(ASKED))
+    assert caught.value.status() == "404"
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer("fake", inputs(ASKED), request_compression_algorithm="deflate")
+    assert caught.value.status() == "415"
+    many = {"candidates.post_id": np.ones(101, "u8"), "candidates.author_id": np.ones(101, "u8")}
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer("fake", inputs(Inference({"user_id": ASKED.inputs["user_id"], **many}, {})))
+    assert caught.value.status() == "413"
+    reply = http.post("/v2/models/fake/infer", content=b"{", headers={"content-encoding": "br"})
+    assert (reply.headers["content-type"], reply.headers["accept-encoding"]) == ("application/problem+json", "gzip")
+    assert (
+        "accept-encoding"
+        not in http.post("/v2/models/fake/infer", content=b"{", headers={"content-type": "a/b"}).headers
+    )
+
+
+def test_a_timeout_of_its_own_is_a_deadline(client: triton.InferenceServerClient) -> None:
+    client.infer("fake", inputs(ASKED), timeout=5_000_000)
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer("fake", inputs(ASKED), timeout=0)
+    assert caught.value.status() == "504"
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer("fake", inputs(ASKED), timeout=60_000_000, headers={"X-Request-Timeout-Ms": "0"})
+    assert caught.value.status() == "504"
+
+
+def test_a_name_in_the_body_is_the_requests(client: triton.InferenceServerClient) -> None:
+    result = client.infer("fake", inputs(ASKED), request_id="page-7")
+    assert result.get_response()["id"] == "page-7"
+
+
+def test_no_path_makes_a_series(http: httpx.Client) -> None:
+    for number in range(5):
+        body, headers = ASKED.body(binary=True)
+        assert http.post(f"/v2/models/m{number}/infer", content=body, headers=headers).status_code == 404
+        assert http.get(f"/v2/models/fake/versions/{number}").status_code == 404
+        assert http.get(f"/v2/{number}").status_code == 404
+    routes = {
+        line.split('route="')[1].split('"')[0] for line in http.get("/metrics").text.splitlines() if 'route="' in line
+    }
+    assert "/v2/models/{name}/infer" in routes
+    assert "/v2/models/{name}/versions/{version}" in routes
+    assert not any(route.startswith(("/v2/models/m", "/v2/models/fake")) for route in routes)
+
+
+def test_methods_are_those_of_the_protocol(http: httpx.Client) -> None:
+    reply = http.get("/v2/models/fake/infer")
+    assert (reply.status_code, reply.headers["allow"], reply.json()["error"]) == (405, "POST", reply.json()["detail"])
+
+
+def test_a_drain_ends_readiness() -> None:
+    with listening() as server:
+        answers: dict[str, Any] = {}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as http:
+            server.service.begin_drain()
+            for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/fake/ready"):
+                answers[path] = http.get(path).status_code
+    assert answers == {"/v2/health/live": 200, "/v2/health/ready": 503, "/v2/models/fake/ready": 503}
