@@ -1,5 +1,5 @@
 # The service for CUDA machines; `docker build --target cpu .` makes the one for CPUs. A checkpoint is mounted at /weights.
-# The interpreter is the one for which docker/requirements.lock is resolved. CUDA's libraries come with torch's wheels.
+# The interpreter is the one for which docker/requirements.lock is resolved. CUDA's libraries come as wheels, with torch's.
 FROM python:3.11.13-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # g++ stays in the final image: the CPU kernel is compiled for the processor it meets, and Triton compiles its launchers.
@@ -7,34 +7,30 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_RO
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 
-FROM base AS wheel
-WORKDIR /build
-COPY pyproject.toml ./
-COPY app app
-COPY model model
-COPY weights weights
-RUN touch README.md && pip wheel --no-deps --wheel-dir /wheels .
-
-# Dependencies before the wheel: their layer is made anew only when pyproject.toml or the lock change.
+# Dependencies before the project: their layers are made anew only when a lock changes. Every file is checked against its hash.
 FROM base AS build
 WORKDIR /build
 RUN python -m venv /opt/ranker
 ENV PATH=/opt/ranker/bin:$PATH
-COPY pyproject.toml docker/requirements.lock ./
-RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    extras = project["optional-dependencies"]; \
-    print(*project["dependencies"], *extras["tracing"], *extras["grpc"], sep="\n")' > requirements.txt
+COPY docker/requirements.lock docker/torch-*.lock ./
+RUN pip install --require-hashes --no-deps -r requirements.lock
 
 FROM build AS build-cuda
-RUN pip install -c requirements.lock -r requirements.txt
-COPY --from=wheel /wheels /wheels
-RUN pip install --no-deps /wheels/*.whl
+RUN pip install --require-hashes --no-deps -r torch-cuda.lock
+COPY pyproject.toml ./
+COPY app app
+COPY model model
+COPY weights weights
+RUN touch README.md && pip install --no-deps --no-build-isolation . && pip check
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install -c requirements.lock --extra-index-url "$TORCH_INDEX" -r requirements.txt
-COPY --from=wheel /wheels /wheels
-RUN pip install --no-deps /wheels/*.whl
+RUN pip install --require-hashes --no-deps --extra-index-url "$TORCH_INDEX" -r torch-cpu.lock
+COPY pyproject.toml ./
+COPY app app
+COPY model model
+COPY weights weights
+RUN touch README.md && pip install --no-deps --no-build-isolation . && pip check
 
 FROM base AS runtime
 ARG REVISION=unknown

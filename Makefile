@@ -4,11 +4,9 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
   "$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-LOCK := docker/requirements.lock
+LOCKS := $(addprefix docker/,requirements.lock torch-cpu.lock torch-cuda.lock development.lock)
 # An index with the build of torch to install: https://pypi.org/simple has the one for CUDA. Empty: as the machine is.
 TORCH_INDEX ?=
-CHOOSE_TORCH = index=$$($(BIN)/python .ci/choose-torch "$(TORCH_INDEX)") && set -- $${index:+--extra-index-url "$$index"}
-PIP_INSTALL = python -m pip install --no-input --disable-pip-version-check -c $(LOCK)
 PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
@@ -16,7 +14,7 @@ CHECKPOINT ?= weights/demo
 RETRIEVAL ?= $(if $(filter weights/demo,$(CHECKPOINT)),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(filter weights/demo,$(CHECKPOINT)),$(wildcard weights/demo-posts))
 
-.PHONY: wrk soak overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit files lock clean
+.PHONY: wrk soak overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -27,13 +25,13 @@ $(BIN)/python:
 	  "Debian and Ubuntu: apt-get install python3 python3-venv. Another one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: pyproject.toml $(LOCK) | $(BIN)/python
+$(VENV)/.runtime: pyproject.toml $(LOCKS) | $(BIN)/python
 	@echo "Installing the service into $(VENV): once, half a minute where the packages are near."
-	@$(CHOOSE_TORCH) && set -x && $(BIN)/$(PIP_INSTALL) "$$@" -e .
+	.ci/install $(BIN)/python service "$(TORCH_INDEX)"
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.runtime app/client/pyproject.toml
-	$(BIN)/$(PIP_INSTALL) -e '.[dev,train,load,bench,tracing,grpc]' -e app/client
+	.ci/install $(BIN)/python development "$(TORCH_INDEX)"
 	@touch $@
 
 # Debian's prometheus and promtool, unpacked below .cache; the tests that need them say so where this fails.
@@ -113,9 +111,9 @@ soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line 
 overload-plot: $(VENV)/.installed ## offered load against goodput and p99 as a PNG: SECONDS=90
 	$(BIN)/python -m loadtest.soak.plot --seconds $(or $(SECONDS),90) $(ARGS)
 
-.cache/peers/.installed: loadtest/peers/requirements.txt pyproject.toml $(LOCK) | $(BIN)/python
+.cache/peers/.installed: loadtest/peers/requirements.txt pyproject.toml $(LOCKS) | $(BIN)/python
 	$(BIN)/python -m venv .cache/peers
-	@$(CHOOSE_TORCH) && set -x && .cache/peers/bin/$(PIP_INSTALL) --quiet "$$@" -e '.[load]'
+	.ci/install .cache/peers/bin/python development "$(TORCH_INDEX)"
 	.cache/peers/bin/python -m pip install --quiet --no-input -r loadtest/peers/requirements.txt
 	@touch $@
 
@@ -135,11 +133,17 @@ hooks: $(VENV)/.installed ## run make check before every commit
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
 	$(BIN)/python .ci/audit
 
+mutants: $(VENV)/.installed ## change one decision at a time, run what concerns it: SAMPLE=200 SEED=0 ARGS="--changed main --seconds 290"
+	$(BIN)/python .ci/mutants --sample $(or $(SAMPLE),200) --seed $(or $(SEED),0) $(ARGS)
+
 files: ## the lists of files and decisions in docs/, from the modules' first sentences
 	$(PYTHON) .ci/list-files
 
-lock: $(VENV)/.installed ## resolve docker/requirements.lock anew
-	.ci/lock $(BIN) $(LOCK)
+lock: $(VENV)/.installed ## resolve the lock files in docker/ anew, with hashes
+	.ci/lock $(BIN)
+
+sbom: $(VENV)/.installed ## bills of materials of both images' packages, CycloneDX, in build/
+	.ci/sbom $(BIN)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

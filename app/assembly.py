@@ -37,11 +37,12 @@ def build_server(settings: Settings, service: RankingService | None = None) -> R
     """All ports of one process: the service, and where they are set probes and admin."""
     service = build_service(settings, Metrics()) if service is None else service
     reloader = create_reloader(service, settings)
-    side_apps: dict[tuple[str, int], ASGIApp] = {}
+    side_apps: list[tuple[str, int, ASGIApp]] = []
     if settings.probes.port is not None:
-        side_apps[settings.probes.host, settings.probes.port] = create_probe_app(settings, service)
+        side_apps.append((settings.probes.host, settings.probes.port, create_probe_app(settings, service)))
     if settings.admin.port is not None:
-        side_apps[settings.admin.host, settings.admin.port] = create_admin_app(settings.admin, reloader, service)
+        admin = create_admin_app(settings.admin, reloader, service)
+        side_apps.append((settings.admin.host, settings.admin.port, admin))
     app = create_app(settings, service)
     others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
     return RankingServer(app, side_apps, service, reloader, settings, {(b"POST", b"/rank"): app.rank}, others)
@@ -65,8 +66,9 @@ def run(settings: Settings) -> int:
 
 
 def create_reloader(service: RankingService, settings: Settings) -> Reloader:
-    """Reloads below the configured root, which is by default where the first checkpoint lies."""
-    root = settings.admin.root or settings.checkpoint.absolute().parent
+    """Reloads below the configured root, by default where the first checkpoint lies; that itself where it lies at the very top."""
+    place = settings.checkpoint.absolute()
+    root = settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
     wanted = settings.retrieval
     return Reloader(
         service,

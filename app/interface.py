@@ -161,9 +161,19 @@ class Service(Protocol):
         ...
 
     def admit(
-        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None = None
+        self,
+        model: ServedModel,
+        *,
+        candidates: int,
+        history: int,
+        deadline: float | None,
+        key: str | None = None,
+        again: bool = False,
+        waits: bool = False,
     ) -> Ticket:
-        """Reserve room for one request on `model`. Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
+        """Reserve room for one request on `model`. `again`: it was asked for before, in vain. `waits`: want of room is no refusal yet.
+
+        Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
         ...
 
     def shrink(self, ticket: Ticket, candidates: int) -> None:

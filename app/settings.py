@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 PREFIX = "RANKER_"
 MIB = 2**20
+HIDDEN = "**********"  # as pydantic shows a secret
+ANY_ADDRESS = {"0.0.0.0", "::", ""}  # noqa: S104  # compared with, not bound
 
 
 class SettingsProblem(ValueError):
@@ -177,7 +189,7 @@ class Admin(Group):
     token_sha256: SecretStr | None = None
     """SHA-256 of the bearer token, in hex."""
     root: Path | None = None
-    """Directory below which a reload may name checkpoints; by default the parent of the first checkpoint."""
+    """Directory below which a reload may name checkpoints; by default the parent of the first checkpoint, that itself where it is `/`."""
 
     @model_validator(mode="after")
     def _guarded(self) -> Admin:
@@ -207,10 +219,12 @@ class Grpc(Group):
 
 
 class Reload(Group):
-    """When a new checkpoint is looked for without being asked."""
+    """How checkpoints are loaded, and when a new one is looked for without being asked."""
 
     watch_seconds: float = Field(default=0.0, ge=0)
     """How often the checkpoint's directory is checked for a new manifest; 0 means never."""
+    timeout_seconds: float = Field(default=900.0, gt=0)
+    """How long a load may take, the first one too, until it is given up."""
 
 
 class Logs(Group):
@@ -232,9 +246,16 @@ class Tracing(Group):
     enabled: bool = False
     """Whether spans are made."""
     endpoint: str | None = None
-    """OTLP over HTTP, such as http://collector:4318/v1/traces."""
+    """OTLP over HTTP, such as http://collector:4318/v1/traces. Where settings are shown, user, password and query are not."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of requests without a sampled parent that are traced."""
+
+    @field_serializer("endpoint")
+    def _without_credentials(self, endpoint: str | None) -> str | None:
+        if endpoint is None:
+            return None
+        shown = re.sub(r"^(\w+://)?.*@", rf"\1{HIDDEN}@", endpoint)
+        return re.sub(r"[?#].*", f"?{HIDDEN}", shown)
 
 
 class Settings(BaseSettings):
@@ -285,6 +306,19 @@ class Settings(BaseSettings):
     reload: Reload = Reload()
     logs: Logs = Logs()
     tracing: Tracing = Tracing()
+
+    @model_validator(mode="after")
+    def _ports_of_their_own(self) -> Settings:
+        places = {
+            "port": (self.host, self.port),
+            "probes.port": (self.probes.host, self.probes.port),
+            "grpc.port": (self.grpc.host, self.grpc.port),
+            "admin.port": (self.admin.host, self.admin.port),
+        }
+        for (name, (host, port)), (other, (other_host, other_port)) in itertools.combinations(places.items(), 2):
+            if port and port == other_port and (host == other_host or {host, other_host} & ANY_ADDRESS):
+                raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")
+        return self
 
     def effective(self) -> dict[str, Any]:
         """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""
@@ -340,7 +374,8 @@ def _dashed(flag: str) -> str:
 def _sentences(error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_input=False, include_url=False):
         path = "__".join(str(part) for part in problem["loc"])
-        yield f"{PREFIX}{path.upper()}: {problem['msg'].removeprefix('Value error, ')}"
+        name = f"{PREFIX}{path.upper()}: " if path else ""
+        yield name + problem["msg"].removeprefix("Value error, ")
 
 
 def _require_sha256(digest: SecretStr, what: str) -> None:

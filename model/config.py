@@ -7,7 +7,6 @@ Dimension letters, the same in the whole project: `B` requests, `H` history slot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
@@ -28,6 +27,7 @@ LARGEST = {
 }  # fmt: skip
 MAX_HASHES = 16  # hash functions of one entity
 MAX_CONTEXT_NUMBERS = 2**33  # keys and values of one full context: 16 GiB in bf16
+MAX_FACTOR = 1e30  # float32 still holds such a factor, and its inverse, with room to multiply
 
 
 class ConfigError(ValueError):
@@ -54,9 +54,9 @@ class HashSpec:
         if len(self.scales) > MAX_HASHES:
             raise ConfigError(f"an entity may have at most {MAX_HASHES} hash functions, got {len(self.scales)}")
         if not 0 < self.modulus < 2**63:
-            raise ConfigError(f"hash modulus must lie in 1 … 2^63 - 1, got {self.modulus}")
+            raise ConfigError(f"hash modulus must lie in 1 … 2^63 - 1, got {_short(self.modulus)}")
         if not 2 <= self.vocab_size < 2**31:
-            raise ConfigError(f"vocab_size must lie in 2 … 2^31 - 1, got {self.vocab_size}")
+            raise ConfigError(f"vocab_size must lie in 2 … 2^31 - 1, got {_short(self.vocab_size)}")
 
     @property
     def count(self) -> int:
@@ -95,14 +95,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
             if not 0 < getattr(self, name) <= largest:
-                raise ConfigError(f"{name} must be positive and at most {largest}, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be positive and at most {largest}, got {_short(getattr(self, name))}")
         for name in ("attention_cap", "rope_base", "norm_epsilon"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)!r}")
-        if not math.isfinite(self.attention_multiplier):
-            raise ConfigError(f"attention_multiplier must be finite, got {self.attention_multiplier}")
+            if not 1 / MAX_FACTOR <= getattr(self, name) <= MAX_FACTOR:
+                raise ConfigError(
+                    f"{name} must lie in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {_short(getattr(self, name))}"
+                )
+        if not abs(self.attention_multiplier) <= MAX_FACTOR:
+            raise ConfigError(
+                f"attention_multiplier must be at most {MAX_FACTOR:g} either way, got {_short(self.attention_multiplier)}"
+            )
         if not 0 <= self.continuous_actions <= LARGEST["actions"]:
-            raise ConfigError(f"continuous_actions must lie in 0 … {LARGEST['actions']}, got {self.continuous_actions}")
+            raise ConfigError(
+                f"continuous_actions must lie in 0 … {LARGEST['actions']}, got {_short(self.continuous_actions)}"
+            )
         if self.query_heads % self.kv_heads:
             raise ConfigError(f"query_heads ({self.query_heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.head_width % 2:
@@ -148,6 +154,12 @@ class ModelConfig:
                 spec[key] = _integers(spec[key], f"architecture.{name}.{key}")
             arguments[name] = HashSpec(**spec)
         return cls(**arguments)
+
+
+def _short(number: float) -> str:
+    """A number for a sentence: one of 300 digits is cut."""
+    text = repr(number)
+    return text if len(text) <= 24 else f"{text[:20]}…"
 
 
 def _integers(value: Any, where: str) -> tuple[int, ...]:

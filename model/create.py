@@ -11,6 +11,7 @@ import torch
 from model.config import CandidatePositions
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError
+from model.memory import engine_bytes, shortage
 from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
@@ -39,8 +40,10 @@ class EngineOptions:
 
 
 def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
-    """Build an engine; call its `warm_up` before the first forward. Raises EngineError where the choice cannot run here."""
+    """Build an engine; call its `warm_up` before the first forward. Raises EngineError where it cannot run here."""
     device = _device(options.device)
+    if problem := shortage(engine_bytes(ranker), device):
+        raise EngineError(f"the engine of this checkpoint does not fit: {problem}")
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.backend == "native" or (options.backend == "auto" and device.type == "cpu"):

@@ -17,10 +17,13 @@ CANDIDATE_COUNTS = (1, 7, 63, 100)
 def check_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_COUNTS) -> dict[str, int]:
     """Score random requests together, each request alone, and its candidates one by one; every bit must agree.
 
-    Returns how many comparisons were made. Raises EngineError at the first difference, naming what differed.
+    Returns how many comparisons were made. Raises EngineError at the first difference, naming what differed, and for scores
+    that are no finite numbers: such a model could answer nobody.
     """
     requests = list(_requests(engine.config, candidate_counts))
     together = engine.forward([Item(*request) for request in requests])
+    if not all(outcome.scores.is_finite() for outcome in together):
+        raise EngineError("the model's scores of random requests are not finite numbers")
     compared = 0
     for (context, candidates), batched in zip(requests, together, strict=True):
         whole = engine.forward([Item(context, candidates)])[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shlex
@@ -9,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,8 +26,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("app", "weights", "model", "loadtest")
 CLIENT = tomllib.loads((ROOT / "app/client/pyproject.toml").read_text())["project"]
-LOCK = [line for line in (ROOT / "docker/requirements.lock").read_text().splitlines() if not line.startswith("#")]
-LOCKED = dict(line.split("==") for line in LOCK)
+LOCKS = {path.name: path.read_text() for path in (ROOT / "docker").glob("*.lock")}
 
 
 ELSEWHERE = {
@@ -87,16 +90,116 @@ def test_a_module_without_tests_would_be_noticed(tmp_path: Path) -> None:
     assert place("app/http/new.py") is None
 
 
-def test_every_requirement_is_locked() -> None:
-    groups = [PROJECT["dependencies"], CLIENT["dependencies"], *PROJECT["optional-dependencies"].values()]
-    wanted = {normal(re.split(r"[\[<>=;~! ]", line)[0]) for group in groups for line in group}
-    assert wanted - {normal(name) for name in LOCKED} == set()
+def locked(text: str) -> dict[str, str]:
+    """Package → version, of those that have a version and hashes alone; raises for a line of any other form."""
+    entries = re.sub(r" \\\n +", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    form = r"([A-Za-z0-9_.-]+)==([^@; ]+)( ; [^\\]+?)?(?: --hash=sha256:[0-9a-f]{64})+"
+    found = [re.fullmatch(form, entry) for entry in entries]
+    if None in found:
+        raise ValueError(f"not locked: {entries[found.index(None)]}")
+    return {normal(match[1]): match[2] for match in found if match}
 
 
-def test_the_lock_fits_cpu_and_cuda_builds_of_torch() -> None:
-    assert re.fullmatch(r"\d+\.\d+\.\d+", LOCKED["torch"])  # no +cpu, no +cu130: the machine's index decides
-    assert [name for name in LOCKED if name.startswith(("nvidia-", "cuda-"))] == []  # the CUDA build pins its own
-    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[^+@; ]+( ; .+)?", line) for line in LOCK)
+LOCKED = {name: locked(text) for name, text in LOCKS.items()}
+
+
+def names_of(*groups: list[str]) -> set[str]:
+    return {normal(re.split(r"[\[<>=;~! ]", line)[0]) for group in groups for line in group}
+
+
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_every_requirement_is_locked(build: str) -> None:
+    extras = PROJECT["optional-dependencies"]
+    service = LOCKED["requirements.lock"].keys() | LOCKED[f"torch-{build}.lock"].keys()
+    assert names_of(PROJECT["dependencies"], extras["tracing"], extras["grpc"]) - service == set()
+    everything = service | LOCKED["development.lock"].keys()
+    assert names_of(CLIENT["dependencies"], *extras.values()) - everything == set()
+
+
+def test_the_locks_share_no_package_and_both_builds_of_torch_have_one_number() -> None:
+    assert set(LOCKED) == {"requirements.lock", "development.lock", "torch-cpu.lock", "torch-cuda.lock"}
+    assert LOCKED["torch-cpu.lock"] == {"torch": LOCKED["torch-cuda.lock"]["torch"] + "+cpu"}
+    assert [
+        name for name in LOCKED["requirements.lock"] if name.startswith(("nvidia-", "cuda-", "torch", "triton"))
+    ] == []
+    counted = Counter(name for lock, packages in LOCKED.items() if lock != "torch-cpu.lock" for name in packages)
+    assert [name for name, times in counted.items() if times > 1] == ["triton"]  # the tests need it beside a CPU build
+    assert LOCKED["torch-cuda.lock"]["triton"] == LOCKED["development.lock"]["triton"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "numpy==2.4.6",
+        "numpy>=2 --hash=sha256:" + "0" * 64,
+        "numpy==2.4.6 --hash=md5:" + "0" * 32,
+        "-e .",
+        "x @ https://y/x.whl",
+    ],
+)
+def test_a_line_without_a_version_or_a_hash_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="not locked"):
+        locked(LOCKS["requirements.lock"] + line + "\n")
+
+
+def test_the_wheels_of_this_machine_are_those_of_the_lock() -> None:
+    """Where the CPU build lies in a folder, as on a machine without the network: the hash in the lock is that file's."""
+    version = LOCKED["torch-cpu.lock"]["torch"]
+    wheels = list(Path(os.environ.get("PIP_FIND_LINKS", "/nowhere")).glob(f"torch-{version}-cp311-*.whl"))
+    if not wheels:
+        pytest.skip("pip has no folder with torch's CPU build here")
+    for wheel in wheels:
+        with wheel.open("rb") as file:
+            assert hashlib.file_digest(file, "sha256").hexdigest() in LOCKS["torch-cpu.lock"]
+
+
+def test_pip_refuses_a_file_that_is_not_the_locked_one(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "odd-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("odd-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
+        wheel.writestr("odd-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("odd-1.0.dist-info/RECORD", "")
+    right = hashlib.sha256((tmp_path / "odd-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--find-links",
+        tmp_path,
+        "--target",
+        tmp_path / "to",
+    ]
+    for digest, code in (("0" * 64, 1), (right, 0)):
+        (tmp_path / "lock").write_text(f"odd==1.0 --hash=sha256:{digest}\n")
+        done = subprocess.run(
+            [*pip, "--no-deps", "--require-hashes", "-r", tmp_path / "lock"], capture_output=True, timeout=60
+        )
+        assert done.returncode == code, done.stderr.decode()
+
+
+def test_a_bill_of_materials_names_what_the_image_holds(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docker", tmp_path / "docker")
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    done = subprocess.run(
+        [tmp_path / ".ci/sbom", Path(sys.executable).parent], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    for build in ("cpu", "cuda"):
+        found = json.loads((tmp_path / f"build/sbom-{build}.json").read_text())
+        assert found["bomFormat"] == "CycloneDX"
+        assert found["metadata"]["component"]["name"] == PROJECT["name"]
+        listed = {normal(component["name"]): component["version"] for component in found["components"]}
+        held = LOCKED["requirements.lock"] | LOCKED[f"torch-{build}.lock"]
+        assert listed.items() == held.items() - {("colorama", held["colorama"])}  # which is for Windows
+        hashes = [
+            reference.get("hashes")
+            for component in found["components"]
+            for reference in component["externalReferences"]
+        ]
+        assert all(hashes)
 
 
 def test_make_help_names_every_target() -> None:
@@ -116,7 +219,8 @@ def test_without_a_fitting_python_make_says_what_to_install(tmp_path: Path) -> N
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "docker").mkdir()
     (tmp_path / "pyproject.toml").touch()
-    (tmp_path / "docker/requirements.lock").touch()
+    for name in LOCKS:
+        (tmp_path / "docker" / name).touch()
     told = make("serve", "PYTHON=", directory=tmp_path)
     assert told.returncode != 0
     assert "Python 3.11 or newer" in told.stderr
@@ -145,3 +249,28 @@ def test_a_ci_script_can_be_run(script: Path) -> None:
     interpreter = script.read_text().splitlines()[0].removeprefix("#!/usr/bin/env ")
     check = {"bash": ["-n"], "python3": ["-c", "import ast, sys; ast.parse(open(sys.argv[1]).read())"]}[interpreter]
     assert subprocess.run([interpreter, *check, script]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("planted", "rule"),
+    [
+        ("import subprocess\n\nsubprocess.run('ls', shell=True)\n", "S60"),
+        ("import pickle\n\npickle.loads(b'')\n", "S301"),
+        ("import random\n\nNONCE = random.random()\n", "S311"),
+        ("import tarfile\n\ntarfile.open('x').extractall('y')\n", "S202"),
+    ],
+)
+def test_make_check_finds_what_is_unsafe(planted: str, rule: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--output-format",
+        "concise",
+        "--stdin-filename",
+        "app/planted.py",
+        "-",
+    ]
+    checked = subprocess.run(command, cwd=ROOT, input=planted, capture_output=True, text=True)
+    assert (checked.returncode, f": {rule}" in checked.stdout) == (1, True), checked.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,10 @@ import torch
 from app.interface import PostChange, ServedModel, ServedRetrieval
 from app.settings import Settings
 from model.create import EngineOptions, create_engine
-from model.engine import Engine
+from model.engine import Engine, EngineError
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, NewPosts
-from weights.checkpoint import Checkpoint, Encoder, load_checkpoint, load_encoder
+from weights.checkpoint import Checkpoint, CheckpointError, Encoder, load_checkpoint, load_encoder
 from weights.corpus.changes import ChangeLog, no_posts
 from weights.corpus.importer import encode
 from weights.corpus.store import load_corpus
@@ -47,18 +48,48 @@ class LoadedModel:
         return torch.cuda.memory_allocated() if self.engine.info.device.startswith("cuda") else None
 
 
-Loader = Callable[[Callable[[], None]], LoadedModel]
-"""Runs in an engine thread. It calls its argument when the checkpoint is read and the warm-up begins."""
+class Steps:
+    """What a load says on its way, and is told: used in the engine's thread, but for `stop`."""
+
+    def __init__(self, warming: Callable[[], None]) -> None:
+        self._warming = warming
+        self._stopped = threading.Event()
+
+    def warming(self) -> None:
+        """The checkpoint is read, and the warm-up begins."""
+        self.go_on()
+        self._warming()
+
+    def go_on(self, *_: object) -> None:
+        """To be called often. Raises EngineError once nobody waits for this load any more."""
+        if self._stopped.is_set():
+            raise EngineError("the load was given up")
+
+    def stop(self) -> None:
+        """Nobody waits for it any more."""
+        self._stopped.set()
+
+
+Loader = Callable[[Steps], LoadedModel]
+"""Runs in an engine thread."""
 
 
 def checkpoint_loader(path: Path, settings: Settings) -> Loader:
     """Loads this checkpoint. Raises CheckpointError or EngineError, with a sentence for people."""
 
-    def load(warming: Callable[[], None]) -> LoadedModel:
-        checkpoint = load_checkpoint(path)
-        warming()
-        engine = create_engine(checkpoint.ranker, engine_options(settings))
-        engine.warm_up()
+    def load(steps: Steps) -> LoadedModel:
+        try:
+            checkpoint = load_checkpoint(path, steps.go_on)
+            steps.warming()
+            engine = create_engine(checkpoint.ranker, engine_options(settings))
+            steps.go_on()
+            engine.warm_up()
+        except (CheckpointError, EngineError):
+            raise
+        except (MemoryError, RuntimeError) as error:  # the second is how torch and threading say it
+            raise EngineError(
+                f"{path} cannot be loaded: {(str(error) or 'not enough memory').splitlines()[0]}"
+            ) from error
         return LoadedModel(checkpoint, engine)
 
     return load

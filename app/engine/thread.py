@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from app.engine.loading import LoadedModel, Loader
+from app.engine.loading import LoadedModel, Loader, Steps
 from app.scheduling.forecast import ForwardTime
 from app.scheduling.job import Clock
-from model.engine import Item, Outcome, OverlappingEngine
+from model.engine import EngineError, Item, Outcome, OverlappingEngine
 
 ENGINE_THREAD = "engine"
 
@@ -29,15 +29,18 @@ class EngineThread:
     def __init__(
         self, load: Loader, warming: Callable[[], None], loop: asyncio.AbstractEventLoop, clock: Clock
     ) -> None:
-        """`warming` is called in the loop when the checkpoint is read and the warm-up begins."""
+        """`warming` is called in the loop when the checkpoint is read and the warm-up begins. Raises EngineError without a thread."""
         self.ready: asyncio.Future[LoadedModel] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._load = load
-        self._warming = warming
         self._loop = loop
+        self._steps = Steps(lambda: self._post(warming))
         self._clock = clock
         self._work: SimpleQueue[tuple[Sequence[Item], OnResult] | None] = SimpleQueue()
-        threading.Thread(target=self._main, name=ENGINE_THREAD, daemon=True).start()
+        try:
+            threading.Thread(target=self._main, name=ENGINE_THREAD, daemon=True).start()
+        except RuntimeError as error:
+            raise EngineError(f"no thread can be had to load a model in: {error}") from error
 
     def forward(self, items: Sequence[Item], cost: int, on_result: OnResult) -> None:
         """Compute one batch of that many tokens, and tell the event loop. An exception is a result."""
@@ -47,9 +50,15 @@ class EngineThread:
         """Free the engine after what it was given; `closed` is done then."""
         self._work.put(None)
 
+    def abandon(self) -> None:
+        """Nobody waits for `ready` any more: the load ends at its next step, and what it has made is freed."""
+        self._steps.stop()
+        self.ready.add_done_callback(lambda ready: ready.exception())  # it is nobody's
+        self.close()
+
     def _main(self) -> None:
         try:
-            model = self._load(lambda: self._post(self._warming))
+            model = self._load(self._steps)
         except BaseException as error:  # it belongs to the one who waits for `ready`
             self._post(self.ready.set_exception, error)
         else:

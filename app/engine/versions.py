@@ -13,35 +13,45 @@ from app.scheduling.forecast import Running
 from app.scheduling.job import Clock
 from app.settings import Batching
 from app.telemetry.metrics import add_stats
-from model.engine import CacheStats
+from model.engine import CacheStats, EngineError
 
 
 class Versions:
     """One worker a version. Used by the event loop only."""
 
-    def __init__(self, batching: Batching, events: Events, clock: Clock) -> None:
+    def __init__(self, batching: Batching, events: Events, clock: Clock, load_seconds: float) -> None:
+        """A load that takes longer than `load_seconds` is given up."""
         self.batching = batching
+        self.load_seconds = load_seconds
         self.events = events
         self.clock = clock
         self.current: EngineWorker | None = None
         self._all: list[EngineWorker] = []
-        self._loading = False
+        self._loading: EngineThread | None = None  # also one that was given up, as long as others wait for its end
+        self._waited_for_until = float("inf")
         self._gone = CacheStats()
 
     async def load(self, load: Loader) -> EngineWorker:
-        """Load and warm a model in a thread of its own. Raises what `load` raises, or ReloadInProgress."""
-        if self._loading:
+        """Load and warm a model in a thread of its own. Raises what `load` raises, ReloadInProgress, or EngineError when it takes too long.
+
+        The thread of a load that was given up, or cancelled, ends at its next step. It may hang in native code, so another load waits
+        for that no longer than it had time itself.
+        """
+        if self._loading is not None and not self._loading.closed.done() and self.clock() < self._waited_for_until:
             raise ReloadInProgress("another checkpoint is being loaded")
         loop = asyncio.get_running_loop()
-        self._loading = True
         thread = EngineThread(load, self.events.warming, loop, self.clock)
+        self._loading, self._waited_for_until = thread, float("inf")
         try:
-            await asyncio.wait([thread.ready])
-        except asyncio.CancelledError:
-            thread.close()  # once it has loaded
+            async with asyncio.timeout(self.load_seconds):
+                await asyncio.wait([thread.ready])
+        except (asyncio.CancelledError, TimeoutError) as end:
+            thread.abandon()
+            self._waited_for_until = self.clock() + self.load_seconds
+            if isinstance(end, TimeoutError):
+                raise EngineError(f"the checkpoint was not loaded within {self.load_seconds:g} s") from None
             raise
-        finally:
-            self._loading = False
+        self._loading = None
         return EngineWorker(thread, self.batching, self.events, self.clock, loop)
 
     def install(self, worker: EngineWorker) -> None:

@@ -70,6 +70,8 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Sta
                 served = await reloads.reload_retrieval(wanted.get("retrieval"), wanted.get("corpus"))
                 return _described(retrieval=served.manifest, corpus=served.corpus)
             model = await reloads.reload(wanted.get("checkpoint"))
+        except CheckpointNotFound:
+            raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
         except (CheckpointError, EngineError) as error:

@@ -92,11 +92,19 @@ class Ranking:
         return typed
 
     def prepare(
-        self, typed: Typed, wire: Wire, deadline: float | None, exchange: Exchange, wanted: tuple[str, str] = ANY
+        self,
+        typed: Typed,
+        wire: Wire,
+        deadline: float | None,
+        exchange: Exchange,
+        wanted: tuple[str, str] = ANY,
+        *,
+        again: bool = False,
+        waits: bool = False,
     ) -> Prepared:
         """Admit, check, make features: a request that is refused for want of room costs no checks.
 
-        `wanted` are name and version of the model, empty for any.
+        `wanted` are name and version of the model, empty for any; `again` and `waits` as of `Service.admit`.
         """
         started = time.perf_counter()
         model = served(self.service, *wanted) if wanted is not ANY else self.service.model
@@ -108,6 +116,8 @@ class Ranking:
             history=typed.count("history"),
             deadline=deadline,
             key=exchange.key,
+            again=again,
+            waits=waits,
         )
         try:
             vocabulary, form = self.words_of(model.manifest)

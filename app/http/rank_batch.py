@@ -92,12 +92,15 @@ class Run:
             body = self.ranking.decode(lambda words: decode(item, self.ranking.limits, words), self.exchange)
         except ServiceError as error:
             return _failed(error)
+        again = False
         while True:
             while self._is_enough():
                 await self._one_ends()
             try:
-                job = self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange)
+                waits = bool(self._queued)
+                job = self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
             except Overloaded as error:
+                again = True
                 if not self._queued:
                     return _failed(error)
                 await self._one_ends()

@@ -98,10 +98,11 @@ class Admission:
             self.offered.observe(self.clock())
         return refusal
 
-    def refusal(self, job: Job) -> Refusal | None:
-        """None when the job may join now."""
+    def refusal(self, job: Job, *, again: bool = False) -> Refusal | None:
+        """None when the job may join now. `again`: it was refused before, so it is no more work than was offered then."""
         now = self.clock()
-        self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self.batching))
+        if not again:
+            self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self.batching))
         if job.deadline <= now:
             return Refusal("deadline", "the deadline had passed on arrival", 0.0)
         if limited := self._over_key_rate(job):

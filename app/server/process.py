@@ -20,7 +20,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -77,14 +77,14 @@ class RankingServer(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        side_apps: Mapping[tuple[str, int], ASGIApp],
+        side_apps: Sequence[tuple[str, int, ASGIApp]],
         service: Service,
         reloads: Reloads,
         settings: Settings,
         routes: Routes,
         others: Sequence[Other] = (),
     ) -> None:
-        """`app`'s lifespan starts and stops `service`. `side_apps` maps (host, port) to applications with ports of their own.
+        """`app`'s lifespan starts and stops `service`. `side_apps`: host, port and application of each that has a port of its own.
 
         `routes` need no ASGI on the port of `app`; `others` are servers that listen by themselves.
         """
@@ -115,7 +115,7 @@ class RankingServer(uvicorn.Server):
         if self.lifespan.should_exit:
             raise SystemExit(EXIT_START)
         self._listen(self.config, self.server_state)
-        for (host, port), side in self.side_apps.items():
+        for host, port, side in self.side_apps:
             config = _config(side, self.settings, self.observer, host, port, {}, lifespan="off")
             config.load()
             self._listen(config, ServerState())

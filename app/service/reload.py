@@ -40,35 +40,41 @@ class Reloader:
         the loaders make what another thread runs."""
         self.service = service
         self.root = root
-        self.current = current
+        self.current = self._first = current
         self.retrieval = retrieval
         self._loader = loader
         self._retrieval_loader = retrieval_loader
         self._tasks: set[asyncio.Task[None]] = set()
 
     def resolve(self, name: str) -> Path:
-        """The directory that a relative name means. Raises CheckpointNotFound, also for one that leads out of the root."""
+        """The place that a relative name means; a link stays one. Raises CheckpointNotFound, also for what leads out of the root."""
         if not name or len(name) > MAX_NAME_LENGTH or "\0" in name or name.startswith(("/", "~")) or "\\" in name:
             raise CheckpointNotFound
         if any(part in ("..", ".", "") for part in name.rstrip("/").split("/")):
             raise CheckpointNotFound
-        try:
-            root = self.root.resolve(strict=True)
-            path = (root / name).resolve(strict=True)
-        except OSError:
-            raise CheckpointNotFound from None
-        if root not in path.parents or not (path / MANIFEST_NAME).is_file():
-            raise CheckpointNotFound
+        path = self.root.absolute() / name
+        self._target(path)
         return path
 
-    async def reload(self, path: Path | None = None) -> ServedModel:
-        """Serve the checkpoint at `path`, or the present one read again.
+    def _target(self, path: Path) -> Path:
+        """Where a place below the root leads now. Raises CheckpointNotFound."""
+        try:
+            root, target = self.root.resolve(strict=True), path.resolve(strict=True)
+        except OSError:
+            raise CheckpointNotFound from None
+        if root not in target.parents or not (target / MANIFEST_NAME).is_file():
+            raise CheckpointNotFound
+        return target
 
-        Raises CheckpointError, EngineError, ReloadInProgress, Draining; then the model that served before serves on.
+    async def reload(self, path: Path | None = None) -> ServedModel:
+        """Serve the checkpoint at `path`, which `resolve` has found, or the present one read again: a link that was changed is followed.
+
+        Raises CheckpointError, EngineError, CheckpointNotFound, ReloadInProgress, Draining; then the model that served before serves on.
         """
         path = self.current if path is None else path
         with self._recorded(checkpoint=str(path)) as said:
-            model = await self.service.swap(self._loader(path))
+            target = path if path == self._first else self._target(path)
+            model = await self.service.swap(self._loader(target))
             said |= {"version": model.manifest.version, "digest": model.manifest.digest}
         self.current = path
         return model

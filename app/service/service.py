@@ -55,7 +55,7 @@ class RankingService:
         self.on_fatal: Callable[[str], None] = lambda reason: None
         self.lifecycle = Lifecycle()
         self.retrieval = RetrievalService(retrieval, settings, metrics, clock)
-        self.versions = Versions(settings.batching, self, clock)
+        self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.admission = Admission(settings.queue, settings.batching, clock, self.versions.running)
         self.loop_clock = LoopClock(clock, self._work)
         self._load = load
@@ -147,11 +147,20 @@ class RankingService:
             self._refuse(refusal)
 
     def admit(
-        self, model: ServedModel, *, candidates: int, history: int, deadline: float | None, key: str | None = None
+        self,
+        model: ServedModel,
+        *,
+        candidates: int,
+        history: int,
+        deadline: float | None,
+        key: str | None = None,
+        again: bool = False,
+        waits: bool = False,
     ) -> RankJob:
         """Reserve room for one request on `model`, which is what `service.model` was for it.
 
-        `deadline` is in seconds of `service.clock`; None takes the default. Raises NotReady, Draining, EngineDown,
+        `deadline` is in seconds of `service.clock`; None takes the default. `again`: it was asked for before. `waits`: who asks waits
+        and asks again when there is no room, so that this is no refusal. Raises NotReady, Draining, EngineDown,
         Overloaded or DeadlineExceeded.
         """
         self._check_able()
@@ -169,9 +178,9 @@ class RankingService:
             worker=worker,
             on_release=self._release,
         )
-        if (refusal := self.admission.refusal(job)) is not None:
+        if (refusal := self.admission.refusal(job, again=again)) is not None:
             self._crowded_until = now + CROWDED_SECONDS
-            self._refuse(refusal)
+            self._refuse(refusal, counted=not waits)
         self.admission.add(job)
         self._idle.clear()
         worker.unfinished += 1
@@ -191,10 +200,11 @@ class RankingService:
     def _work(self) -> Work:
         return Work(time.thread_time(), self._answered, self._refused, self.admission.requests)
 
-    def _refuse(self, refusal: Refusal) -> None:
-        self._refused += 1
-        self.metrics.rejected.labels(refusal.reason).inc()
+    def _refuse(self, refusal: Refusal, *, counted: bool = True) -> None:
         kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
+        if counted or kind is DeadlineExceeded:  # nobody waits for a deadline that has passed
+            self._refused += 1
+            self.metrics.rejected.labels(refusal.reason).inc()
         error = kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
         error.may_wait = self.loop_clock.lag.is_short_of_time
         raise error

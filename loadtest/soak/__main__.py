@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.matrix import Row, table
-from loadtest.soak import endings, leak, lines, overload, protocol, slow, swaps
+from loadtest.soak import endings, excess, leak, lines, overload, protocol, slow, swaps
 
 Part = Callable[[float], list[Row]]
 
@@ -18,7 +18,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "deadlines": (0.05, lambda seconds: [overload.deadlines(_count(seconds, 100, 200))]),
     "impatience": (0.05, lambda seconds: overload.impatience(seconds)),
     "leak": (0.10, lambda seconds: [leak.leak(seconds)]),
-    "reloads": (0.15, lambda seconds: leak.reload_leak(seconds, min(60.0, seconds / 8))),
+    "reloads": (0.10, lambda seconds: leak.reload_leak(seconds, min(60.0, seconds / 8))),
     "swaps": (0.12, lambda seconds: swaps.swaps(seconds)),
     "terminations": (0.08, lambda seconds: [endings.terminations(_count(seconds, 1 / 6, 4))]),
     "kills": (0.05, lambda seconds: [endings.kills(_count(seconds, 1 / 10, 2))]),
@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "slow": (0.02, lambda seconds: slow.slow(_count(seconds, 20, 200))),
     "protocol": (0.03, lambda seconds: [protocol.protocol(seconds)]),
     "lines": (0.03, lambda seconds: [lines.lines(seconds)]),
+    "excess": (0.05, lambda seconds: excess.excess(_count(seconds, 1 / 60, 1))),
     "vanishing": (0.05, lambda seconds: [endings.vanishing(_count(seconds, 80, 500))]),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.loading import LoadedModel, Loader
+from app.engine.loading import LoadedModel, Loader, Steps
 from model.config import HashSpec, ModelConfig
 from model.engine import CacheStats, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
@@ -67,8 +67,8 @@ def loaded(engine: Any, version: str = "v1", actions: tuple[str, ...] = ACTIONS)
 def loader(engine: Any, *manifest: Any) -> Loader:
     """Loads that engine at once; `manifest` is what `loaded` takes besides."""
 
-    def load(warming: Callable[[], None]) -> LoadedModel:
-        warming()
+    def load(steps: Steps) -> LoadedModel:
+        steps.warming()
         return loaded(engine, *manifest)
 
     return load

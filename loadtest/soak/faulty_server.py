@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.assembly import build_server
-from app.engine.loading import LoadedModel, Loader
+from app.engine.loading import LoadedModel, Loader, Steps
 from app.server import process
 from app.service.service import RankingService
 from app.settings import load_settings
@@ -61,7 +61,7 @@ def crossed(outcomes: list[Outcome]) -> list[Outcome]:
 def load_late_and_fail(seconds: float) -> Loader:
     """A checkpoint that turns out to be broken after that time."""
 
-    def load(warming: Callable[[], None]) -> LoadedModel:
+    def load(steps: Steps) -> LoadedModel:
         time.sleep(seconds)
         raise CheckpointError("planted")
 

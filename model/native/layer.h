@@ -88,6 +88,7 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
     const T* head_values = head_keys + blocks * PANEL * m_.head_width;
     const Index last_limit = first_limit + (rows - 1) * limit_step;
     for (Index b = 0; b * PANEL < last_limit; ++b) {
+        const MaskedReads masked((b + 1) * PANEL > first_limit);
         mark(LOGITS);
         product<T, 4, false>(queries, queries_, rows, head_keys + b * PANEL * m_.head_width, m_.head_width, s.logits.get(), PANEL);
         mark(SOFTMAX);

@@ -13,6 +13,11 @@
 
 #include "hooks.h"
 
+#if defined(__SANITIZE_THREAD__)
+extern "C" void AnnotateIgnoreReadsBegin(const char* file, int line);
+extern "C" void AnnotateIgnoreReadsEnd(const char* file, int line);
+#endif
+
 namespace ranker {
 
 // For a wait that is nearly over: first politely to the other hardware thread, then to the operating system.
@@ -22,6 +27,22 @@ inline void pause_briefly(long spins) {
     __builtin_ia32_pause();
 #endif
 }
+
+// Tells the thread sanitizer that rows which no query of a tile sees may be written while their block is read: what is read of
+// them is multiplied, and then masked. A block that is seen whole is not among them.
+struct MaskedReads {
+#if defined(__SANITIZE_THREAD__)
+    explicit MaskedReads(bool some) : some_(some) {
+        if (some_) AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    }
+    ~MaskedReads() {
+        if (some_) AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+    }
+    const bool some_;
+#else
+    explicit MaskedReads(bool) {}
+#endif
+};
 
 // Tasks are claimed in order, so a task may wait for any task of a lower number: a thread is already running that one.
 //

@@ -117,3 +117,40 @@ def test_choices_of_the_engine_are_the_models() -> None:
     wanted = {field.name: get_args(get_type_hints(EngineOptions)[field.name]) for field in fields(EngineOptions)}
     for name in ("device", "dtype", "backend", "candidate_positions"):
         assert get_args(Settings.model_fields[name].annotation) == wanted[name], name
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "shown"),
+    [
+        ("http://collector:4318/v1/traces", "http://collector:4318/v1/traces"),
+        ("https://user:secret@collector/v1/traces", "https://**********@collector/v1/traces"),
+        ("https://collector/v1/traces?key=secret", "https://collector/v1/traces?**********"),
+        ("https://a:secret/@secret?@collector:1/v1#secret", "https://**********@collector:1/v1?**********"),
+        ("user:secret@collector:4318", "**********@collector:4318"),
+        (None, None),
+    ],
+)
+def test_credentials_of_the_collector_are_used_and_never_shown(endpoint: str | None, shown: str | None) -> None:
+    settings = Settings(tracing={"endpoint": endpoint})
+    assert settings.tracing.endpoint == endpoint
+    assert settings.effective()["tracing"]["endpoint"] == shown
+    assert "secret" not in str(settings.effective())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--probes.port=9000", "--admin.port=9000"], "probes.port and admin.port are both 9000"),
+        (["--port=9000", "--grpc.port=9000"], "port and grpc.port are both 9000"),
+        (["--port=9000", "--admin.port=9000"], "port and admin.port are both 9000"),
+        (["--port=9000", "--host=0.0.0.0", "--probes.port=9000"], "port and probes.port are both 9000"),
+    ],
+)
+def test_ports_that_are_the_same_are_refused_with_a_sentence(flags: list[str], named: str) -> None:
+    with pytest.raises(SettingsProblem, match=f"^{named}: each needs a port of its own$"):
+        load_settings([*flags, f"--admin.token-sha256={DIGEST}"])
+
+
+def test_ports_that_are_free_or_on_other_addresses_are_not() -> None:
+    load_settings(["--probes.port=0", "--admin.port=0", f"--admin.token-sha256={DIGEST}"])
+    load_settings(["--port=9000", "--host=127.0.0.1", "--probes.port=9000", "--probes.host=127.0.0.2"])

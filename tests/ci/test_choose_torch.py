@@ -71,9 +71,10 @@ def trickle(connection: socket.socket) -> None:
 
 def choose_on_linux(cpu_index: str, card: bool = False) -> tuple[str, str]:
     started = time.monotonic()
-    index, line = choose("", card, "Linux", cpu_index, LIMIT_SECONDS)
+    build, index, line = choose("", card, "Linux", cpu_index, LIMIT_SECONDS)
     assert time.monotonic() - started < 4 * LIMIT_SECONDS
     assert line.startswith("Installing ")
+    assert build == ("cuda" if card else "cpu")
     assert line.endswith("make TORCH_INDEX=… chooses another.")
     return index, line
 
@@ -109,12 +110,13 @@ def test_a_closed_port_is_given_up() -> None:
 def test_what_the_operator_says_is_taken_unasked() -> None:
     with socket_that(None) as index:
         for card in (False, True):
-            assert choose(index, card, "Linux", "http://127.0.0.1:9")[0] == index
+            assert choose(index, card, "Linux", "http://127.0.0.1:9")[:2] == ("cpu", index)
+    assert choose("https://pypi.org/simple", False, "Linux")[:2] == ("cuda", "https://pypi.org/simple")
 
 
 def test_elsewhere_than_on_linux_pypi_has_no_cuda() -> None:
-    index, line = choose("", False, "Darwin", "http://127.0.0.1:9")
-    assert (index, "Darwin" in line) == ("", True)
+    build, index, line = choose("", False, "Darwin", "http://127.0.0.1:9")
+    assert (build, index, "Darwin" in line) == ("cuda", "", True)
 
 
 @pytest.mark.parametrize(
@@ -146,42 +148,55 @@ def checkout(tmp_path: Path) -> Path:
     """The Makefile with an environment whose pip only writes down what it was asked."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed here")
-    for path in [
-        "Makefile",
-        ".ci/choose-torch",
-        "pyproject.toml",
-        "docker/requirements.lock",
-        "app/client/pyproject.toml",
-    ]:
+    for path in ("Makefile", ".ci", "pyproject.toml", "docker", "app/client/pyproject.toml"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, tmp_path / path)
-    python = f'#!/bin/sh\n[ "$1" = -m ] || exec "{sys.executable}" "$@"\necho "$@" >>asked\n'
+        copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
+        copy(ROOT / path, tmp_path / path)
+    python = f'#!/bin/sh\n[ "$1" = -m ] || exec "{sys.executable}" "$@"\necho "$@" >>asked\n{{ ! grep -q "$REFUSED" asked; }}\n'
     command(tmp_path / ".venv/bin/python", python)
     command(tmp_path / "bin/nvidia-smi", GPU)
     return tmp_path
 
 
-def install(checkout: Path, *arguments: str) -> tuple[int, list[str]]:
-    """`make install` on a machine with a card: its exit code, and the installations that pip was asked for."""
-    path = f"{checkout / 'bin'}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["make", "install", *arguments], cwd=checkout, env={"PATH": path}, capture_output=True, timeout=60
-    )
+def install(checkout: Path, *arguments: str, refused: str = "nothing") -> tuple[int, list[str]]:
+    """`make serve` on a machine with a card, but for serving: its exit code, and what pip was asked for, option by option.
+
+    From an installation that names `refused` on, pip fails.
+    """
+    environment = {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "REFUSED": refused}
+    command = ["make", ".venv/.installed", *arguments]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=60)
     asked = checkout / "asked"
     return done.returncode, asked.read_text().splitlines() if asked.exists() else []
 
 
-def test_make_hands_the_index_to_pip(checkout: Path) -> None:
-    code, (runtime, everything) = install(checkout, "TORCH_INDEX=http://torch.example/cpu")
-    assert code == 0
-    assert runtime.endswith("--extra-index-url http://torch.example/cpu -e .")
-    assert everything.endswith("-e .[dev,train,load,tracing,grpc] -e app/client")
+HASHED = "--no-deps --require-hashes -r docker/"
 
 
-def test_make_leaves_pip_alone_where_there_is_a_card(checkout: Path) -> None:
+def test_every_package_is_installed_with_its_hash_and_the_project_without_packages(checkout: Path) -> None:
     code, asked = install(checkout)
     assert code == 0
-    assert "--extra-index-url" not in " ".join(asked)
+    installed = [line.split("--disable-pip-version-check ")[1] for line in asked if " install " in line]
+    assert installed == [
+        *(HASHED + name for name in ("requirements.lock", "torch-cuda.lock")),
+        "--no-deps --no-build-isolation -e .",
+        *(HASHED + name for name in ("requirements.lock", "torch-cuda.lock", "development.lock")),
+        "--no-deps --no-build-isolation -e . -e app/client",
+    ]
+    assert asked[-1] == "-m pip check"
+
+
+def test_make_hands_the_index_to_pip(checkout: Path) -> None:
+    code, asked = install(checkout, "TORCH_INDEX=http://torch.example/cpu")
+    assert code == 0
+    assert [line for line in asked if "torch-cpu.lock" in line or "torch==" in line]
+    assert all("--extra-index-url http://torch.example/cpu" in line for line in asked if " install " in line)
+
+
+def test_an_index_without_the_build_ends_the_installation(checkout: Path) -> None:
+    code, asked = install(checkout, "TORCH_INDEX=http://torch.example/cpu", refused="torch-cpu.lock\\|torch==")
+    assert code != 0
+    assert "torch-cuda.lock" not in " ".join(asked)
 
 
 def test_make_installs_nothing_when_the_choice_fails(checkout: Path) -> None:

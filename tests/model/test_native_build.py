@@ -212,3 +212,8 @@ def test_a_real_library_that_was_cut_does_not_end_the_process(tmp_path: Path) ->
     ]
     assert "built again" in told[0].stdout
     assert told[1].stdout == "as it was\n"
+
+
+def test_a_compiler_that_refuses_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(KernelUnavailable, match=r"(?s)g\+\+ .* failed:\n.*error: "):
+        build_kernel(tmp_path / "kept", "1X")

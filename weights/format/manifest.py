@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from model.config import ConfigError, ModelConfig, RetrievalConfig
+from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
 
 FORMAT_VERSION = 1
 RETRIEVAL = {"model": "retrieval"}  # the key that the manifest of two towers has, and that of a ranker lacks
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
+MAX_SCORE_WEIGHT = 1e9  # as of a weight in a request
 TENSOR_DTYPES = ("float32", "bfloat16")
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes into headers, metric labels and logs as it is
@@ -212,13 +213,21 @@ def _check_outputs(manifest: Manifest) -> None:
     if len(outputs) != config.continuous_actions or len(set(outputs)) != len(outputs):
         raise CheckpointError(f"needs {config.continuous_actions} different continuous outputs, got {len(outputs)}")
     for output in manifest.continuous:
-        if not _ACTION.fullmatch(output.name) or not 0 < output.scale < math.inf or len(output.unit) > 16:
-            raise CheckpointError(f"continuous output {output.name[:64]!r} has a bad name, scale or unit")
+        if not _ACTION.fullmatch(output.name) or len(output.unit) > 16:
+            raise CheckpointError(f"continuous output {output.name[:64]!r} has a bad name or unit")
+        if (
+            not 1 / MAX_FACTOR <= output.scale <= MAX_FACTOR
+        ):  # replies are scaled in float32, after they were found finite
+            raise CheckpointError(
+                f"continuous output {output.name} must have a scale in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {output.scale!r}"
+            )
     for name, weight in manifest.score_weights.items():
         if name not in names:
             raise CheckpointError(f"score weight {name[:64]!r} belongs to no action of this checkpoint")
-        if not math.isfinite(weight):
-            raise CheckpointError(f"score weight of {name} must be finite, got {weight!r}")
+        if not abs(weight) <= MAX_SCORE_WEIGHT:
+            raise CheckpointError(
+                f"score weight of {name} must be at most {MAX_SCORE_WEIGHT:g} either way, got {weight!r}"
+            )
 
 
 def _continuous(item: Any) -> ContinuousOutput:

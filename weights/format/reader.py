@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from model.memory import shortage
 from weights.errors import CheckpointError
 from weights.format.layout import is_table
 from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, TensorEntry
@@ -146,13 +147,19 @@ def _read_file(
         check_length(before.st_size, manifest.files[name])
         header, stored = read_header(file, before.st_size)
         check_stored(stored, listed)
-        params = None if all(map(is_mapped, listed)) else bytearray(before.st_size)
+        params = None if all(map(is_mapped, listed)) else _room(before.st_size)
         digest, corrupted = scan(file, header, stored, params, advance)
         buffer: Buffer = params or _map(file, before.st_size)
         check_unchanged(before, os.fstat(file.fileno()))
     check_digest(digest, manifest.files[name])
     check_finite(corrupted)
     return {key: tensor.view(buffer) for key, tensor in stored.items()}
+
+
+def _room(length: int) -> bytearray:
+    if problem := shortage(length):
+        raise CheckpointError(f"does not fit into memory: {problem}")
+    return bytearray(length)
 
 
 def _map(file: FileIO, length: int) -> mmap.mmap:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
-from app.engine.loading import LoadedModel
+from app.engine.loading import LoadedModel, Steps
 from app.errors import EngineDown
 from app.interface import ranked
 from app.settings import Batching
@@ -82,7 +81,7 @@ async def test_a_load_that_is_cancelled_frees_its_engine_when_it_is_there() -> N
     begun, go_on = threading.Event(), threading.Event()
     late = FakeEngine(2)
 
-    def load(warming: Callable[[], None]) -> LoadedModel:
+    def load(steps: Steps) -> LoadedModel:
         begun.set()
         assert go_on.wait(10)
         return loaded(late, "v2")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from app.assembly import create_reloader
 from app.engine.loading import LoadedModel, Loader, RetrievalLoader, retrieval_loader
 from app.http.admin import create_admin_app
 from app.interface import CheckpointNotFound
@@ -40,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_name(path: Path) -> Loader:
-    def load(warming: object) -> LoadedModel:
+    def load(steps: object) -> LoadedModel:
         if path.name == "refused":
             raise CheckpointError("params.safetensors: digest differs")
         return loaded(FakeEngine(2), path.name)
@@ -321,3 +322,48 @@ def test_who_may_change_posts(client: TestClient, retrieving_client: tuple[TestC
         posts.post("/admin/posts", content=b"{", headers=GOOD | {"content-type": "application/json"}).status_code == 400
     )
     assert change(client, delete=[1])[0] == 503, "no corpus"
+
+
+def test_a_link_that_was_changed_is_followed_when_the_present_one_is_read_again(root: Path) -> None:
+    """As SIGHUP does; unless it leads out of the root now."""
+    loads: list[str] = []
+
+    def load(path: Path) -> Loader:
+        loads.append(path.name)
+        return by_name(path)
+
+    def point(target: Path) -> None:
+        (root / "fresh").symlink_to(target)
+        (root / "fresh").rename(root / "current")
+
+    async def main() -> None:
+        service = RankingService(loader(FakeEngine()), Settings(), Metrics())
+        service.start()
+        await service.wait_ready()
+        reloader = Reloader(service, root, root / "v1", load)
+        point(root / "v1")
+        await reloader.reload(reloader.resolve("current"))
+        point(root / "nested" / "v2")
+        await reloader.reload()
+        point(root.parent / "outside")
+        with pytest.raises(CheckpointNotFound):
+            await reloader.reload()
+        assert service.model.manifest.version == "v2"
+        await service.stop(1.0)
+
+    try:
+        asyncio.run(main())
+    finally:
+        (root / "current").unlink()
+    assert loads == ["v1", "v2"]
+
+
+def test_by_default_reloads_are_named_beside_the_first_checkpoint_and_never_from_the_very_top() -> None:
+    service = RankingService(loader(FakeEngine()), Settings(), Metrics())
+    roots = {
+        place: create_reloader(service, Settings(checkpoint=Path(place))).root for place in ("/a/b", "/weights", "/")
+    }
+    assert roots == {"/a/b": Path("/a"), "/weights": Path("/weights"), "/": Path("/")}
+    assert create_reloader(service, Settings(checkpoint=Path("/weights"), admin=Admin(root=Path("/a")))).root == Path(
+        "/a"
+    )

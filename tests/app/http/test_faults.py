@@ -48,7 +48,7 @@ def test_before_the_checkpoint_is_there_nothing_is_ranked() -> None:
     gate = threading.Event()
     engine = FakeEngine()
 
-    def load(warming: Any) -> Any:
+    def load(steps: Any) -> Any:
         gate.wait(10)
         return loaded(engine)
 

@@ -220,7 +220,7 @@ def test_keys_and_deadlines_hold() -> None:
 
 
 def test_an_overload_says_when_to_come_back(server: RankingServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service.admission, "refusal", lambda job: OVERRUN)
+    monkeypatch.setattr(server.service.admission, "refusal", lambda job, again=False: OVERRUN)
     error, trailing = call(server, message())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (trailing["retry-after"], trailing["grpc-retry-pushback-ms"]) == ("1", "1000")

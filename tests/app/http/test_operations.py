@@ -75,7 +75,8 @@ def test_metrics_move_to_a_port_of_their_own() -> None:
     async def main() -> None:
         async with running(FakeEngine()) as service:
             app = create_app(settings, service)
-            side = build_server(settings, service).side_apps["127.0.0.1", 9100]
+            [(host, port, side)] = build_server(settings, service).side_apps
+            assert (host, port) == ("127.0.0.1", 9100)
             moved = {"/metrics": 404, "/readyz": 200, "/rank": 405}
             there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404}
             for given, paths in ((app, moved), (side, there)):

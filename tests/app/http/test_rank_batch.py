@@ -15,6 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.http.application import create_app
+from app.scheduling.admission import Refusal
 from app.settings import Batching, Queue, Settings
 from model.engine import Item, Outcome
 from tests.app.fakes import FakeEngine, running
@@ -70,6 +71,24 @@ def test_a_batch_is_not_refused_for_the_room_that_it_takes_up_itself() -> None:
             assert all("error" not in result for result in results)
             assert sorted(chain.from_iterable(engine.forwards)) == list(range(1, 9))
             assert service.admission.requests == 0
+
+
+def test_a_batch_that_waits_for_its_own_requests_is_counted_once() -> None:
+    """Each try for a place is neither a refusal nor more work that is offered."""
+    items = [good(user_id=user, candidates=[{"post_id": n, "author_id": 1} for n in range(10)]) for user in range(1, 9)]
+    with served(FakeEngine(), Settings(queue=Queue(max_candidates=15, max_wait_seconds=0))) as (client, service):
+        offered: list[float | None] = []
+        observe = service.admission.offered.observe
+        service.admission.offered.observe = lambda now, forwards=None: (
+            offered.append(forwards) or observe(now, forwards)
+        )  # type: ignore[method-assign,func-returns-value]
+        client.post("/rank/batch", json=items)
+        assert value_of(client.get("/metrics").text, 'ranker_rejected_total{reason="queue_full"}') == 0
+        assert len(offered) == 8
+        service.admission.refusal = lambda job, again=False: Refusal("queue_full", "planted", 1.0)  # type: ignore[method-assign]
+        refused = client.post("/rank/batch", json=items).json()
+        assert [item["error"]["status"] for item in refused] == [429] * 8
+        assert value_of(client.get("/metrics").text, 'ranker_rejected_total{reason="queue_full"}') == 8
 
 
 def test_other_requests_go_between_the_requests_of_a_batch_and_it_waits_for_nothing_else() -> None:

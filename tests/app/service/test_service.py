@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from itertools import chain
 
 import pytest
 
 from app.assembly import build_server
-from app.engine.loading import LoadedModel
+from app.engine.loading import LoadedModel, Steps
 from app.errors import DeadlineExceeded, Draining, EngineDown, NonFiniteScores, NotReady, Overloaded
 from app.interface import Health, ranked
 from app.scheduling.loop_lag import LoopLag
@@ -69,7 +68,7 @@ async def test_nothing_is_admitted_before_loading_nor_after_draining() -> None:
 async def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> None:
     told: list[str] = []
 
-    def load(warming: object) -> LoadedModel:
+    def load(steps: object) -> LoadedModel:
         raise ValueError("tables.user.safetensors: digest differs")
 
     service = RankingService(load, Settings(), Metrics())
@@ -85,9 +84,9 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_fatal_and_says_why() -> Non
 async def test_readiness_says_what_the_loader_does() -> None:
     read, warm = threading.Event(), threading.Event()
 
-    def load(warming: Callable[[], None]) -> LoadedModel:
+    def load(steps: Steps) -> LoadedModel:
         assert read.wait(10)
-        warming()
+        steps.warming()
         assert warm.wait(10)
         return loaded(FakeEngine())
 
@@ -108,7 +107,7 @@ async def test_readiness_says_what_the_loader_does() -> None:
 async def test_a_load_that_fails_during_a_drain_exits_with_1_and_was_never_started() -> None:
     drained = threading.Event()
 
-    def load(warming: object) -> LoadedModel:
+    def load(steps: object) -> LoadedModel:
         assert drained.wait(10)
         raise ValueError("digest differs")
 
@@ -260,7 +259,7 @@ async def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() 
 
 
 async def test_a_failed_swap_leaves_the_old_model_serving() -> None:
-    def load(warming: object) -> LoadedModel:
+    def load(steps: object) -> LoadedModel:
         raise EngineError("self-test failed")
 
     async with running(FakeEngine()) as service:
@@ -282,3 +281,18 @@ async def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
         gate.opened.set()
         await until(lambda: service.health().ready)
         assert right(await rank(service, 2), 2)
+
+
+async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_longer() -> None:
+    for close_seconds, is_freed in ((0.4, True), (5.0, False)):
+        engine = FakeEngine()
+        closed, hold = engine.close, threading.Event()
+        engine.close = lambda hold=hold, seconds=close_seconds, closed=closed: (hold.wait(seconds), closed())  # type: ignore[method-assign,misc]
+        service = RankingService(loader(engine), Settings(), Metrics())
+        service.start()
+        await service.wait_ready()
+        service.engine_lost("planted")
+        async with asyncio.timeout(3):
+            await service.stop(30.0)
+        assert engine.closed.is_set() is is_freed
+        hold.set()

@@ -1,0 +1,212 @@
+"""F9 to F11: checkpoints that ask for too much, a reload without memory or threads, a kernel file that is wrong; each with SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from loadtest.generate.payload import rank_body
+from loadtest.matrix import Row
+from loadtest.servers.launch import Server
+from loadtest.soak.oracle import NAMES, admin_settings, swap, two_checkpoints
+from loadtest.soak.servers import real
+from model.config import ModelConfig
+from weights.format.layout import expected_shapes, file_of
+from weights.format.manifest import FileEntry, Manifest, TensorEntry
+from weights.synthetic.random_weights import mini_config
+
+EXIT_SECONDS = 5.0  # without a drain delay, and with nothing to answer
+GIVEN_UP_SECONDS = 1.0
+PATIENCE_SECONDS = 6.0  # with a load that should have been given up
+MOST_ADDED_MIB = 64.0
+REFUSED = 422
+SPARE_MIB = (2, 6, 20, 60)  # for the threads and the memory of a reload: less than it takes
+
+
+def write_sparse(path: Path, config: ModelConfig) -> None:
+    """A checkpoint of this architecture whose files have lengths, headers and holes, but no numbers."""
+    path.mkdir()
+    shapes = expected_shapes(config)
+    for file in {file_of(name) for name in shapes}:
+        header, end = {}, 0
+        for name in (name for name in shapes if file_of(name) == file):
+            start, end = end, end + 4 * math.prod(shapes[name])
+            header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        (path / file).write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path / file, 8 + len(text) + end)
+    files = {file_of(name): FileEntry("0" * 64, (path / file_of(name)).stat().st_size) for name in shapes}
+    tensors = {name: TensorEntry(file_of(name), "float32", shape) for name, shape in shapes.items()}
+    names = tuple(f"action_{index}" for index in range(config.actions))
+    (path / "manifest.json").write_bytes(Manifest("sparse", "1", config, names, (), {}, files, tensors).to_json())
+
+
+def too_large() -> ModelConfig:
+    """Parameters of 752 GiB."""
+    return replace(mini_config(0, (5, 6, 7), continuous_actions=0), width=65536, layers=1, widening=16.0)
+
+
+def endless() -> ModelConfig:
+    """A table of a terabyte, which is mapped, but read once: for minutes."""
+    return mini_config(0, (2**31 - 1, 6, 7), continuous_actions=0)
+
+
+def scores(server: Server) -> bytes:
+    """What a request gets now, but for its timings; empty where it gets no scores."""
+    reply = httpx.post(
+        f"{server.url}/rank", content=rank_body(7), headers={"content-type": "application/json"}, timeout=10
+    )
+    return reply.content.partition(b'"timings_ms"')[0] if reply.status_code == 200 else b""
+
+
+def reload(port: object, name: str, seconds: float = PATIENCE_SECONDS) -> int:
+    """The status of a reload, 409 only where it stays so for that long; 0 without a reply."""
+    until, status = time.monotonic() + seconds, 409
+    while status == 409 and time.monotonic() < until:
+        try:
+            status = asyncio.run(asyncio.wait_for(swap(port, name), seconds))
+        except (TimeoutError, httpx.HTTPError):
+            return 0
+        time.sleep(0.05)
+    return status
+
+
+def end(server: Server) -> bool:
+    """SIGTERM: whether the process ends as documented, in time."""
+    server.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    return server.process.wait(60) == 0 and time.monotonic() - began < EXIT_SECONDS
+
+
+def status_of(server: Server, name: str) -> int:
+    """A figure of /proc in KiB."""
+    found = re.search(rf"^{name}:\s+(\d+)", Path(f"/proc/{server.process.pid}/status").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def checkpoints(runs: int, **settings: object) -> Row:
+    """F9: too large is refused before it takes memory, endless is given up in time, others load afterwards, SIGTERM ends it."""
+    failed, added = 0, 0.0
+    with two_checkpoints() as root:
+        write_sparse(root / "large", too_large())
+        write_sparse(root / "endless", endless())
+        chosen = {**admin_settings(root), "reload__timeout_seconds": GIVEN_UP_SECONDS, **settings}
+        port = chosen["admin__port"]
+        for _ in range(runs):
+            with real(**chosen) as server:
+                before = scores(server)
+                Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the high-water mark begins anew
+                held = status_of(server, "VmHWM")
+                began = time.monotonic()
+                right = [reload(port, "large") == REFUSED, reload(port, "endless") == REFUSED]
+                right.append(time.monotonic() - began < PATIENCE_SECONDS)
+                right += [scores(server) == before != b""]
+                added = max(added, (status_of(server, "VmHWM") - held) / 1024)
+                right += [reload(port, NAMES[1]) == 200, scores(server) not in (before, b"")]
+                hanging = threading.Thread(target=reload, args=(port, "endless"), daemon=True)
+                hanging.start()
+                time.sleep(0.3)
+                right.append(end(server))
+                failed += not all(right)
+    return Row(
+        "F9",
+        "checkpoints that ask for too much: 422, then others load, SIGTERM: 0",
+        runs,
+        failed,
+        added,
+        MOST_ADDED_MIB,
+        "MiB added",
+    )
+
+
+def starved_reloads(runs: int, spare_mib: tuple[int, ...] = SPARE_MIB) -> Row:
+    """F10: a reload that gets too little address space for its threads and memory is refused, and the old version serves on."""
+    tried, failed = 0, 0
+    with two_checkpoints() as root:
+        chosen = admin_settings(root)
+        for spare in spare_mib * runs:
+            with real(**chosen) as server:
+                before = scores(server)
+                limit = 1024 * status_of(server, "VmSize") + spare * 2**20
+                resource.prlimit(server.process.pid, resource.RLIMIT_AS, (limit, limit))
+                status = reload(chosen["admin__port"], NAMES[1])
+                tried += status != 200
+                after = scores(server)
+                right = after == before if status == REFUSED else status == 200 and after not in (before, b"")
+                failed += not (right and end(server))
+    return Row(
+        "F10",
+        f"a reload with {spare_mib[0]} to {spare_mib[-1]} MiB of addresses left: the old one serves, SIGTERM: 0",
+        tried,
+        failed,
+        failed,
+        0,
+        "failed",
+    )
+
+
+KERNEL_FAULTS: dict[str, Callable[[Path], object]] = {
+    "cut": lambda library: _replace(library, library.read_bytes()[: library.stat().st_size // 2]),
+    "empty": lambda library: _replace(library, b""),
+    "foreign": lambda library: _replace(library, b"something else" * 10_000),
+    "unwritable": lambda library: None,  # its directory cannot even be made
+}
+
+
+def kernels(faults: tuple[str, ...] = tuple(KERNEL_FAULTS)) -> Row:
+    """F11: a start with such a kernel file has the native engine all the same, says what was wrong, and ends on SIGTERM with 0."""
+    failed = 0
+    with kernel_at_home() as (home, library):
+        whole = library.read_bytes()
+        for fault in faults:
+            KERNEL_FAULTS[fault](library)
+            place = "/proc/no-home" if fault == "unwritable" else str(home)
+            with real(environment={"OMP_NUM_THREADS": "1", "HOME": place}) as server:
+                info = httpx.get(f"{server.url}/info", timeout=10).json()
+                right = info["backend"] == "native" and "kernel_file" in info["engine"] and scores(server) != b""
+                failed += not (right and end(server))
+            _replace(library, whole)
+    return Row(
+        "F11",
+        f"a kernel file that is {', '.join(faults)}: built anew, SIGTERM: 0",
+        len(faults),
+        failed,
+        failed,
+        0,
+        "failed",
+    )
+
+
+def excess(runs: int) -> list[Row]:
+    """All of them, the first two so many times."""
+    return [checkpoints(runs), starved_reloads(runs), kernels()]
+
+
+@contextmanager
+def kernel_at_home() -> Iterator[tuple[Path, Path]]:
+    """A home directory with a compiled kernel in it."""
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        with real(environment={"OMP_NUM_THREADS": "1", "HOME": directory}):
+            [library] = (home / ".cache" / "phoenix-ranking-server").glob("*.so")
+        yield home, library
+
+
+def _replace(library: Path, content: bytes) -> None:
+    library.unlink()
+    library.write_bytes(content)
+    library.chmod(0o500)

@@ -1,0 +1,51 @@
+"""How much memory a model takes and how much there is, so that one which asks for too much is refused before it takes any."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from model.ranker import Ranker
+
+
+def engine_bytes(ranker: Ranker) -> int:
+    """What an engine takes beside the tables: its parameters, rotations, and the contexts of its self-test, all in float32."""
+    config = ranker.config
+    own = sum(values.numel() for name, values in ranker.named_parameters() if not name.startswith("tables."))
+    positions = 1 + config.history_length
+    rotations = 2 * (positions + config.candidate_length) * config.head_width
+    token = (
+        2 * config.layers * config.kv_heads * config.head_width + config.query_heads * config.head_width + config.width
+    )
+    return 4 * (own + rotations + 2 * positions * token)  # the lengths of the self-test add up to two full contexts
+
+
+def shortage(needed_bytes: int, device: torch.device | None = None) -> str:
+    """A clause that says how much is missing, empty where there is enough. Without a device: in this process's memory."""
+    free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else free_bytes()
+    if needed_bytes <= free:
+        return ""
+    return f"{needed_bytes / 2**30:.1f} GiB of memory are needed, and {free / 2**30:.1f} GiB are free"
+
+
+def free_bytes(root: Path = Path("/")) -> float:
+    """What the machine and this process's control group (version 2) still give; infinity where neither says."""
+    free = [float("inf")]
+    if available := _number(root / "proc/meminfo", r"MemAvailable:\s+(\d+) kB"):
+        free.append(1024 * available)
+    group = root / "sys/fs/cgroup"
+    if limit := _number(group / "memory.max", r"(\d+)"):
+        cached = _number(group / "memory.stat", r"(?m)^inactive_file (\d+)")  # is given up when memory is short
+        free.append(limit - _number(group / "memory.current", r"(\d+)") + cached)
+    return min(free)
+
+
+def _number(file: Path, pattern: str) -> int:
+    """The first number in a file that stands there; 0 where it cannot be had."""
+    try:
+        found = re.search(pattern, file.read_text())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0

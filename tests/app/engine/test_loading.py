@@ -1,0 +1,64 @@
+"""What runs before a model serves: a load that nobody waits for stops, and a want of memory is a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine import loading
+from app.engine.loading import Steps, checkpoint_loader
+from app.settings import Settings
+from loadtest.fuzz.checkpoints import write_small
+from model.engine import EngineError
+
+CPU = Settings(device="cpu", threads=1)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    write_small(tmp_path / "small", 5)
+    return tmp_path / "small"
+
+
+def test_a_load_that_nobody_waits_for_stops_while_it_reads(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    steps = Steps(lambda: told.append("warming"))
+    steps.stop()
+    with pytest.raises(EngineError, match="given up"):
+        checkpoint_loader(small, CPU)(steps)
+    monkeypatch.setattr(steps, "go_on", lambda *_: None)  # the control: without looking, it goes on to the end
+    assert checkpoint_loader(small, CPU)(steps).served.manifest.name == "small"
+    assert told == ["warming"]
+
+
+def test_a_load_stops_between_making_the_engine_and_warming_it_up(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, made = Steps(lambda: None), []
+
+    def make(*arguments: Any) -> Any:
+        steps.stop()
+        made.append(arguments)
+        return object()  # which cannot be warmed up
+
+    monkeypatch.setattr(loading, "create_engine", make)
+    with pytest.raises(EngineError, match="given up"):
+        checkpoint_loader(small, CPU)(steps)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("[enforce fail] cannot allocate\nmore")],
+)
+@pytest.mark.parametrize("where", ["load_checkpoint", "create_engine"])
+def test_a_want_of_memory_or_threads_is_told_in_a_sentence(
+    small: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(loading, where, fail)
+    with pytest.raises(EngineError, match=r"small cannot be loaded: (not enough memory|CUDA out|\[enforce.*allocate$)"):
+        checkpoint_loader(small, CPU)(Steps(lambda: None))

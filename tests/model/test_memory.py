@@ -1,0 +1,59 @@
+"""How much memory is free, as the machine and the control group say it, and what an engine takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model.create import EngineOptions, create_engine
+from model.memory import engine_bytes, free_bytes, shortage
+from tests.model.builders import random_config, random_ranker
+
+GIB = 2**30
+
+
+def machine(root: Path, available: int, limit: str = "max", current: int = 0, cached: int = 0) -> Path:
+    for path, text in {
+        "proc/meminfo": f"MemTotal: 999999999 kB\nMemAvailable:   {available // 1024} kB\n",
+        "sys/fs/cgroup/memory.max": f"{limit}\n",
+        "sys/fs/cgroup/memory.current": f"{current}\n",
+        "sys/fs/cgroup/memory.stat": f"anon 5\nactive_file 7\ninactive_file {cached}\n",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("given", "free"),
+    [
+        ((8 * GIB,), 8 * GIB),
+        ((8 * GIB, str(4 * GIB), 3 * GIB), GIB),
+        ((8 * GIB, str(4 * GIB), 3 * GIB, 2 * GIB), 3 * GIB),
+        ((GIB, str(4 * GIB), 0), GIB),
+    ],
+)
+def test_the_machine_or_its_control_group_whichever_gives_less(tmp_path: Path, given: tuple, free: int) -> None:
+    assert free_bytes(machine(tmp_path, *given)) == free
+
+
+def test_where_nobody_says_there_is_no_bound(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path) == float("inf")
+
+
+def test_this_machine_says_something_sensible() -> None:
+    assert GIB / 16 < free_bytes() < 2**50
+    assert shortage(2**20) == ""
+    assert shortage(2**60).startswith("1073741824.0 GiB of memory are needed, and ")
+
+
+def test_what_an_engine_takes_is_what_is_counted() -> None:
+    """The packed parameters of the native engine and the keys of a full context are both within what is asked for."""
+    ranker = random_ranker(random_config(history_length=500))
+    engine = create_engine(ranker, EngineOptions(device="cpu", dtype="float32", backend="native", threads=1))
+    packed = sum(tensor.nbytes for tensor in engine._packed.tensors)
+    tables = sum(table.numel() * 4 for table in (ranker.tables.user, ranker.tables.post, ranker.tables.author))
+    keys = engine._allocate(501, None).buffer.nbytes
+    assert packed - tables + keys < engine_bytes(ranker) < 3 * (packed - tables + 2 * keys)
+    engine.close()

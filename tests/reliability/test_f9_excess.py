@@ -1,0 +1,31 @@
+"""F9 to F11: checkpoints that ask for too much, reloads without memory or threads, wrong kernel files; each ends on SIGTERM."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtest.soak import excess
+
+
+def test_f9_what_asks_for_too_much_is_refused_and_locks_nobody_out() -> None:
+    row = excess.checkpoints(1)
+    assert row.ok, row
+
+
+def test_f9_is_red_when_a_load_has_no_deadline() -> None:
+    assert excess.checkpoints(1, reload__timeout_seconds=900).failed
+
+
+def test_f10_a_reload_that_gets_no_threads_or_memory_leaves_the_old_version_serving() -> None:
+    row = excess.starved_reloads(1, (2, 20))
+    assert row.ok, row
+
+
+def test_f10_shows_nothing_where_there_is_room() -> None:
+    assert not excess.starved_reloads(1, (100_000,)).ok
+
+
+def test_f11_a_wrong_kernel_file_is_no_reason_not_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third start finds a file without a fault, and so has nothing to tell: the row must be red for that one."""
+    monkeypatch.setitem(excess.KERNEL_FAULTS, "whole", lambda library: None)
+    assert excess.kernels(("cut", "unwritable", "whole")).failed == 1
