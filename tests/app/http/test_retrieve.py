@@ -211,6 +211,17 @@ def test_what_is_no_json_object_is_refused(client: TestClient, path: str, raw: b
     assert reply.status_code in (400, 422)
 
 
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_what_takes_long_to_read_is_refused_unread(client: TestClient, path: str) -> None:
+    values = client.post(path, json=asked(exclude=[1] * 30_001))
+    assert (values.status_code, values.json()["detail"]) == (413, "The body holds more than 30000 values.")
+    number = client.post(
+        path, content=b'{"user_id": %b}' % (b"1" * 2**15), headers={"content-type": "application/json"}
+    )
+    assert number.status_code == 422
+    assert "no number of more than 128 digits" in number.text
+
+
 def test_a_refused_or_answered_request_leaves_no_place_taken(
     client: TestClient, running: tuple[TestClient, RankingService]
 ) -> None:
