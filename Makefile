@@ -10,8 +10,13 @@ TORCH_INDEX ?=
 PORT ?= 8000
 HOST ?= 127.0.0.1
 CHECKPOINT ?= weights/demo
+# What /retrieve and /recommend serve: the demo's towers and posts with the demo, nothing with another checkpoint unless both are named.
+# Several processes retrieve nothing.
+DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT)))
+RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
+CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,8 +42,8 @@ $(VENV)/.installed: $(VENV)/.runtime app/client/pyproject.toml
 
 install: $(VENV)/.installed ## create the environment in .venv with everything
 
-serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path HOST=127.0.0.1
-	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
+serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path RETRIEVAL=path CORPUS=path HOST=127.0.0.1
+	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_RETRIEVAL__CHECKPOINT="$(RETRIEVAL)" RANKER_RETRIEVAL__CORPUS="$(CORPUS)" RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	$(BIN)/python -m pytest
@@ -58,6 +63,9 @@ bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetenso
 bench-front: $(VENV)/.installed wrk ## requests a second beside a bare ASGI function, and impatient callers, by wrk: ARGS="--rounds 9"
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
 	$(BIN)/python -m loadtest.bench.impatience $(ARGS)
+
+bench-retrieve: $(VENV)/.installed ## the exact search beside faiss and the memory's bandwidth: ARGS="--threads 1 --approximate 0"
+	$(BIN)/python -m loadtest.bench.retrieve $(ARGS)
 
 wrk: ## the C load generator, from Debian; without it what needs it says so
 	@command -v wrk >/dev/null || apt-get install -y --no-install-recommends wrk || echo "wrk could not be installed"

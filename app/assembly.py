@@ -9,7 +9,7 @@ import time
 import uvloop
 
 from app import ports
-from app.engine.loading import checkpoint_loader
+from app.engine.loading import checkpoint_loader, retrieval_loader
 from app.fronts.host import EngineHost
 from app.fronts.role import Role
 from app.http.application import Application, create_app
@@ -24,7 +24,12 @@ from app.telemetry.metrics import Metrics
 
 def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.monotonic) -> RankingService:
     """A service that has not begun to load; call its `start` in a running loop."""
-    return RankingService(checkpoint_loader(settings.checkpoint, settings), settings, metrics, clock=clock)
+    wanted = settings.retrieval
+    retrieval = None
+    if wanted.checkpoint is not None and wanted.corpus is not None:
+        retrieval = retrieval_loader(wanted.checkpoint, wanted.corpus, settings)
+    load = checkpoint_loader(settings.checkpoint, settings)
+    return RankingService(load, settings, metrics, retrieval=retrieval, clock=clock)
 
 
 def build_app(settings: Settings) -> Application:
@@ -57,4 +62,12 @@ def create_reloader(service: RankingService, settings: Settings) -> Reloader:
     """Reloads below the configured root, by default where the first checkpoint lies; that itself where it lies at the very top."""
     place = settings.checkpoint.absolute()
     root = settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
-    return Reloader(service, root, settings.checkpoint, lambda path: checkpoint_loader(path, settings))
+    wanted = settings.retrieval
+    return Reloader(
+        service,
+        root,
+        settings.checkpoint,
+        lambda path: checkpoint_loader(path, settings),
+        (wanted.checkpoint, wanted.corpus),
+        lambda checkpoint, corpus: retrieval_loader(checkpoint, corpus, settings),
+    )

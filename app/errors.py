@@ -186,6 +186,15 @@ class EngineDown(ServiceError):
     default_detail = "The engine cannot compute scores."
 
 
+class CorpusNotLoaded(ServiceError):
+    """Nothing can be retrieved: this process has no retrieval model and corpus, or has not loaded them yet."""
+
+    status = 503
+    code = "corpus_not_loaded"
+    title = "Corpus not loaded"
+    default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
+
+
 class DeadlineExceeded(ServiceError):
     """The caller's time was over before the scores were there."""
 

@@ -6,12 +6,17 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.errors import ServiceError
 from app.telemetry.metrics import Metrics
 from model.engine import CacheResult, EngineInfo
-from model.inputs import Candidates, Context, Scores
+from model.inputs import Candidates, Context, Ids, Scores
+from model.retrieval.inputs import Query, Retrieved
+from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
 
@@ -31,6 +36,79 @@ class Ranked:
     cache: CacheResult
     queue_seconds: float
     forward_seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedRetrieval:
+    """One retrieval checkpoint with one corpus, as they are served, by identity. `hidden`: rows that no search returns, `duplicates`
+    of them for a post id that came before. `notes` say what runs, as plain JSON values."""
+
+    manifest: Manifest
+    corpus: CorpusManifest
+    hidden: int
+    duplicates: int
+    notes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One request's posts, and the seconds that it waited and that its batch took to encode users and to search."""
+
+    posts: Retrieved
+    queue_seconds: float
+    encode_seconds: float
+    search_seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PostRows:
+    """Posts to be encoded. `post_ids, author_ids`: uint64 `[n]`, each post id once and not 0; `created_at`: int64 `[n]`, Unix seconds,
+    0 where unknown; `topics`: a name or None for each."""
+
+    post_ids: Ids
+    author_ids: Ids
+    created_at: NDArray[np.int64]
+    topics: list[str | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PostChange:
+    """What happens to the corpus in one step. No id is in both."""
+
+    delete: Ids
+    upsert: PostRows
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """`posts`: how many a search can return now. `changes` since the corpus was written. `deleted`: how many of the ids were there."""
+
+    corpus: CorpusManifest
+    posts: int
+    changes: int
+    deleted: int
+
+
+class Retrieval(Protocol):
+    """Retrieves posts. All methods belong to the event loop; deadlines are in seconds of the service's clock."""
+
+    @property
+    def served(self) -> ServedRetrieval:
+        """What serves new requests. Raises CorpusNotLoaded."""
+        ...
+
+    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float) -> Found:
+        """The best posts, from what `served` was for the request. Cancelling it drops the work unless it is being computed.
+
+        Raises Overloaded, DeadlineExceeded, EngineDown, or CorpusNotLoaded where `served` is gone.
+        """
+        ...
+
+    async def change(self, change: PostChange) -> Changed:
+        """Change the corpus that serves, in one step that every search sees whole. It is on the disk when this returns, and seen by
+        searches that begin from then on. Raises CorpusNotLoaded, or CheckpointError where it cannot be written: then nothing changed.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +142,11 @@ class Service(Protocol):
     on_fatal: Callable[[str], None]
 
     @property
+    def retrieval(self) -> Retrieval:
+        """What retrieves posts; it may have none."""
+        ...
+
+    @property
     def default_deadline_seconds(self) -> float:
         """For a request that names no deadline."""
         ...
@@ -91,6 +174,10 @@ class Service(Protocol):
         """Reserve room for one request on `model`. `again`: it was asked for before, in vain. `waits`: want of room is no refusal yet.
 
         Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
+        ...
+
+    def shrink(self, ticket: Ticket, candidates: int) -> None:
+        """There are fewer candidates than the ticket was asked for; before `rank`."""
         ...
 
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
@@ -154,8 +241,12 @@ class Reloads(Protocol):
         """Serve that checkpoint, or the present one read again. Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
         ...
 
+    async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
+        """Serve that retrieval checkpoint and that corpus, or the present ones read again: both as one. Raises as `reload`."""
+        ...
+
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background."""
+        """Read the present checkpoint again in the background, and then what retrieves, if anything does."""
         ...
 
     def watch(self, seconds: float) -> None:

@@ -21,7 +21,7 @@ def build_server(
     if settings.probes.port is not None:
         side_apps.append((settings.probes.host, settings.probes.port, create_probe_app(settings, service)))
     if settings.admin.port is not None:
-        admin = create_admin_app(settings.admin, reloads, service.metrics)
+        admin = create_admin_app(settings.admin, reloads, service)
         side_apps.append((settings.admin.host, settings.admin.port, admin))
     app = create_app(settings, service)
     others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]

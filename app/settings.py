@@ -53,6 +53,10 @@ class Limits(Group):
     """Most requests in one call of /rank/batch."""
     max_batch_candidates: int = Field(default=16_384, ge=1)
     """Most candidates in one call of /rank/batch, in all its requests; one that goes beyond gets 413 in its place."""
+    max_retrieved: int = Field(default=2000, ge=1)
+    """Most posts that one request may retrieve."""
+    max_excluded: int = Field(default=10_000, ge=0)
+    """Most post ids that one request may exclude by name."""
 
 
 class Budgets(Group):
@@ -116,6 +120,29 @@ class Cache(Group):
 
     bytes: int = Field(default=256 * MIB, ge=0)
     """Budget in bytes on the engine's device; 0 turns the cache off."""
+
+
+class Retrieval(Group):
+    """Posts for a user, out of a corpus. Without a checkpoint and a corpus, /retrieve and /recommend answer 503."""
+
+    checkpoint: Path | None = None
+    """Retrieval checkpoint directory: the two towers."""
+    corpus: Path | None = None
+    """Corpus directory: posts as vectors of that checkpoint."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """What the user tower computes in; `auto` is float32."""
+    cache_bytes: int = Field(default=16 * MIB, ge=0)
+    """Budget in bytes for user vectors seen before; 0 keeps none."""
+    batch_requests: int = Field(default=32, ge=1)
+    """Requests that share one scan of the corpus."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """Most searches waiting; beyond it, 429."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Retrieval:
+        if (self.checkpoint is None) != (self.corpus is None):
+            raise ValueError("retrieval.checkpoint and retrieval.corpus belong together: set both or neither")
+        return self
 
 
 class Deadline(Group):
@@ -292,6 +319,7 @@ class Settings(BaseSettings):
     queue: Queue = Queue()
     batching: Batching = Batching()
     cache: Cache = Cache()
+    retrieval: Retrieval = Retrieval()
     deadline: Deadline = Deadline()
     drain: Drain = Drain()
     connections: Connections = Connections()
@@ -314,6 +342,12 @@ class Settings(BaseSettings):
         for (name, (host, port)), (other, (other_host, other_port)) in itertools.combinations(places.items(), 2):
             if port and port == other_port and (host == other_host or {host, other_host} & ANY_ADDRESS):
                 raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _retrieval_in_one_process(self) -> Settings:
+        if self.fronts and self.retrieval.checkpoint is not None:
+            raise ValueError("fronts and retrieval exclude each other: retrieval needs a single process")
         return self
 
     def addresses(self) -> list[tuple[str, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 ContextAttention = Literal["causal", "bidirectional"]
 CandidatePositions = Literal["shared", "sequential"]
@@ -143,7 +143,7 @@ class ModelConfig:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from JSON values. Raises ConfigError for an unknown, missing or wrongly typed key."""
         arguments = _checked(cls, values, "architecture")
         for name in ("user_hashes", "post_hashes", "author_hashes"):
@@ -187,3 +187,18 @@ def _check_type(value: Any, annotation: str, where: str) -> None:
     types = wanted.get(annotation)
     if types and (not isinstance(value, types) or (isinstance(value, bool) and annotation != "bool")):
         raise ConfigError(f"{where} must be of type {annotation}, got {type(value).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalConfig(ModelConfig):
+    """Everything that shapes the two towers: the same inputs and trunk without dwell and post age, causal, no heads.
+
+    `candidate_length` has no meaning here. Without `linear_projection` a candidate is the mean of its hash embeddings.
+    """
+
+    linear_projection: bool = True
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        if self.has_dwell or self.has_post_age or self.continuous_actions or self.context_attention != "causal":
+            raise ConfigError("a retrieval model has neither dwell, post age nor continuous actions, and is causal")

@@ -29,16 +29,17 @@ def look_up(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class TokenBuilder(nn.Module):
-    """Users, history items and candidates as fp32 tokens of width D."""
+    """Users, history items and, where a model scores them, candidates as fp32 tokens of width D."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, candidates: bool = True) -> None:
         super().__init__()
         self.config = config
         width = config.width
         entity = (config.post_hashes.count + config.author_hashes.count) * width
         self.user_projection = zeros(config.user_hashes.count * width, width)
         self.history_projection = zeros(entity + (3 if config.has_dwell else 2) * width, width)
-        self.candidate_projection = zeros(entity + (2 if config.has_post_age else 1) * width, width)
+        if candidates:
+            self.candidate_projection = zeros(entity + (2 if config.has_post_age else 1) * width, width)
         self.action_projection = zeros(config.actions, width)
         self.surface_table = zeros(config.product_surfaces, width)
         if config.has_post_age:

@@ -21,3 +21,18 @@ PARITY = {
     # the published bf16 is itself 0.06 to 0.09 off in logits
     torch.bfloat16: Tolerance(logits=0.12, probabilities=0.03, operation=2e-2),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalTolerance:
+    """Largest absolute differences: of a user vector's elements, of scores, and of a post vector's from tables of this dtype."""
+
+    elements: float
+    scores: float
+    posts: float
+
+
+RETRIEVAL = {
+    torch.float32: RetrievalTolerance(elements=1e-6, scores=1e-6, posts=1e-6),
+    torch.bfloat16: RetrievalTolerance(elements=1e-2, scores=1e-2, posts=6e-3),
+}

@@ -31,9 +31,9 @@ def expected(name: str) -> dict[str, np.ndarray[Any, Any]]:
 
 def imported(name: str, out: Path) -> Path:
     """One golden, imported into a checkpoint directory as a user would."""
-    from weights.published.importer import PublishedRanker, import_published, labels_for
+    from weights.published.importer import PublishedModel, import_published, labels_for
 
-    with PublishedRanker(GOLDEN / name / "ranker") as ranker:
+    with PublishedModel(GOLDEN / name / "ranker") as ranker:
         import_published(ranker, out, labels_for(ranker.config, name))
     return out
 

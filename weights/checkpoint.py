@@ -15,13 +15,24 @@ import torch
 from torch import Tensor
 
 from model.ranker import Ranker
+from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
-from weights.format.layout import ranker_for
+from weights.format.layout import model_for
 from weights.format.manifest import ContinuousOutput, Manifest
 from weights.format.reader import Progress, open_directory, read_manifest, read_tensors
 from weights.format.writer import Labels, TableDtype, write_checkpoint
 
-__all__ = ["Checkpoint", "CheckpointError", "Progress", "load_checkpoint", "load_manifest", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Encoder",
+    "Progress",
+    "load_any",
+    "load_checkpoint",
+    "load_encoder",
+    "load_manifest",
+    "save_checkpoint",
+]
 
 ROWS_PER_CHUNK = 16384
 """How many rows of a table are converted at once while saving."""
@@ -36,8 +47,33 @@ class Checkpoint:
     ranker: Ranker
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoder:
+    """A verified retrieval checkpoint: its path, its manifest, and both towers on the CPU, without gradients."""
+
+    path: Path
+    manifest: Manifest
+    towers: Towers
+
+
 def load_checkpoint(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Checkpoint:
-    """Verify everything and build the ranker: parameters in memory, tables mapped.
+    """`load_any` for a checkpoint that ranks; raises CheckpointError for one that retrieves."""
+    loaded = load_any(path, progress, threads=threads)
+    if isinstance(loaded, Encoder):
+        raise _refusal(loaded.path, CheckpointError("it is a retrieval model (two towers), which cannot rank"))
+    return loaded
+
+
+def load_encoder(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Encoder:
+    """`load_any` for a checkpoint that retrieves; raises CheckpointError for one that ranks."""
+    loaded = load_any(path, progress, threads=threads)
+    if isinstance(loaded, Checkpoint):
+        raise _refusal(loaded.path, CheckpointError("it is a ranker, which has no towers to retrieve with"))
+    return loaded
+
+
+def load_any(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Checkpoint | Encoder:
+    """Verify everything and build the model: parameters in memory, tables mapped.
 
     Files are read in parallel by `threads` threads, one per core by default; 1 leaves the other cores to a model that is serving.
 
@@ -47,13 +83,14 @@ def load_checkpoint(path: str | Path, progress: Progress | None = None, *, threa
     path = Path(path)
     try:
         with open_directory(path) as directory:
-            manifest = read_manifest(directory)
-            ranker = ranker_for(manifest)
+            manifest = read_manifest(directory, Manifest.from_json)
+            model = model_for(manifest)
             tensors = read_tensors(directory, manifest, progress, threads)
     except (CheckpointError, OSError, MemoryError) as error:
         raise _refusal(path, error) from error
-    ranker.load_state_dict(tensors, assign=True)
-    return Checkpoint(path, manifest, ranker.requires_grad_(False).eval())
+    model.load_state_dict(tensors, assign=True)
+    model.requires_grad_(False).eval()
+    return Encoder(path, manifest, model) if isinstance(model, Towers) else Checkpoint(path, manifest, model)
 
 
 def load_manifest(path: str | Path) -> Manifest:
@@ -61,7 +98,7 @@ def load_manifest(path: str | Path) -> Manifest:
     path = Path(path)
     try:
         with open_directory(path) as directory:
-            return read_manifest(directory)
+            return read_manifest(directory, Manifest.from_json)
     except (CheckpointError, OSError) as error:
         raise _refusal(path, error) from error
 
@@ -75,7 +112,7 @@ def _refusal(path: Path, error: Exception) -> CheckpointError:
 
 def save_checkpoint(
     path: str | Path,
-    ranker: Ranker,
+    model: Ranker | Towers,
     *,
     name: str,
     action_names: Sequence[str],
@@ -86,18 +123,16 @@ def save_checkpoint(
     extras: Mapping[str, bytes] | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Write a ranker of any device and dtype as a checkpoint directory; parameters become fp32, tables `table_dtype`.
+    """Write a model of any device and dtype as a checkpoint directory; parameters become fp32, tables `table_dtype`.
 
     An empty `version` becomes a short digest. `extras` are further files, such as `example.json`. Written beside and renamed:
     a reader sees all or nothing. Raises CheckpointError for values that are not finite, names that do not fit the outputs,
     or a path in use (an existing checkpoint is taken only with `replace`).
     """
-    state = ranker.state_dict()
+    state = model.state_dict()
 
     def chunks(tensor: str) -> Iterable[Tensor]:
         return iter(torch.split(state[tensor], ROWS_PER_CHUNK))
 
     labels = Labels(name, tuple(action_names), tuple(continuous), dict(score_weights or {}), version)
-    return write_checkpoint(
-        path, ranker.config, chunks, labels, table_dtype=table_dtype, extras=extras, replace=replace
-    )
+    return write_checkpoint(path, model.config, chunks, labels, table_dtype=table_dtype, extras=extras, replace=replace)

@@ -9,11 +9,16 @@ from pathlib import Path
 
 import torch
 
-from app.interface import ServedModel
+from app.interface import PostChange, ServedModel, ServedRetrieval
 from app.settings import Settings
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, EngineError
-from weights.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from model.retrieval.engine import RetrievalEngine, RetrievalOptions
+from model.retrieval.inputs import Change, NewPosts
+from weights.checkpoint import Checkpoint, CheckpointError, Encoder, load_checkpoint, load_encoder
+from weights.corpus.changes import ChangeLog, no_posts
+from weights.corpus.importer import encode
+from weights.corpus.store import load_corpus
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +91,58 @@ def checkpoint_loader(path: Path, settings: Settings) -> Loader:
                 f"{path} cannot be loaded: {(str(error) or 'not enough memory').splitlines()[0]}"
             ) from error
         return LoadedModel(checkpoint, engine)
+
+    return load
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedRetrieval:
+    """A retrieval checkpoint and a corpus with their warm engine, which is used by one thread only, and the log of its changes."""
+
+    engine: RetrievalEngine
+    served: ServedRetrieval
+    log: ChangeLog
+    encoder: Encoder
+
+    def record(self, change: PostChange) -> Change:
+        """Encode the new posts and write the change to the log; it is on the disk then. In any thread, one at a time.
+
+        Raises CheckpointError, and then nothing has changed.
+        """
+        upsert, width = change.upsert, self.served.corpus.width
+        posts = no_posts(width)
+        if len(upsert.post_ids):
+            vectors = encode(self.encoder, upsert.post_ids, upsert.author_ids).numpy()
+            posts = NewPosts(upsert.post_ids, upsert.author_ids, upsert.created_at, upsert.topics, vectors)
+        recorded = Change(change.delete, posts)
+        self.log.append(recorded)
+        return recorded
+
+
+RetrievalLoader = Callable[[], LoadedRetrieval]
+"""Runs in a thread beside those that serve."""
+
+
+def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> RetrievalLoader:
+    """Loads both, as one. Raises CheckpointError or EngineError, with a sentence for people."""
+
+    def load() -> LoadedRetrieval:
+        encoder = load_encoder(checkpoint)
+        stored = load_corpus(corpus, encoder.manifest)
+        options = RetrievalOptions(
+            settings.retrieval.dtype,
+            "torch" if settings.backend == "dense" else settings.backend,
+            settings.retrieval.cache_bytes,
+            settings.threads,
+        )
+        engine = RetrievalEngine(encoder.towers, stored.corpus, options)
+        engine.warm_up()
+        log = ChangeLog(corpus, stored.manifest)
+        for change in log.read():
+            engine.change(change)
+        hidden, duplicates = int(stored.corpus.hidden.sum()), stored.corpus.duplicates
+        served = ServedRetrieval(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
+        return LoadedRetrieval(engine, served, log, encoder)
 
     return load
 

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from app.errors import (
+    CorpusNotLoaded,
     DeadlineExceeded,
     Draining,
     EngineDown,
@@ -24,13 +25,14 @@ from app.errors import (
 from app.fronts import frames
 from app.fronts.link import Link
 from app.fronts.uplink import Uplink
-from app.interface import Done, Health, Ranked, ServedModel, Ticket
+from app.interface import Changed, Done, Found, Health, PostChange, Ranked, ServedModel, ServedRetrieval, Ticket
 from app.scheduling.loop_lag import Work
 from app.service.loop_clock import LoopClock
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from app.telemetry.sums import Deltas
 from model.inputs import Candidates, Context
+from model.retrieval.inputs import Query
 from weights.format.manifest import Manifest
 
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
@@ -40,6 +42,7 @@ GRACE_SECONDS = 0.25  # after a deadline, for the engine process to say so itsel
 SILENT_SECONDS = 4.0  # without a sign of life, of which there is one a second
 SCRAPE_SECONDS = 5.0
 ENDED = "The engine process has ended."
+SINGLE = "Retrieval needs a single process, and this service has several (RANKER_FRONTS)."
 
 log = structlog.get_logger("app.fronts.remote")
 
@@ -78,6 +81,23 @@ class Place(Ticket):
         self.service.drop(self)
 
 
+class NoRetrieval:
+    """`interface.Retrieval` of a front: no link carries a search, so all of it raises CorpusNotLoaded."""
+
+    @property
+    def served(self) -> ServedRetrieval:
+        """Nothing."""
+        raise CorpusNotLoaded(SINGLE)
+
+    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float) -> Found:
+        """Nothing."""
+        raise CorpusNotLoaded(SINGLE)
+
+    async def change(self, change: PostChange) -> Changed:
+        """Nothing."""
+        raise CorpusNotLoaded(SINGLE)
+
+
 class RemoteService:
     """`interface.Service` of one front. All methods belong to the event loop."""
 
@@ -86,6 +106,7 @@ class RemoteService:
         self.settings = settings
         self.metrics = metrics
         self.clock = time.monotonic
+        self.retrieval = NoRetrieval()
         self.on_fatal: Callable[[str], None] = lambda reason: None  # nothing here is fatal: the supervisor decides
         self.linked = asyncio.Event()  # the engine process has said how it is
         self._uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
@@ -217,6 +238,9 @@ class RemoteService:
         raise Overloaded(f"Refused on arrival: {detail}.", retry_after_seconds=retry_after_seconds)
 
     # ranking
+
+    def shrink(self, ticket: Ticket, candidates: int) -> None:
+        """Nothing: the engine process hears how many candidates there are when they are sent."""
 
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
         """Send it; `done` is called once, later, unless the ticket is released before."""
@@ -351,6 +375,10 @@ class RemoteReloads:
     async def reload(self, path: Path | None = None) -> ServedModel:
         """As in the engine process. Raises CheckpointNotFound besides."""
         return await self.service.reload(None if path is None else str(path))
+
+    async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
+        """Raises CorpusNotLoaded."""
+        return self.service.retrieval.served
 
     def reload_soon(self) -> None: ...
 

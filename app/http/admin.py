@@ -14,21 +14,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
-from app.http.asgi import read_body
+from app.http.asgi import Headers, read_body
 from app.http.negotiation import BATCH, is_compressed, wire_of
 from app.http.observe import Observe, Recorder
 from app.http.problems import HANDLERS
-from app.interface import CheckpointNotFound, ReloadInProgress, Reloads
+from app.interface import CheckpointNotFound, ReloadInProgress, Reloads, Service
 from app.request import strict_json
+from app.request.posts import read_change
 from app.settings import Admin
 from app.telemetry.logs import RequestLog
-from app.telemetry.metrics import Metrics
 from model.engine import EngineError
+from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
+from weights.format.manifest import Manifest
 
-PATH = "/admin/reload"
+RELOAD, POSTS = "/admin/reload", "/admin/posts"
 MAX_BODY_BYTES = 4096
-NO_CHECKPOINT = "No checkpoint of that name lies below the configured root."
+NOT_BELOW_ROOT = "No checkpoint or corpus of that name lies below the configured root."
+MAX_CHANGE_BYTES = 4 * 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -52,48 +55,86 @@ class AdminAuth:
             raise Unauthorized("A valid admin token is required: Authorization: Bearer TOKEN.")
 
 
-def create_admin_app(settings: Admin, reloads: Reloads, metrics: Metrics) -> Starlette:
-    """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again."""
+def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Starlette:
+    """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again; with
+    `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out.
+
+    `POST /admin/posts` with `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}` changes the corpus.
+    """
     auth = AdminAuth(settings)
 
     async def reload(request: Request) -> Response:
         auth.check(request)
-        path = await _requested(request, reloads)
+        wanted = await _requested(request, reloads)
         try:
-            model = await reloads.reload(path)
+            if wanted.keys() & {"retrieval", "corpus"}:
+                served = await reloads.reload_retrieval(wanted.get("retrieval"), wanted.get("corpus"))
+                return _described(retrieval=served.manifest, corpus=served.corpus)
+            model = await reloads.reload(wanted.get("checkpoint"))
         except CheckpointNotFound:
-            if path is not None:  # a front's name is looked up by the engine process
-                raise NotFound(NO_CHECKPOINT) from None
+            if wanted:  # a front's name is looked up by the engine process
+                raise NotFound(NOT_BELOW_ROOT) from None
             raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
         except (CheckpointError, EngineError) as error:
             raise ReloadRefused(str(error)) from error
-        manifest = model.manifest
-        content = {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
-        return Response(orjson.dumps({"model": content}), media_type="application/json")
+        return _described(model=model.manifest)
+
+    async def posts(request: Request) -> Response:
+        auth.check(request)
+        headers = dict(request.scope["headers"])
+        _check_coding(headers)
+        wanted = read_change(await read_body(headers, request.receive, MAX_CHANGE_BYTES))
+        try:
+            changed = await service.retrieval.change(wanted)
+        except CheckpointError as error:
+            raise ReloadRefused(str(error)) from error
+        corpus = {
+            "name": changed.corpus.name,
+            "version": changed.corpus.version,
+            "posts": changed.posts,
+            "changes": changed.changes,
+        }
+        content = {"corpus": corpus, "upserted": len(wanted.upsert.post_ids), "deleted": changed.deleted}
+        return Response(orjson.dumps(content), media_type="application/json")
 
     return Starlette(
-        routes=[Route(PATH, reload, methods=["POST"])],
+        routes=[Route(RELOAD, reload, methods=["POST"]), Route(POSTS, posts, methods=["POST"])],
         exception_handlers=HANDLERS,
-        middleware=[Middleware(Observe, recorder=Recorder(metrics, {PATH}, RequestLog()))],
+        middleware=[Middleware(Observe, recorder=Recorder(service.metrics, {RELOAD, POSTS}, RequestLog()))],
     )
 
 
-async def _requested(request: Request, reloads: Reloads) -> Path | None:
-    headers = dict(request.scope["headers"])
-    body = await read_body(headers, request.receive, MAX_BODY_BYTES)
-    if not body:
-        return None
+def _described(**manifests: Manifest | CorpusManifest) -> Response:
+    content = {
+        what: {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
+        for what, manifest in manifests.items()
+    }
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _check_coding(headers: Headers) -> None:
     wire_of(headers, BATCH)
     if is_compressed(headers):
         raise UnsupportedMediaType("The body must not be compressed.")
+
+
+async def _requested(request: Request, reloads: Reloads) -> dict[str, Path]:
+    """What the body names, found below the root."""
+    headers = dict(request.scope["headers"])
+    body = await read_body(headers, request.receive, MAX_BODY_BYTES)
+    if not body:
+        return {}
+    _check_coding(headers)
     wanted = strict_json.parse(bytes(body))
-    if type(wanted) is not dict or wanted.keys() - {"checkpoint"} or type(wanted.get("checkpoint", "")) is not str:
-        raise InvalidRequest([("", 'must be {"checkpoint": "name"} or {}')])
-    if "checkpoint" not in wanted:
-        return None
+    if (
+        type(wanted) is not dict
+        or not (wanted.keys() <= {"checkpoint"} or wanted.keys() <= {"retrieval", "corpus"})
+        or any(type(name) is not str for name in wanted.values())
+    ):
+        raise InvalidRequest([("", 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}')])
     try:
-        return reloads.resolve(wanted["checkpoint"])
+        return {what: reloads.resolve(name) for what, name in wanted.items()}
     except CheckpointNotFound:
-        raise NotFound(NO_CHECKPOINT) from None
+        raise NotFound(NOT_BELOW_ROOT) from None

@@ -25,6 +25,7 @@ from app.http.openapi import PREFERRED, describe_app
 from app.http.problems import HANDLERS
 from app.http.rank import Ranking
 from app.http.rank_batch import BatchEndpoint
+from app.http.retrieve import RecommendEndpoint, RetrieveEndpoint
 from app.interface import Service
 from app.settings import Settings
 from app.telemetry.logs import RequestLog
@@ -72,12 +73,17 @@ def create_app(settings: Settings, service: Service) -> Application:
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
     routers.append(open_inference(service))
-    paths = ("/rank", "/rank/batch", f"{MODEL}/infer", f"{VERSION}/infer")
+    paths = ("/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer")
     app = _application(settings, service, routers, paths, tracer)
     ranking = app.ranking = Ranking(service, settings)
     app.rank = RankEndpoint(ranking, app.recorder)
     batch = Observe(BatchEndpoint(ranking, settings.batching, settings.budgets), app.recorder)
-    app.endpoints = {("POST", "/rank"): app.rank, ("POST", "/rank/batch"): batch}
+    app.endpoints = {
+        ("POST", "/rank"): app.rank,
+        ("POST", "/rank/batch"): batch,
+        ("POST", "/retrieve"): Observe(RetrieveEndpoint(ranking, settings), app.recorder),
+        ("POST", "/recommend"): Observe(RecommendEndpoint(ranking, settings), app.recorder),
+    }
     app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
     return app
 

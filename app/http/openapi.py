@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from app.errors import (
     BadRequest,
+    CorpusNotLoaded,
     DeadlineExceeded,
     Draining,
     EngineDown,
@@ -30,7 +31,17 @@ from app.errors import (
 )
 from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
-from app.request.contract import BatchReply, Problem, RankBatch, RankReply, RankRequest
+from app.request.contract import (
+    BatchReply,
+    Problem,
+    RankBatch,
+    RankReply,
+    RankRequest,
+    RecommendReply,
+    RecommendRequest,
+    RetrieveReply,
+    RetrieveRequest,
+)
 from app.request.inference_contract import InferReply, InferRequest
 
 REF = "#/components/schemas/{model}"
@@ -56,7 +67,10 @@ HEADERS_OUT = {
 def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
     """The whole document. The examples use these action names."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    models: list[type[BaseModel]] = [RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, Problem]
+    models: list[type[BaseModel]] = [
+        RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
+        RecommendRequest, RecommendReply, Problem,
+    ]  # fmt: skip
     refs, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     ref = {model: refs[model, "validation"] for model in models}
@@ -96,6 +110,21 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
             [NotFound],
             path_parameters(path),
         )
+    posts, scores = retrieval_examples(action_names)
+    paths["/retrieve"] = _operation(
+        "Retrieve posts for a user",
+        "The best posts of the corpus by the cosine of two vectors, exactly: filters come first, equal scores go by row.",
+        _body(ref[RetrieveRequest], posts),
+        ref[RetrieveReply],
+        [CorpusNotLoaded],
+    )
+    paths["/recommend"] = _operation(
+        "Retrieve posts and rank them",
+        "What /rank says of what /retrieve returns, within one deadline.",
+        _body(ref[RecommendRequest], scores),
+        ref[RecommendReply],
+        [CorpusNotLoaded],
+    )
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
@@ -145,6 +174,18 @@ def example_tensors() -> dict[str, Any]:
         {"name": name, "datatype": "UINT64", "shape": [len(values)], "data": values} for name, values in ids.items()
     ]
     return {"inputs": inputs, "outputs": [{"name": "post_id"}, {"name": "score"}]}
+
+
+def retrieval_examples(action_names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One request for /retrieve and one for /recommend, in words that the checkpoints know."""
+    known = [name for name in PREFERRED if name in action_names] or list(action_names[:1])
+    viewer = {
+        "user_id": "1868434417286410240",
+        "history": [{"post_id": 17, "author_id": 5, "actions": known[:1], "dwell_time": 12.5}],
+    }
+    posts = viewer | {"k": 20, "exclude": ["18"], "min_score": -0.5}
+    scores = viewer | {"k": 50, "top_k": 5, "weights": {known[0]: 1.0}, "actions_wanted": known[:1]}
+    return {"posts": {"summary": "Posts", "value": posts}}, {"posts": {"summary": "Posts with scores", "value": scores}}
 
 
 def _body(schema: dict[str, Any], examples: dict[str, Any]) -> dict[str, Any]:

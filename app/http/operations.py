@@ -11,14 +11,14 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from app.budgets import most_bytes
-from app.errors import Draining, EngineDown, NotReady, ServiceError
+from app.errors import CorpusNotLoaded, Draining, EngineDown, NotReady, ServiceError
 from app.interface import Service
 from app.request.contract import Problem
 from app.settings import Settings
 from app.telemetry.metrics import CONTENT_TYPE
 
 PROBE_RETRY_SECONDS = 2.0
-PRIVATE = ("auth", "admin", "checkpoint")  # who may ask, and where things lie, is nobody's business
+PRIVATE = ("auth", "admin", "checkpoint", "retrieval")  # who may ask, and where things lie, is nobody's business
 NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Problem, "description": "Not now; `detail` says why."}}
 
 
@@ -96,6 +96,7 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
         "backend": engine.backend,
         "candidate_positions": engine.candidate_positions,
         "engine": engine.notes,
+        "retrieval": _retrieval(service),
         "limits": settings.limits.model_dump(mode="json"),
         "memory_bytes": most_bytes(settings, manifest.config),
         "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},
@@ -104,4 +105,29 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": version("torch"),
         },
+    }
+
+
+def _retrieval(service: Service) -> dict[str, Any] | None:
+    """The retrieval model and its corpus; None where nothing is served."""
+    try:
+        served = service.retrieval.served
+    except CorpusNotLoaded:
+        return None
+    manifest, corpus = served.manifest, served.corpus
+    return {
+        "model": {"name": manifest.name, "version": manifest.version},
+        "checkpoint": {"digest": manifest.digest},
+        "architecture": manifest.config.to_dict(),
+        "corpus": {
+            "name": corpus.name,
+            "version": corpus.version,
+            "digest": corpus.digest,
+            "posts": corpus.posts,
+            "hidden": served.hidden,
+            "duplicates": served.duplicates,
+            "topics": list(corpus.topics),
+            "has_times": "created_at" in corpus.tensors,
+        },
+        "engine": served.notes,
     }

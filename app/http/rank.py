@@ -84,11 +84,11 @@ class Ranking:
     def decode(self, read: Callable[[Vocabulary], T], exchange: Exchange) -> T:
         """What `read` makes of one request's bytes; how much work it is and how long it took are noted."""
         started = time.perf_counter()
-        vocabulary, _ = self._words_of(self.service.model.manifest)
+        vocabulary, _ = self.words_of(self.service.model.manifest)
         typed = read(vocabulary)
         exchange.candidates += typed.count("candidates")
         exchange.history += typed.count("history")
-        _add(exchange, "parse", time.perf_counter() - started)
+        add_seconds(exchange, "parse", time.perf_counter() - started)
         return typed
 
     def prepare(
@@ -120,7 +120,7 @@ class Ranking:
             waits=waits,
         )
         try:
-            vocabulary, form = self._words_of(model.manifest)
+            vocabulary, form = self.words_of(model.manifest)
             request = wire.check(typed, vocabulary)
             config = model.manifest.config
             context, candidates = features.context_of(request, config), features.candidates_of(request, config)
@@ -131,7 +131,7 @@ class Ranking:
             self.metrics.history_truncated.inc()
             request = request.without_history()
         seconds = time.perf_counter() - started
-        _add(exchange, "parse", seconds)
+        add_seconds(exchange, "parse", seconds)
         return Prepared(model, ticket, request, context, candidates, form, seconds)
 
     def render(
@@ -151,7 +151,7 @@ class Ranking:
         )
         started = time.perf_counter()
         for piece in pieces:
-            _add(exchange, "serialize", time.perf_counter() - started)
+            add_seconds(exchange, "serialize", time.perf_counter() - started)
             yield piece
             started = time.perf_counter()
 
@@ -168,7 +168,7 @@ class Ranking:
             (b"server-timing", timing.encode()),
         ]
 
-    def _words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
+    def words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
         """The vocabulary and the reply format of a model, kept for the manifest used last."""
         if self._words is None or self._words[0] is not manifest:
             self._words = (manifest, Vocabulary.of(manifest), ReplyFormat.of(manifest))
@@ -183,5 +183,6 @@ def served(service: Service, name: str, version: str = "") -> ServedModel:
     return model
 
 
-def _add(exchange: Exchange, stage: str, seconds: float) -> None:
+def add_seconds(exchange: Exchange, stage: str, seconds: float) -> None:
+    """A request may come through a stage several times."""
     exchange.stages[stage] = exchange.stages.get(stage, 0.0) + seconds

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import Rule, explain, request_rule
+from app.request.explain import MAX_TOPIC_LETTERS, Rule, explain, request_rule
 from app.request.ids import MAX_ID_DIGITS
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.vocabulary import Vocabulary
@@ -27,6 +27,7 @@ Surface = Annotated[int, Meta(ge=0)]
 Time = Annotated[int, Meta(ge=0, le=MAX_TIME)]
 Dwell = Annotated[float, Meta(ge=0)]
 Actions = list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)]]
+Topic = Annotated[str, Meta(max_length=MAX_TOPIC_LETTERS)]
 Weights = dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]]
 
 

@@ -35,6 +35,8 @@ MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing 
 ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
 REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
+MAX_TOPICS_WANTED = 1000
+MAX_TOPIC_LETTERS = 100
 NAMED_TWICE = ("", "names one action twice, by name and by index")
 
 
@@ -47,23 +49,60 @@ def explain(body: Any, rule: Rule) -> InvalidRequest:
 
 def request_rule(vocabulary: Vocabulary) -> Rule:
     """Of a request in JSON objects or arrays."""
+    candidates = _once(_posts(_post(vocabulary) | {"created_at": integer(0, MAX_TIME)}, least=1))
+    reply = fulfils(lambda value: value in REPLIES, f"must be one of {', '.join(REPLIES)}")
+    return object_of(_viewer(vocabulary) | {"candidates": candidates, "reply": reply} | _wishes(vocabulary))
+
+
+def retrieval_rule(vocabularies: Sequence[Vocabulary], *, ranks: bool) -> Rule:
+    """Of a request for posts. The history must make sense to every vocabulary, of which the last is the ranker's where it `ranks`."""
+    topic = fulfils(lambda name: type(name) is str and len(name) <= MAX_TOPIC_LETTERS, "must be a short text")
+    filters: Rules = {
+        "k": COUNT,
+        "exclude": array_of(_rule(are_ids, ID_RULE)),
+        "exclude_history": fulfils(lambda value: type(value) is bool, "must be true or false"),
+        "topics": array_of(topic, MAX_TOPICS_WANTED),
+        "min_score": _number(-1, 1),
+        "max_age_seconds": integer(1, MAX_TIME),
+    }
+    wishes = _wishes(vocabularies[-1]) if ranks else {}
+    rules = [object_of({**_viewer(vocabulary), **filters, **wishes}) for vocabulary in vocabularies]
+
+    def problems(value: Any) -> Sequence[Problem]:
+        for rule in rules:
+            if found := rule.problems(value):
+                return found
+        if "max_age_seconds" in value and not value.get("impression_ts"):
+            return [(".max_age_seconds", "needs impression_ts, from which ages are counted")]
+        return ()
+
+    return _once(problems)
+
+
+def _post(vocabulary: Vocabulary) -> dict[str, Rule]:
     ids = _rule(are_ids, ID_RULE)
-    post = {"post_id": ids, "author_id": ids, "product_surface": integer(0, vocabulary.product_surfaces - 1)}
-    time, names = integer(0, MAX_TIME), _names(vocabulary.index)
-    event = post | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
-    return object_of(
-        {
-            "user_id": ids,
-            "history": _once(_posts(event, least=0)),
-            "candidates": _once(_posts(post | {"created_at": time}, least=1)),
-            "impression_ts": time,
-            "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
-            "top_k": COUNT,
-            "actions_wanted": _once(lambda value: names.problems(value) or _named_twice(value, vocabulary.index)),
-            "request_id": NAME,
-            "reply": fulfils(lambda value: value in REPLIES, f"must be one of {', '.join(REPLIES)}"),
-        }
-    )
+    return {"post_id": ids, "author_id": ids, "product_surface": integer(0, vocabulary.product_surfaces - 1)}
+
+
+def _viewer(vocabulary: Vocabulary) -> dict[str, Rule]:
+    """What every request has: who it is for."""
+    event = _post(vocabulary) | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
+    return {
+        "user_id": _rule(are_ids, ID_RULE),
+        "history": _once(_posts(event, least=0)),
+        "impression_ts": integer(0, MAX_TIME),
+        "request_id": NAME,
+    }
+
+
+def _wishes(vocabulary: Vocabulary) -> dict[str, Rule]:
+    """What a request for scores may say about its reply."""
+    names = _names(vocabulary.index)
+    return {
+        "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
+        "top_k": COUNT,
+        "actions_wanted": _once(lambda value: names.problems(value) or _named_twice(value, vocabulary.index)),
+    }
 
 
 def _rule(fit: Callable[[Sequence[Any]], bool], sentence: str) -> Rule:

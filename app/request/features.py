@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.request.validate import Request
+from app.request.validate import Request, Viewer
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
 
 
-def context_of(request: Request, config: ModelConfig) -> Context:
+def context_of(request: Request | Viewer, config: ModelConfig) -> Context:
     """User and history, the newest `history_length` items of it. Values that the checkpoint has no input for do no harm."""
     kept = min(len(request.history), config.history_length)
     first = len(request.history) - kept

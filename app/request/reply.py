@@ -6,7 +6,7 @@ orjson in one go, and the columns are woven together. float32 values keep their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,41 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
     return Rows(ids, combined, ranks, np.ascontiguousarray(probabilities), continuous, names)
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a reply adds where the candidates were retrieved: `head` stands in place of the model, `tail` follows the candidates,
+    `columns` have a key and a value `[C]` for each of them, in the order of the request."""
+
+    head: Mapping[str, Any]
+    tail: Mapping[str, Any]
+    columns: Sequence[tuple[bytes, NDArray[Any]]]
+
+
+def render_joined(
+    request: Request,
+    scores: Scores,
+    form: ReplyFormat,
+    joined: Joined,
+    *,
+    history_used: int,
+    timings_ms: dict[str, float],
+) -> bytes:
+    """The JSON reply of a request whose candidates were retrieved, of which there may be none, best first."""
+    rows = rows_of(request, scores, form)
+    best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
+    further = [(key, column(values[best])) for key, values in joined.columns]
+    tail = {
+        **joined.tail,
+        "history_used": history_used,
+        "history_dropped": request.history_length - history_used,
+        "timings_ms": timings_ms,
+        **({} if request.request_id is None else {"request_id": request.request_id}),
+    }
+    head = orjson.dumps({**joined.head, "actions": rows.names})
+    candidates = _candidates(rows, slice(None), form, further) if len(rows.scores) else b""
+    return b'%b,"candidates":[%b],%b' % (head[:-1], candidates, orjson.dumps(tail)[1:])
+
+
 def render(
     request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, float]
 ) -> Iterator[bytes]:
@@ -150,7 +185,7 @@ def reply_parameters(
         "actions": ",".join(rows.names),
         "continuous": ",".join(form.continuous_names),
         "history_used": history_used,
-        "history_dropped": len(request.history) - history_used,
+        "history_dropped": request.history_length - history_used,
         **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
     }
 
@@ -168,20 +203,21 @@ def _columns(rows: Rows, form: ReplyFormat) -> bytes:
     return orjson.dumps(columns, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _candidates(rows: Rows, cut: slice, form: ReplyFormat) -> bytes:
-    """One object a candidate, comma between them."""
-    keys, values = form.before_continuous, _column(rows.continuous[cut].ravel())
+def _candidates(rows: Rows, cut: slice, form: ReplyFormat, further: Sequence[tuple[bytes, list[bytes]]] = ()) -> bytes:
+    """One object a candidate, comma between them; `further` columns follow the rank."""
+    keys, values = form.before_continuous, column(rows.continuous[cut].ravel())
     columns = [
-        (b'{"post_id":', _column(rows.ids[cut])),
-        (b',"score":', _column(rows.scores[cut])),
-        (b',"rank":', _column(rows.ranks[cut])),
+        (b'{"post_id":', column(rows.ids[cut])),
+        (b',"score":', column(rows.scores[cut])),
+        (b',"rank":', column(rows.ranks[cut])),
+        *further,
         (b',"probabilities":[', _rows(rows.probabilities[cut])),
         *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),
     ]
-    return _weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
+    return weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
 
 
-def _weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
+def weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
     """For each row every column's key and value, then `end`."""
     count, stride = len(columns[0][1]), 2 * len(columns) + 1
     pieces = [end] * (count * stride)
@@ -191,7 +227,7 @@ def _weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:
     return b"".join(pieces)
 
 
-def _column(values: Any) -> list[bytes]:
+def column(values: Any) -> list[bytes]:
     """Each value as JSON. Ids are digits, so no string holds a comma."""
     return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",") if len(values) else []
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
@@ -39,6 +39,16 @@ class Posts:
 
 
 NO_HISTORY, NO_CANDIDATES = HistoryArrays([], []), CandidateArrays([], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """A user with a history, in the words of one checkpoint; fields as in `Request`."""
+
+    user_id: int
+    history: Posts
+    actions: NDArray[np.float32]
+    dwell_seconds: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +97,7 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     history = Posts(ids[1 : 1 + events], ids[1 + events : 1 + 2 * events], _surfaces(surfaces, events, vocabulary))
     of_candidates = ids[1 + 2 * events :].copy()  # a view would keep the ids of the history
     candidates = Posts(of_candidates[:count], of_candidates[count:], _surfaces(candidate_surfaces, count, vocabulary))
-    weights, wanted = vocabulary.weights, None
-    if body.weights is not UNSET:
-        weights = np.zeros(len(vocabulary.action_names))
-        weights[_distinct(body.weights, vocabulary.index)] = list(body.weights.values())
-    if body.actions_wanted is not UNSET:
-        wanted = _distinct(body.actions_wanted, vocabulary.index)
+    weights, wanted = wishes_of(body.weights, body.actions_wanted, vocabulary)
     top_k, request_id = body.top_k or None, body.request_id
     if not (count and (top_k is None or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
         raise ValueError
@@ -112,6 +117,26 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
         request_id=request_id or None,
         reply=body.reply or "objects",
     )
+
+
+def viewer_of(user_id: int | str, items: Sequence[Struct] | Struct | UnsetType, vocabulary: Vocabulary) -> Viewer:
+    """A user and a history by themselves. Raises ValueError, OverflowError or KeyError where they are not right."""
+    posts, authors, surfaces, actions, dwell_times = _columns(items or NO_HISTORY)
+    events = len(posts)
+    ids = read_ids([user_id, *posts, *authors])
+    history = Posts(ids[1 : 1 + events], ids[1 + events :], _surfaces(surfaces, events, vocabulary))
+    return Viewer(int(ids[0]), history, _actions(actions, events, vocabulary), _numbers("d", dwell_times, events))
+
+
+def wishes_of(
+    weights: Mapping[str, float] | UnsetType, wanted: Sequence[str] | UnsetType, vocabulary: Vocabulary
+) -> tuple[NDArray[np.float64], list[int] | None]:
+    """Weights of the combined score, float64 `[A]`, and columns of the reply. Raises ValueError or KeyError."""
+    numbers = vocabulary.weights
+    if weights is not UNSET:
+        numbers = np.zeros(len(vocabulary.action_names))
+        numbers[_distinct(weights, vocabulary.index)] = list(weights.values())
+    return numbers, None if wanted is UNSET else _distinct(wanted, vocabulary.index)
 
 
 def _columns(items: Sequence[Struct] | Struct) -> Any:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from app.scheduling.batching import forwards_of
+from app.scheduling.batching import chunk_count, forwards_of
 from app.scheduling.forecast import ForwardTime, Offered, Running
 from app.scheduling.job import Clock, Job
 from app.settings import Batching, Queue
@@ -129,6 +129,12 @@ class Admission:
     def remove(self, job: Job) -> None:
         """The job is answered, cancelled or expired."""
         self._count(job, -1)
+
+    def shrink(self, job: Job, candidates: int) -> None:
+        """The job has fewer candidates than it was admitted for."""
+        self._count(job, -1)
+        job.candidates, job.chunks = candidates, chunk_count(candidates, self.batching)
+        self._count(job, +1)
 
     def wait(self, job: Job) -> Wait:
         """What this job would have before it."""

@@ -1,17 +1,20 @@
-"""Changing the checkpoint of a running service: by name, by signal, by watching the directory. Not for how engines are swapped."""
+"""Changing a running service's checkpoint, or its towers and corpus: by name, by signal, by watching. Not for how engines are swapped."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import structlog
 
-from app.engine.loading import Loader
-from app.interface import CheckpointNotFound, ServedModel
+from app.engine.loading import Loader, RetrievalLoader
+from app.errors import CorpusNotLoaded
+from app.interface import CheckpointNotFound, ServedModel, ServedRetrieval
 from app.service.service import RankingService
 from weights.checkpoint import load_manifest
 from weights.format.manifest import MANIFEST_NAME
@@ -30,12 +33,17 @@ class Reloader:
         root: Path,
         current: Path,
         loader: Callable[[Path], Loader],
+        retrieval: tuple[Path | None, Path | None] = (None, None),
+        retrieval_loader: Callable[[Path, Path], RetrievalLoader] | None = None,
     ) -> None:
-        """`current` is the checkpoint that was loaded first; `loader` makes what an engine thread runs."""
+        """`current` is the checkpoint that was loaded first, `retrieval` the retrieval checkpoint and the corpus, if any were;
+        the loaders make what another thread runs."""
         self.service = service
         self.root = root
         self.current = self._first = current
+        self.retrieval = retrieval
         self._loader = loader
+        self._retrieval_loader = retrieval_loader
         self._tasks: set[asyncio.Task[None]] = set()
 
     def resolve(self, name: str) -> Path:
@@ -64,24 +72,43 @@ class Reloader:
         Raises CheckpointError, EngineError, CheckpointNotFound, ReloadInProgress, Draining; then the model that served before serves on.
         """
         path = self.current if path is None else path
-        began = time.monotonic()
-        try:
+        with self._recorded(checkpoint=str(path)) as said:
             target = path if path == self._first else self._target(path)
             model = await self.service.swap(self._loader(target))
-        except Exception as error:
-            self.service.metrics.reloads.labels("failure").inc()
-            log.error("reload_failed", checkpoint=str(path), reason=str(error) or type(error).__name__)
-            raise
+            said |= {"version": model.manifest.version, "digest": model.manifest.digest}
         self.current = path
-        self.service.metrics.reloads.labels("success").inc()
-        manifest = model.manifest
-        seconds = round(time.monotonic() - began, 3)
-        log.info("reloaded", checkpoint=str(path), version=manifest.version, digest=manifest.digest, seconds=seconds)
         return model
 
+    async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
+        """Serve that retrieval checkpoint and that corpus, or the present ones read again: both as one.
+
+        Raises CorpusNotLoaded where one is neither named nor present, and what `reload` raises.
+        """
+        checkpoint, corpus = checkpoint or self.retrieval[0], corpus or self.retrieval[1]
+        if checkpoint is None or corpus is None or self._retrieval_loader is None:
+            raise CorpusNotLoaded("Name both a retrieval checkpoint and a corpus: none is served yet.")
+        with self._recorded(retrieval=str(checkpoint), corpus=str(corpus)) as said:
+            served = await self.service.retrieval.swap(self._retrieval_loader(checkpoint, corpus))
+            said |= {"version": served.manifest.version, "corpus_version": served.corpus.version}
+        self.retrieval = checkpoint, corpus
+        return served
+
+    @contextmanager
+    def _recorded(self, **what: Any) -> Iterator[dict[str, Any]]:
+        """Counts and logs one reload; what is put into the yielded dict is logged with it."""
+        began, said = time.monotonic(), what
+        try:
+            yield said
+        except Exception as error:
+            self.service.metrics.reloads.labels("failure").inc()
+            log.error("reload_failed", **what, reason=str(error) or type(error).__name__)
+            raise
+        self.service.metrics.reloads.labels("success").inc()
+        log.info("reloaded", **said, seconds=round(time.monotonic() - began, 3))
+
     def reload_soon(self) -> None:
-        """Read the present checkpoint again in the background; the outcome is logged and counted. For SIGHUP."""
-        self._keep(self._try())
+        """Read the present checkpoint again in the background, then what retrieves; outcomes are logged and counted. For SIGHUP."""
+        self._keep(self._everything())
 
     def watch(self, seconds: float) -> None:
         """From now on, look that often whether the present checkpoint has another manifest, and load it then."""
@@ -93,21 +120,34 @@ class Reloader:
             task.cancel()
 
     async def _watch(self, seconds: float) -> None:
-        seen = await asyncio.to_thread(_identity, self.current)
+        seen, seen_posts = await asyncio.to_thread(_identity, self.current), await asyncio.to_thread(self._posts)
         while True:
             await asyncio.sleep(seconds)
+            posts = await asyncio.to_thread(self._posts)
+            if posts != seen_posts and None not in posts:
+                seen_posts = posts
+                await self._try(self.reload_retrieval())
             now = await asyncio.to_thread(_identity, self.current)
             if now is None or now == seen:
                 continue
             seen = now  # one that is refused is not tried again until it changes
             if await asyncio.to_thread(_digest, self.current) != self.service.model.manifest.digest:
-                await self._try()
+                await self._try(self.reload())
 
-    async def _try(self) -> None:
+    async def _everything(self) -> None:
+        await self._try(self.reload())
+        if None not in self.retrieval:
+            await self._try(self.reload_retrieval())
+
+    async def _try(self, reload: Awaitable[object]) -> None:
         try:
-            await self.reload()
+            await reload
         except Exception:
-            return  # `reload` has logged and counted it
+            return  # it has been logged and counted
+
+    def _posts(self) -> list[tuple[int, int, int] | None]:
+        """What changes when one of the manifests of what retrieves is replaced."""
+        return [_identity(path) for path in self.retrieval if path is not None]
 
     def _keep(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]

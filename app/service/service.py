@@ -12,7 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from app.budgets import most_bytes
-from app.engine.loading import Loader
+from app.engine.loading import Loader, RetrievalLoader
 from app.engine.rank_job import RankJob
 from app.engine.thread import ENGINE_THREAD
 from app.engine.versions import Versions
@@ -24,6 +24,7 @@ from app.scheduling.job import Clock
 from app.scheduling.loop_lag import Work
 from app.service.lifecycle import Lifecycle, State
 from app.service.loop_clock import LoopClock
+from app.service.retrieval import RETRIEVAL_THREAD, RetrievalService
 from app.settings import Settings
 from app.telemetry.metrics import BatchReport, Metrics, Snapshot
 from model.inputs import Candidates, Context
@@ -53,12 +54,21 @@ class RankingService:
     can help, after everyone who waited was answered.
     """
 
-    def __init__(self, load: Loader, settings: Settings, metrics: Metrics, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        load: Loader,
+        settings: Settings,
+        metrics: Metrics,
+        *,
+        retrieval: RetrievalLoader | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
         self.on_fatal: Callable[[str], None] = lambda reason: None
         self.lifecycle = Lifecycle()
+        self.retrieval = RetrievalService(retrieval, settings, metrics, clock)
         self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.admission = Admission(settings.queue, settings.batching, clock, self.versions.running)
         self.loop_clock = LoopClock(clock, self._work)
@@ -107,6 +117,7 @@ class RankingService:
         if self.lifecycle.failure is not None:
             until = self.clock() + 1.0  # its thread may hang for good
         self._fail_all(Draining)
+        finished &= await self.retrieval.stop(max(0.1, until - self.clock()))
         await self.versions.close(max(0.1, until - self.clock()))
         for task in self._tasks:
             task.cancel()
@@ -117,6 +128,7 @@ class RankingService:
     async def _first_load(self) -> None:
         try:
             worker = await self.versions.load(self._load)
+            await self.retrieval.load()
         except Exception as error:
             self._load_error = error
             self._fatal(f"The checkpoint could not be loaded: {error}")
@@ -234,6 +246,13 @@ class RankingService:
 
     # ranking
 
+    def shrink(self, ticket: Ticket, candidates: int) -> None:
+        """There are fewer candidates than the ticket was asked for; before `rank`."""
+        assert isinstance(ticket, RankJob)
+        if not ticket.reserved or not 0 < candidates <= ticket.candidates:
+            raise ValueError("this ticket was used before, or is for fewer candidates")
+        self.admission.shrink(ticket, candidates)
+
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
         """Have them scored. `done` is called once, later, unless the ticket is released before."""
         assert isinstance(ticket, RankJob)
@@ -255,7 +274,7 @@ class RankingService:
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""
-        return any(thread.name == ENGINE_THREAD for thread in threading.enumerate())
+        return any(thread.name.startswith((ENGINE_THREAD, RETRIEVAL_THREAD)) for thread in threading.enumerate())
 
     async def exposition(self) -> bytes:
         """Every metric of this process."""

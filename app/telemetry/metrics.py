@@ -21,10 +21,12 @@ from model.engine import CacheStats
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .075, .1, .15, .25, .5, 1, 2.5)  # fmt: skip
 SIZES = tuple(2.0**power for power in range(13))
+ROWS = tuple(4.0**power for power in range(13))
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
-STAGES = ("parse", "queue", "collate", "forward", "serialize")
+STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
+VECTOR_SOURCES = ("cache", "tower")
 RELOAD_RESULTS = ("success", "failure")
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` beside every series, which no dashboard reads
@@ -95,6 +97,14 @@ class Metrics:
         self.stage_seconds = histogram("stage_duration_seconds", "Time of one stage of a request or batch.", "stage")
         self.batch_requests = histogram("batch_requests", "Requests, or chunks of them, in one forward.", buckets=SIZES)
         self.batch_candidates = histogram("batch_candidates", "Candidates in one forward.", buckets=SIZES)
+        self.searches = histogram("search_requests", "Requests that shared one scan of the corpus.", buckets=SIZES)
+        self.visible_rows = histogram("search_visible_rows", "Rows that a request's filters left.", buckets=ROWS)
+        self.scored_rows = histogram(
+            "search_scored_rows", "Rows that a search scored in full, of those that it scanned.", buckets=ROWS
+        )
+        self.user_vectors = counter(
+            "user_vectors", "User vectors that a search needed, by where they came from.", "source"
+        )
         self.batch_padding_ratio = histogram(
             "batch_padding_ratio", "Share of a forward's candidate slots that a rectangle would waste.", buckets=RATIOS
         )
@@ -114,7 +124,8 @@ class Metrics:
         registry.register(_BudgetCollector(self._budgets))
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
-            (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS)
+            (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
+            (self.user_vectors, VECTOR_SOURCES),
         ):  # fmt: skip
             for value in values:
                 metric.labels(value)  # a series that is there from the start can be alerted on

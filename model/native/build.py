@@ -1,4 +1,4 @@
-"""Compiles the kernel for this machine once and keeps it; a later start only checks it. Knows nothing of models."""
+"""Compiles the kernels for this machine once and keeps them; a later start only checks them. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class BuiltKernel:
     note: str
 
 
-def build_kernel(directory: Path | None = None, *defines: str) -> BuiltKernel:
-    """The compiled kernel from `directory` (default: the user's cache), or built into it, which takes about ten seconds.
+def build_kernel(directory: Path | None = None, *defines: str, source: str = "kernel") -> BuiltKernel:
+    """The compiled `source`.cpp from `directory` (default: the user's cache), or built into it: about ten seconds for the ranker.
 
     A file that is cut, empty, foreign or a link is replaced. A directory that others may write to, or that cannot be
     written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
@@ -49,13 +49,13 @@ def build_kernel(directory: Path | None = None, *defines: str) -> BuiltKernel:
     flags = (*FLAGS, *(f"-D{define}" for define in defines))
     try:
         with _one_build:
-            return _kept_or_built(directory, compiler, flags)
+            return _kept_or_built(directory, compiler, flags, source)
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelUnavailable(f"the kernel could not be built: {error}") from error
 
 
-def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...]) -> BuiltKernel:
-    name = f"kernel-{_fingerprint(compiler, flags)}.so"
+def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...], source: str) -> BuiltKernel:
+    name = f"{source}-{_fingerprint(compiler, flags, source)}.so"
     notes = []
     try:
         directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
@@ -73,7 +73,7 @@ def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...]
             notes.append(f"{directory} cannot be written: the kernel is kept in a temporary directory")
             library = Path(_private_directory().name) / name
         if not _is_whole(library):
-            _compile(compiler, flags, library)
+            _compile(compiler, flags, source, library)
     return BuiltKernel(library, "; ".join(notes))
 
 
@@ -121,12 +121,12 @@ def _is_whole(library: Path) -> bool:
     return len(body) > 0 and hashlib.sha256(body).digest() == digest
 
 
-def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+def _fingerprint(compiler: str, flags: tuple[str, ...], source: str) -> str:
     """Names what the binary depends on: sources, flags, compiler, processor."""
     here = Path(__file__).parent
     hashed = hashlib.sha256(" ".join(flags).encode())
-    for source in sorted([*here.glob("*.cpp"), *here.glob("*.h"), Path(__file__)]):
-        hashed.update(source.read_bytes())
+    for file in sorted([here / f"{source}.cpp", *here.glob("*.h"), Path(__file__)]):
+        hashed.update(file.read_bytes())
     hashed.update(subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout)
     hashed.update(_processor().encode())
     return hashed.hexdigest()[:16]
@@ -141,20 +141,20 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], source: str, library: Path) -> None:
     """Build, append the SHA-256 (a loader ignores what follows its sections), and rename only what is on the disk."""
-    source = Path(__file__).parent / "kernel.cpp"
+    file = Path(__file__).parent / f"{source}.cpp"
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
-        command = [compiler, *flags, str(source), "-o", str(built)]
+        command = [compiler, *flags, str(file), "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
         if result.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
-        with built.open("r+b") as file:
-            file.write(hashlib.sha256(file.read()).digest())
-            file.flush()
-            os.fchmod(file.fileno(), 0o500)
-            os.fsync(file.fileno())
+        with built.open("r+b") as output:
+            output.write(hashlib.sha256(output.read()).digest())
+            output.flush()
+            os.fchmod(output.fileno(), 0o500)
+            os.fsync(output.fileno())
         built.replace(library)  # atomic: a process that starts at the same time sees all of it or nothing
     _sync(library.parent)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from model.batch import history_start
 from model.cache import ContextCache, ContextKey
-from model.config import CandidatePositions
+from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context, Scores
 from model.native.build import KernelUnavailable
@@ -164,7 +164,7 @@ class _Plan:
         self.made: dict[ContextKey, tuple[int, Keys]] = {}
         self.results: list[tuple[Keys, CacheResult]] = []
         self._engine = engine
-        self._arrays: list[NDArray[Any]] = []  # what the contexts' jobs point into
+        self._arrays: list[ContextRows] = []  # what the contexts' jobs point into
         self._contexts: list[bytes] = []
         jobs, rows = [], 0
         for item in items:
@@ -202,24 +202,43 @@ class _Plan:
         return keys, job, "miss" if older is None else "prefix"
 
     def _add_context(self, context: Context, older: Keys | None) -> tuple[Keys, int]:
-        if context.actions.shape != (len(context), self._engine.config.actions):
-            raise EngineError("the actions of a context are not those of the checkpoint")
-        present = np.flatnonzero(context.post_ids)  # padding is left out, and positions are carried along
-        has_user = int(context.user_id != 0)
-        start = older.rows if older else 0
-        keys = self._engine._allocate(has_user + len(present), older)
-        first_position = history_start(len(context), self._engine.config)
-        with_user = has_user and start == 0
-        positions = np.concatenate(([0] * with_user, present[max(start - has_user, 0) :] + first_position))
-        if len(positions) == 0:
+        job = ContextRows(context, self._engine.config, older.rows if older else 0)
+        keys = self._engine._allocate(job.rows, older)
+        if job.is_empty:
             return keys, -1
-        columns = (context.post_ids, context.author_ids, context.surfaces, context.actions, context.dwell_seconds)
-        pointers = [self._keep(array) for array in (positions.astype(np.int64), *columns)]
-        sizes = (len(positions), start, keys.blocks, with_user, first_position)
-        self._contexts.append(CONTEXT_JOB(*sizes, context.user_id, keys.address, *pointers))
+        self._arrays.append(job)
+        self._contexts.append(job.packed(keys.blocks, keys.address))
         return keys, len(self._contexts) - 1
 
-    def _keep(self, array: NDArray[Any]) -> int:
-        array = np.ascontiguousarray(array)
-        self._arrays.append(array)
-        return int(array.ctypes.data)
+
+class ContextRows:
+    """The rows of a context that its keys lack, from row `start` on, and the arrays that the kernel reads them from.
+
+    Padding is left out, and positions are carried along. `rows` are those of the whole context. Raises EngineError for actions
+    that are not those of the checkpoint.
+    """
+
+    def __init__(self, context: Context, config: ModelConfig, start: int = 0) -> None:
+        if context.actions.shape != (len(context), config.actions):
+            raise EngineError("the actions of a context are not those of the checkpoint")
+        present = np.flatnonzero(context.post_ids)
+        has_user = int(context.user_id != 0)
+        self.rows = has_user + len(present)
+        self._start, self._user_id = start, context.user_id
+        self._first_position = history_start(len(context), config)
+        self._with_user = has_user and start == 0
+        items = present[max(start - has_user, 0) :] + self._first_position
+        self._positions = np.concatenate(([0] * self._with_user, items)).astype(np.int64)
+        columns = (context.post_ids, context.author_ids, context.surfaces, context.actions, context.dwell_seconds)
+        self._columns = [np.ascontiguousarray(column) for column in columns]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to compute."""
+        return len(self._positions) == 0
+
+    def packed(self, blocks: int, keys: int, outputs: int = 0) -> bytes:
+        """The kernel's job: keys at an address, with room for so many blocks, and where the rows' outputs go, if anywhere."""
+        pointers = (column.ctypes.data for column in (self._positions, *self._columns))
+        sizes = (len(self._positions), self._start, blocks, self._with_user, self._first_position)
+        return CONTEXT_JOB(*sizes, self._user_id, keys, *pointers, outputs)

@@ -2,7 +2,7 @@
 // its layers. Exact in this sense: a row's numbers do not depend on its tile, its neighbours or the number of threads.
 //
 // A context is made of tasks (layer, tile): finish layer l-1 of the tile, then write its keys and values of layer l.
-// The last layer stops there, since nothing reads a context row's output. A candidate tile is one task through all
+// The last layer stops there, unless somebody wants the rows' outputs: then one more task finishes it. A candidate tile is one task through all
 // layers. Tasks wait for the tiles they read from by counters; the pool's claim order makes that free of deadlock.
 
 #include <chrono>
@@ -49,8 +49,12 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
         }
         finish_layer(m_.layer[layer - 1], hidden, tile.rows, s);
     }
+    if (layer == m_.layers) {
+        for (Index r = 0; r < tile.rows; ++r) std::copy_n(hidden + r * padded_, m_.width, job.outputs + (tile.first + r) * m_.width);
+        return;
+    }
     query_key_value(m_.layer[layer], hidden, tile.rows, job.positions + tile.first,
-                    layer + 1 < m_.layers ? queries : nullptr, s);
+                    layer + 1 < m_.layers || job.outputs ? queries : nullptr, s);
     mark(STORE_KEYS);
     constexpr Index STEP = Step<T>::DEPTH;  // elements that lie together along the depth of a packed panel
     for (Index r = 0; r < tile.rows; ++r) {
@@ -154,9 +158,10 @@ bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const Cand
         work.tiles = cut(c, contexts[c].rows, (2 * threads + n_contexts - 1) / n_contexts);
         work.layers_written.reset(new std::atomic<Index>[work.tiles.size() + 1]());
     }
-    for (Index layer = 0; layer < m_.layers; ++layer)
+    for (Index layer = 0; layer <= m_.layers; ++layer)
         for (Index c = 0; c < n_contexts; ++c)
-            for (Index t = 0; t < Index(works[c].tiles.size()); ++t) steps.push_back({c, t, layer});
+            for (Index t = 0; (layer < m_.layers || contexts[c].outputs) && t < Index(works[c].tiles.size()); ++t)
+                steps.push_back({c, t, layer});
     std::vector<Tile> tiles;
     for (const bool context_is_made : {true, false})  // candidates that need not wait go first
         for (Index c = 0; c < n_jobs; ++c)

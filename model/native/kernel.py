@@ -46,11 +46,7 @@ class Kernel:
     def __init__(self, path: Path, note: str = "") -> None:
         """Raises KernelUnavailable where the file does not load, EngineError where its structs are not those of `packing`."""
         self.note = note
-        try:
-            self.library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise KernelUnavailable(f"the compiled kernel {path} does not load: {error}") from error
-        self.library.ranker_members.restype = ctypes.POINTER(_Member)
+        self.library = open_library(path, STRUCTS)
         for name in ("vector_bits", "enable_amx", "probe", "create", "forward", "open"):
             getattr(self.library, f"ranker_{name}").restype = Int64
         # What returns at once keeps the interpreter lock: giving it away and waiting for it would cost more.
@@ -62,7 +58,6 @@ class Kernel:
         )
         self._forward.argtypes = self._begin.argtypes = (Pointer, Pointer, Int64, Pointer, Int64, *[Pointer] * 7)
         self._begin.restype = self._finish.restype = Int64
-        self._compare_structs()
 
     def vector_bits(self) -> int:
         """Bits of the vectors it was compiled for."""
@@ -77,7 +72,7 @@ class Kernel:
         milliseconds = {}
         for name, bf16 in (("float32", 0), ("bfloat16", 1)):
             seconds = ctypes.c_double()
-            _check(self.library.ranker_probe(Int64(bf16), ctypes.byref(seconds)), "measure the processor")
+            check_status(self.library.ranker_probe(Int64(bf16), ctypes.byref(seconds)), "measure the processor")
             milliseconds[name] = 1e3 * seconds.value
         return milliseconds
 
@@ -85,7 +80,7 @@ class Kernel:
         """An engine for `destroy`, and how many threads it has: fewer where the system refuses more."""
         handle, given = ctypes.c_void_p(), Int64(threads)
         status = self.library.ranker_create(ctypes.byref(model), Int64(bf16), ctypes.byref(given), ctypes.byref(handle))
-        _check(status, "make an engine")
+        check_status(status, "make an engine")
         return handle, given.value
 
     def forward(self, handle: ctypes.c_void_p | None, work: Work) -> bool:
@@ -99,7 +94,7 @@ class Kernel:
 
     def begin(self, handle: ctypes.c_void_p | None, work: Work) -> None:
         """Begin one forward in the kernel's own threads; there must not be another one."""
-        _check(self._begin(handle, *work.arguments), "begin a forward")
+        check_status(self._begin(handle, *work.arguments), "begin a forward")
 
     def finish(self, handle: ctypes.c_void_p | None) -> bool:
         """What `forward` returns, of the one that has ended."""
@@ -109,19 +104,27 @@ class Kernel:
         """End the engine's threads and free its memory."""
         self.library.ranker_destroy(handle)
 
-    def _compare_structs(self) -> None:
-        members = self.library.ranker_members()
-        named = itertools.takewhile(lambda member: member.name, (members[i] for i in itertools.count()))
-        theirs = {member.name.decode(): (member.offset, member.bytes) for member in named}
-        ours = {}
-        for struct in STRUCTS:
-            ours[struct.__name__] = (0, ctypes.sizeof(struct))
-            for name, *_ in struct._fields_:
-                place = getattr(struct, name)
-                ours[f"{struct.__name__}.{name}"] = (place.offset, place.size)
-        different = sorted(dict(ours.items() ^ theirs.items()))
-        if different:
-            raise EngineError(f"the kernel and packing.py do not agree on {', '.join(different)}")
+
+def open_library(path: Path, structs: Sequence[type[ctypes.Structure]]) -> ctypes.CDLL:
+    """Load a kernel and compare its structs with ours. Raises KernelUnavailable, EngineError."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelUnavailable(f"the compiled kernel {path} does not load: {error}") from error
+    library.ranker_members.restype = ctypes.POINTER(_Member)
+    members = library.ranker_members()
+    named = itertools.takewhile(lambda member: member.name, (members[i] for i in itertools.count()))
+    theirs = {member.name.decode(): (member.offset, member.bytes) for member in named}
+    ours = {}
+    for struct in structs:
+        ours[struct.__name__] = (0, ctypes.sizeof(struct))
+        for name, *_ in struct._fields_:
+            place = getattr(struct, name)
+            ours[f"{struct.__name__}.{name}"] = (place.offset, place.size)
+    different = sorted(dict(ours.items() ^ theirs.items()))
+    if different:
+        raise EngineError(f"the kernel and packing.py do not agree on {', '.join(different)}")
+    return library
 
 
 def load_kernel(directory: Path | None = None, *defines: str) -> Kernel:
@@ -131,11 +134,12 @@ def load_kernel(directory: Path | None = None, *defines: str) -> Kernel:
 
 
 def _is_finite(status: int) -> bool:
-    _check(status if status != NOT_FINITE else 0, "run a forward")
+    check_status(status if status != NOT_FINITE else 0, "run a forward")
     return status == 0
 
 
-def _check(status: int, what: str) -> None:
+def check_status(status: int, what: str) -> None:
+    """Raises EngineError where a call says that it failed."""
     if status:
         reason = "there is not enough memory" if status == OUT_OF_MEMORY else "the system refused"
         raise EngineError(f"the native kernel could not {what}: {reason}")

@@ -50,6 +50,7 @@ struct ContextJob {
     const Id *post_ids, *author_ids;  // these and what follows: per item of the whole history
     const Index* surfaces;
     const float *actions, *dwell_seconds;
+    float* outputs;  // [rows, width], what the trunk makes of each row; null where only keys are wanted
 };
 
 struct CandidateJob {
@@ -87,7 +88,7 @@ constexpr Member MEMBERS[] = {
     WHOLE(ContextJob), AT(ContextJob, rows), AT(ContextJob, start), AT(ContextJob, blocks), AT(ContextJob, has_user),
     AT(ContextJob, first_position), AT(ContextJob, user_id), AT(ContextJob, keys), AT(ContextJob, positions),
     AT(ContextJob, post_ids), AT(ContextJob, author_ids), AT(ContextJob, surfaces), AT(ContextJob, actions),
-    AT(ContextJob, dwell_seconds),
+    AT(ContextJob, dwell_seconds), AT(ContextJob, outputs),
     WHOLE(CandidateJob), AT(CandidateJob, rows), AT(CandidateJob, first), AT(CandidateJob, first_slot),
     AT(CandidateJob, keys_count), AT(CandidateJob, blocks), AT(CandidateJob, context), AT(CandidateJob, keys),
     {nullptr, 0, 0},

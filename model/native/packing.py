@@ -1,4 +1,4 @@
-"""Lays a ranker's weights out for the kernel: panels of 64 columns, small features already projected. Runs once, at load."""
+"""Lays a model's weights out for the kernel: panels of 64 columns, small features already projected. Runs once, at load."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from model.config import CandidatePositions, HashSpec
 from model.hashing import hash_functions
 from model.layers import rope_tables
 from model.ranker import Ranker
+from model.retrieval.towers import Towers
 
 LANES, PANEL = 16, 64
 Int64, UInt64, Pointer, Float = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_float
@@ -47,7 +48,7 @@ ContextJob = structure(
     "ContextJob",
     (Int64, "rows start blocks has_user first_position"),
     (UInt64, "user_id"),
-    (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds"),
+    (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds outputs"),
 )
 CandidateJob = structure("CandidateJob", (Int64, "rows first first_slot keys_count blocks context"), (Pointer, "keys"))
 STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
@@ -99,9 +100,12 @@ def gate_and_value(gate: Tensor, value: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def pack(ranker: Ranker, dtype: torch.dtype, candidate_positions: CandidatePositions) -> Packed:
-    """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied."""
-    config, tokens, heads = ranker.config, ranker.tokens, ranker.heads
+def pack(model: Ranker | Towers, dtype: torch.dtype, candidate_positions: CandidatePositions = "shared") -> Packed:
+    """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied.
+
+    Of two towers it is the user's: contexts alone, without candidates and heads.
+    """
+    config, tokens = model.config, model.tokens
     width = round_up(config.width, LANES)
     packed = Packed(Model())
 
@@ -109,30 +113,30 @@ def pack(ranker: Ranker, dtype: torch.dtype, candidate_positions: CandidatePosit
         packed.tensors.append(tensor)
         return tensor.data_ptr()
 
-    packed.layers = (Layer * config.layers)(*_layers(ranker, dtype, keep))
-    outputs: list[Tensor] = [heads.actions]
-    if config.continuous_actions:
-        outputs.append(heads.continuous)
+    packed.layers = (Layer * config.layers)(*_layers(model, dtype, keep))
     cosines, sines = rope_tables(
         torch.arange(config.candidate_position + config.candidate_length), config.head_width, config.rope_base
     )
     values: dict[str, object] = {
         "width": config.width, "layers": config.layers, "query_heads": config.query_heads, "kv_heads": config.kv_heads,
         "head_width": config.head_width, "ffn_width": config.ffn_width, "actions": config.actions,
-        "continuous": config.continuous_actions, "tables_bf16": ranker.tables.user.dtype is torch.bfloat16,
+        "continuous": config.continuous_actions, "tables_bf16": model.tables.user.dtype is torch.bfloat16,
         "bidirectional": config.context_attention == "bidirectional",
         "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap,
         "norm_epsilon": config.norm_epsilon, "layer": ctypes.addressof(packed.layers),
         "candidate_position": config.candidate_position, "candidate_slots": slot_period(config, candidate_positions),
-        "user": entity(ranker.tables.user, config.user_hashes, keep),
-        "post": entity(ranker.tables.post, config.post_hashes, keep),
-        "author": entity(ranker.tables.author, config.author_hashes, keep),
+        "user": entity(model.tables.user, config.user_hashes, keep),
+        "post": entity(model.tables.post, config.post_hashes, keep),
+        "author": entity(model.tables.author, config.author_hashes, keep),
         "user_projection": keep(panels(tokens.user_projection, len(tokens.user_projection), torch.float32)),
-        "final_norm": keep(pad(heads.norm[None], 1, width)),
-        "heads": keep(panels(torch.cat(outputs, 1), width, torch.float32)),
         "cosines": keep(cosines.contiguous()), "sines": keep(sines.contiguous()),
     }  # fmt: skip
-    for name, tensor in _features(ranker):
+    if isinstance(model, Ranker):
+        heads = model.heads
+        outputs = torch.cat([heads.actions, *([heads.continuous] if config.continuous_actions else [])], 1)
+        values["final_norm"] = keep(pad(heads.norm[None], 1, width))
+        values["heads"] = keep(panels(outputs, width, torch.float32))
+    for name, tensor in _features(model):
         values[name] = keep(tensor)
     for name, value in values.items():
         setattr(packed.model, name, value)
@@ -145,10 +149,10 @@ def entity(table: Tensor, spec: HashSpec, keep: Callable[[Tensor], int]) -> ctyp
     return Entity(keep(table.detach().contiguous()), *functions, spec.count, spec.modulus, spec.vocab_size)
 
 
-def _layers(ranker: Ranker, dtype: torch.dtype, keep: Callable[[Tensor], int]) -> Iterator[ctypes.Structure]:
-    config = ranker.config
+def _layers(model: Ranker | Towers, dtype: torch.dtype, keep: Callable[[Tensor], int]) -> Iterator[ctypes.Structure]:
+    config = model.config
     width, ffn = round_up(config.width, LANES), round_up(config.ffn_width, 32)
-    for layer in ranker.trunk.decoder_layers():
+    for layer in model.trunk.decoder_layers():
         norms = (layer.attention_norm, layer.attention_post_norm, layer.ffn_norm, layer.ffn_post_norm)
         weights = (
             panels(torch.cat((layer.query, layer.key, layer.value), 1), width, dtype),
@@ -159,9 +163,9 @@ def _layers(ranker: Ranker, dtype: torch.dtype, keep: Callable[[Tensor], int]) -
         yield Layer(*(keep(pad(norm[None].float(), 1, width)) for norm in norms), *map(keep, weights))
 
 
-def _features(ranker: Ranker) -> Iterator[tuple[str, Tensor]]:
+def _features(model: Ranker | Towers) -> Iterator[tuple[str, Tensor]]:
     """The projections, split: hash embeddings keep a matrix; the small features are projected here, once, into rows to add."""
-    config, tokens = ranker.config, ranker.tokens
+    config, tokens = model.config, model.tokens
     width, padded = config.width, round_up(config.width, LANES)
     entity = (config.post_hashes.count + config.author_hashes.count) * width
 
@@ -169,14 +173,17 @@ def _features(ranker: Ranker) -> Iterator[tuple[str, Tensor]]:
         slice_ = projection[entity + feature * width : entity + (feature + 1) * width]
         return pad((rows.double() @ slice_.double()).float(), len(rows), padded).contiguous()
 
-    history, candidate = tokens.history_projection, tokens.candidate_projection
+    history = tokens.history_projection
     yield "history_projection", panels(history[:entity], entity, torch.float32)
-    yield "candidate_projection", panels(candidate[:entity], entity, torch.float32)
     yield "action_tokens", project(tokens.action_projection, history, 0)
     yield "history_surfaces", project(tokens.surface_table, history, 1)
-    yield "candidate_surfaces", project(tokens.surface_table, candidate, 0)
     if config.has_dwell:
         yield "dwell_input", tokens.dwell_input.detach().contiguous()
         yield "dwell_output", project(tokens.dwell_output, history, 2)
+    if not isinstance(model, Ranker):
+        return
+    candidate = tokens.candidate_projection
+    yield "candidate_projection", panels(candidate[:entity], entity, torch.float32)
+    yield "candidate_surfaces", project(tokens.surface_table, candidate, 0)
     if config.has_post_age:
         yield "post_ages", project(tokens.post_age_table, candidate, 1)

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from app.assembly import build_server
+from app.engine.loading import RetrievalLoader
 from app.http.application import create_app
 from app.request.body import decode
 from app.request.validate import Request, check
@@ -54,10 +55,12 @@ def good(**changes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def served(engine: Any = None, settings: Settings | None = None) -> Iterator[tuple[TestClient, RankingService]]:
+def served(
+    engine: Any = None, settings: Settings | None = None, retrieval: RetrievalLoader | None = None
+) -> Iterator[tuple[TestClient, RankingService]]:
     """A client of an application that is ready. Faults of the server come back as replies."""
     settings = settings or Settings()
-    service = RankingService(loader(engine or FakeEngine()), settings, Metrics())
+    service = RankingService(loader(engine or FakeEngine()), settings, Metrics(), retrieval=retrieval)
     app = create_app(settings, service)
     with TestClient(app, raise_server_exceptions=False) as client:
         for _ in range(500):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import httpx
 import phoenix_ranker_client
@@ -11,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.request.tensors import INPUTS, OUTPUTS
+from tests.app import retrieving
 from tests.app.serving import listening, port_of, served
 from tests.e2e.process import ROOT
 
@@ -56,6 +58,14 @@ def test_the_columns_on_the_page_are_what_it_says() -> None:
     candidates = reply.json()["candidates"]
     assert candidates["post_id"] == [90, 91]
     assert [len(row) for row in candidates["probabilities"]] == [1, 1]
+
+
+def test_the_recommendation_on_the_page_is_one_that_can_be_asked_for(tmp_path: Path) -> None:
+    body = re.search(r"-d '(.*)'", blocks("bash")[2], re.DOTALL)[1]  # type: ignore[index]
+    with served(retrieval=retrieving.loader(tmp_path)) as (client, _):
+        reply = client.post("/recommend", content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 200
+    assert len(reply.json()["candidates"]) == 20
 
 
 def test_the_tensors_on_the_page_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:

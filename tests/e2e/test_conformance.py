@@ -20,7 +20,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from loadtest.fuzz.sources import drawn
+from tests.app import retrieving
 from tests.e2e.process import DEMO, Server, serving
+from weights.actions import STANDARD_ACTIONS
 
 EXAMPLES = 12
 CHECKS = [
@@ -33,8 +35,9 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(DEMO, threads=1) as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    paths = retrieving.written(tmp_path_factory.mktemp("posts"), actions=STANDARD_ACTIONS)
+    with serving(DEMO, threads=1, retrieval__checkpoint=paths[0], retrieval__corpus=paths[1]) as server:
         yield server
 
 

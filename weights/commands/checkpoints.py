@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from dataclasses import asdict
@@ -17,12 +16,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from model.config import ContextAttention
+from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights
 from weights.checkpoint import CheckpointError
-from weights.commands import training
-from weights.commands.console import progress_bar, read_json, refusals, say
+from weights.commands import corpus, training
+from weights.commands.console import label_of, progress_bar, read_json, refusals, say
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
@@ -39,6 +38,7 @@ app = typer.Typer(
 )
 
 training.register(app)
+app.add_typer(corpus.app, name="corpus")
 
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
@@ -46,7 +46,9 @@ Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
 
 @app.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(help="The ranker directory of a download: config.json and two npz files.")],
+    source: Annotated[
+        Path, typer.Argument(help="The ranker or retrieval directory of a download: config.json, two npz files.")
+    ],
     out: Annotated[Path, typer.Option(help="Checkpoint directory to write.")],
     name: Annotated[str, typer.Option(help="Name of the checkpoint; that of the directory where not given.")] = "",
     version: Annotated[str, typer.Option(help="Version; a short digest where not given.")] = "",
@@ -70,23 +72,28 @@ def import_(
     started = time.perf_counter()
     with (
         refusals(),
-        importer.PublishedRanker(source, ignore or (), context_attention) as ranker,
+        importer.PublishedModel(source, ignore or (), context_attention) as model,
         progress_bar(in_bytes=True) as bar,
     ):
-        config = ranker.config
+        config = model.config
         names = read_names(actions) if actions else None
         weights = read_json(score_weights, dict) if score_weights else None
         labels = importer.labels_for(config, name or label_of(out), version, names, weights)
         manifest = importer.import_published(
-            ranker, out, labels, table_dtype=tables, replace_existing=replace, progress=partial(bar, "Importing")
+            model, out, labels, table_dtype=tables, replace_existing=replace, progress=partial(bar, "Importing")
         )
-    variant = [word for word, has in (("dwell", config.has_dwell), ("post age", config.has_post_age)) if has]
+    if isinstance(config, RetrievalConfig):
+        outputs = (
+            f"two towers, {'a projection' if config.linear_projection else 'a mean'} over the candidate's embeddings"
+        )
+    else:
+        features = [word for word, has in (("dwell", config.has_dwell), ("post age", config.has_post_age)) if has]
+        outputs = f"{config.continuous_actions} continuous, {' and '.join(features) or 'neither dwell nor post age'}"
     say(
         f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {config.layers} layers of width "
-        f"{config.width}, {config.actions} actions, {config.continuous_actions} continuous, "
-        f"{' and '.join(variant) or 'neither dwell nor post age'}; {time.perf_counter() - started:.1f} s"
+        f"{config.width}, {config.actions} actions, {outputs}; {time.perf_counter() - started:.1f} s"
     )
-    if not manifest.score_weights:
+    if not manifest.score_weights and not isinstance(config, RetrievalConfig):
         say("No action has a known name, so every default score is 0: give --actions or --score-weights.")
 
 
@@ -97,7 +104,7 @@ def verify(
     """Read every byte and check manifest, digests, tensors, finite numbers. Exit code 1 and one sentence when refused."""
     started = time.perf_counter()
     with refusals(), progress_bar(in_bytes=True) as bar:
-        manifest = checkpoint.load_checkpoint(directory, partial(bar, "Verifying")).manifest
+        manifest = checkpoint.load_any(directory, partial(bar, "Verifying")).manifest
     size = sum(entry.bytes for entry in manifest.files.values())
     say(
         f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(manifest.tensors)} tensors, "
@@ -198,11 +205,6 @@ def measure(
     for what, figures in results.items():
         say(f"{what}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
     say(json.dumps({"rows": rows, "cpus": os.cpu_count(), "torch": torch.__version__, **results}))
-
-
-def label_of(directory: Path) -> str:
-    """A checkpoint name from the name of its directory."""
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", directory.absolute().name).strip("-._+")[:100] or "checkpoint"
 
 
 def read_names(path: Path) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,11 @@ def progress_bar(*, in_bytes: bool = False) -> Iterator[Callable[[str, int, int]
         yield lambda what, done, total: progress.update(
             task, description=what, completed=done, total=total, visible=True
         )
+
+
+def label_of(directory: Path) -> str:
+    """A checkpoint or corpus name from the name of its directory."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", directory.absolute().name).strip("-._+")[:100] or "checkpoint"
 
 
 def read_json(path: Path, kind: type) -> Any:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from model.config import ModelConfig
+from model.config import ModelConfig, RetrievalConfig
 from model.ranker import Ranker
+from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, Manifest, TensorEntry
 
@@ -24,31 +25,31 @@ def file_of(name: str) -> str:
     return f"{name}.safetensors" if is_table(name) else PARAMS_FILE
 
 
-def empty_ranker(config: ModelConfig) -> Ranker:
-    """The ranker on the meta device: names and shapes without memory. Raises CheckpointError where it cannot be built."""
+def empty_model(config: ModelConfig) -> Ranker | Towers:
+    """The model on the meta device: names and shapes without memory. Raises CheckpointError where it cannot be built."""
     try:
         with torch.device("meta"):
-            return Ranker(config)
+            return Towers(config) if isinstance(config, RetrievalConfig) else Ranker(config)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(f"describes a model that cannot be built: {str(error).splitlines()[0][:200]}") from error
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of a checkpoint with this architecture, in order: those of `Ranker.state_dict()`."""
-    return {name: tuple(tensor.shape) for name, tensor in empty_ranker(config).state_dict().items()}
+    """Tensor names and shapes of a checkpoint with this architecture, in order: those of the model's `state_dict()`."""
+    return {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
 
 
-def ranker_for(manifest: Manifest) -> Ranker:
-    """The empty ranker of a manifest whose list of tensors fits its architecture. Raises CheckpointError."""
+def model_for(manifest: Manifest) -> Ranker | Towers:
+    """The empty model of a manifest whose list of tensors fits its architecture. Raises CheckpointError."""
     # before building anything: every layer has a tensor at least, so a forged layer count stops here
     if manifest.config.layers > len(manifest.tensors):
         raise CheckpointError(f"{MANIFEST_NAME} lists fewer tensors than the architecture has layers")
     try:
-        ranker = empty_ranker(manifest.config)
+        model = empty_model(manifest.config)
     except CheckpointError as error:
         raise CheckpointError(f"{MANIFEST_NAME} {error}") from error
-    check_tensors(manifest.tensors, {name: tuple(tensor.shape) for name, tensor in ranker.state_dict().items()})
-    return ranker
+    check_tensors(manifest.tensors, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    return model
 
 
 def check_tensors(listed: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -6,14 +6,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from model.config import MAX_FACTOR, ConfigError, ModelConfig
+from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
 
 FORMAT_VERSION = 1
+RETRIEVAL = {"model": "retrieval"}  # the key that the manifest of two towers has, and that of a ranker lacks
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_SCORE_WEIGHT = 1e9  # as of a weight in a request
@@ -81,22 +82,19 @@ class Manifest:
             raise CheckpointError("a score weight is no number, or too large") from error
         object.__setattr__(self, "score_weights", weights)
         if not self.version:
-            object.__setattr__(self, "version", _sha256(self._content())[:12])
+            object.__setattr__(self, "version", content_digest(self._content())[:12])
         for what in ("name", "version"):
-            if not _LABEL.fullmatch(getattr(self, what)):
-                raise CheckpointError(
-                    f"{what} {getattr(self, what)[:100]!r} must be 1 to 100 letters, digits, dots, dashes, underscores "
-                    "or plus signs, and start with a letter or digit"
-                )
+            check_label(what, getattr(self, what))
         _check_outputs(self)
         for name, entry in self.tensors.items():
             if entry.file not in self.files:
                 raise CheckpointError(f"tensor {name} is said to lie in {entry.file}, which is not among the files")
-        object.__setattr__(self, "digest", _sha256(self._content()))
+        object.__setattr__(self, "digest", content_digest(self._content()))
 
     def _content(self) -> dict[str, Any]:
         return {
             "format_version": self.format_version,
+            **(RETRIEVAL if isinstance(self.config, RetrievalConfig) else {}),
             "name": self.name,
             "version": self.version,
             "architecture": self.config.to_dict(),
@@ -123,9 +121,12 @@ class Manifest:
             "format_version": int, "name": str, "version": str, "architecture": dict, "action_names": list,
             "continuous": list, "score_weights": dict, "files": dict, "tensors": dict, "digest": str,
         }  # fmt: skip
+        is_retrieval = "model" in values
+        if is_retrieval and values.pop("model") != RETRIEVAL["model"]:
+            raise CheckpointError("is of a kind of model that this build does not know")
         check_keys(values, expected, "")
         try:
-            config = ModelConfig.from_dict(values["architecture"])
+            config = (RetrievalConfig if is_retrieval else ModelConfig).from_dict(values["architecture"])
         except (ConfigError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"describes a model that cannot be built: {error}") from error
         for name, weight in values["score_weights"].items():
@@ -138,8 +139,8 @@ class Manifest:
             action_names=tuple(values["action_names"]),
             continuous=tuple(_continuous(item) for item in values["continuous"]),
             score_weights=values["score_weights"],
-            files={name: _file(name, item) for name, item in values["files"].items()},
-            tensors={name: _tensor(name, item) for name, item in values["tensors"].items()},
+            files={name: file_entry(name, item) for name, item in values["files"].items()},
+            tensors={name: tensor_entry(name, item) for name, item in values["tensors"].items()},
         )
         if values["digest"] != manifest.digest:
             raise CheckpointError(
@@ -157,7 +158,7 @@ class Manifest:
 
 def signed(content: Mapping[str, Any]) -> bytes:
     """A manifest's content with its digest, as it is written: UTF-8, one line per tensor and file."""
-    return (_render({**content, "digest": _sha256(content)}) + "\n").encode()
+    return (_render({**content, "digest": content_digest(content)}) + "\n").encode()
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -236,7 +237,17 @@ def _continuous(item: Any) -> ContinuousOutput:
     return ContinuousOutput(**item)
 
 
-def _file(name: str, item: Any) -> FileEntry:
+def check_label(what: str, label: str) -> None:
+    """Raises CheckpointError for a name or version that could not go into a header as it is."""
+    if not _LABEL.fullmatch(label):
+        raise CheckpointError(
+            f"{what} {label[:100]!r} must be 1 to 100 letters, digits, dots, dashes, underscores or plus signs, and start "
+            "with a letter or digit"
+        )
+
+
+def file_entry(name: str, item: Any) -> FileEntry:
+    """The entry of one file, from JSON. Raises CheckpointError."""
     if not _FILE.fullmatch(name):
         raise CheckpointError(
             f"names a file {name[:100]!r}, which is not a plain *.safetensors name inside the directory"
@@ -249,19 +260,21 @@ def _file(name: str, item: Any) -> FileEntry:
     return FileEntry(**item)
 
 
-def _tensor(name: str, item: Any) -> TensorEntry:
+def tensor_entry(name: str, item: Any, dtypes: Sequence[str] = TENSOR_DTYPES) -> TensorEntry:
+    """The entry of one tensor, from JSON. Raises CheckpointError."""
     where = f"tensors.{name[:100]}"
     if not isinstance(item, dict):
         raise CheckpointError(f"{where} must be an object")
     check_keys(item, {"file": str, "dtype": str, "shape": list}, where)
-    if item["dtype"] not in TENSOR_DTYPES:
-        raise CheckpointError(f"{where}.dtype must be one of {', '.join(TENSOR_DTYPES)}, got {item['dtype'][:40]!r}")
+    if item["dtype"] not in dtypes:
+        raise CheckpointError(f"{where}.dtype must be one of {', '.join(dtypes)}, got {item['dtype'][:40]!r}")
     if any(type(size) is not int or not 0 < size < 2**40 for size in item["shape"]):
         raise CheckpointError(f"{where}.shape must hold positive integers")
     return TensorEntry(item["file"], item["dtype"], tuple(item["shape"]))
 
 
-def _sha256(content: Mapping[str, Any]) -> str:
+def content_digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 in hex of a manifest's content as JSON with sorted keys and no spaces."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -12,19 +12,33 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from model.memory import shortage
 from weights.errors import CheckpointError
 from weights.format.layout import is_table
-from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, TensorEntry
+from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, TensorEntry
 from weights.format.tensorfile import Buffer, StoredTensor, read_header, scan
 
 _CLOCK_STEP_SECONDS = 0.02  # more than a tick of the kernel's clock for file times
 
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, from several threads but one at a time."""
+
+
+class Listing(Protocol):
+    """What a manifest says about the directory it lies in."""
+
+    @property
+    def files(self) -> Mapping[str, FileEntry]:
+        """Digest and length by file."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Where each tensor lies."""
 
 
 @contextmanager
@@ -37,8 +51,8 @@ def open_directory(path: Path) -> Iterator[int]:
         os.close(directory)
 
 
-def read_manifest(directory: int) -> Manifest:
-    """`manifest.json` of an open directory, checked in itself. Raises CheckpointError."""
+def read_manifest(directory: int, parse: Callable[[bytes], T]) -> T:
+    """`manifest.json` of an open directory, checked in itself by `parse`. Raises CheckpointError."""
     with _open_file(directory, MANIFEST_NAME) as file:
         raw = b""
         while len(raw) <= MAX_MANIFEST_BYTES and (chunk := file.read(MAX_MANIFEST_BYTES + 1 - len(raw))):
@@ -46,16 +60,21 @@ def read_manifest(directory: int) -> Manifest:
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{MANIFEST_NAME} is longer than {MAX_MANIFEST_BYTES} bytes")
         try:
-            return Manifest.from_json(raw)
+            return parse(raw)
         except CheckpointError as error:
             raise CheckpointError(f"{MANIFEST_NAME} {error}") from error
 
 
 def read_tensors(
-    directory: int, manifest: Manifest, progress: Progress | None, threads: int | None
+    directory: int,
+    manifest: Listing,
+    progress: Progress | None,
+    threads: int | None,
+    is_mapped: Callable[[str], bool] = is_table,
 ) -> dict[str, Tensor]:
     """Every tensor by name; `threads` threads (one per core if None) read the files in parallel.
 
+    A file whose tensors all are to be mapped is mapped; any other is read into memory.
     Raises CheckpointError; with several bad files, for the first.
     """
     done, total, lock = 0, sum(entry.bytes for entry in manifest.files.values()), threading.Lock()
@@ -69,7 +88,7 @@ def read_tensors(
 
     def read(name: str) -> dict[str, Tensor]:
         try:
-            return _read_file(directory, name, manifest, advance)
+            return _read_file(directory, name, manifest, advance, is_mapped)
         except CheckpointError as error:
             raise CheckpointError(f"{name} {error}") from error
 
@@ -119,14 +138,16 @@ def check_finite(corrupted: str | None) -> None:
         raise CheckpointError(f"holds a NaN or an infinity in tensor {corrupted}")
 
 
-def _read_file(directory: int, name: str, manifest: Manifest, advance: Callable[[int], None]) -> dict[str, Tensor]:
+def _read_file(
+    directory: int, name: str, manifest: Listing, advance: Callable[[int], None], is_mapped: Callable[[str], bool]
+) -> dict[str, Tensor]:
     listed = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
     with _open_file(directory, name) as file:
         before = _settled(file)
         check_length(before.st_size, manifest.files[name])
         header, stored = read_header(file, before.st_size)
         check_stored(stored, listed)
-        params = None if all(map(is_table, listed)) else _room(before.st_size)
+        params = None if all(map(is_mapped, listed)) else _room(before.st_size)
         digest, corrupted = scan(file, header, stored, params, advance)
         buffer: Buffer = params or _map(file, before.st_size)
         check_unchanged(before, os.fstat(file.fileno()))

@@ -29,15 +29,15 @@ Buffer = Any  # a writable mmap or bytearray, as torch.frombuffer wants it; the 
 CHUNK_BYTES = 2**20  # read, hashed and checked while it is in the processor's cache
 _ALIGNMENT_BYTES = 64  # data starts on a cache line, so a table row never straddles one more than it must
 _MAX_HEADER_BYTES = 16 * 2**20
-_STORED = {"F32": "float32", "BF16": "bfloat16"}
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_STORED = {"F32": "float32", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
+_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8}
 _BFLOAT16_EXPONENT = np.int16(0x7F80)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: `dtype` is `float32` or `bfloat16`; its bytes start `start` bytes into the file."""
+    """A tensor in a file: `dtype` is `float32`, `bfloat16`, `int32` or `int64`; its bytes start `start` bytes into the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ def _entry(name: str, item: Any) -> tuple[str, tuple[int, ...], int, int]:
         raise CheckpointError(f"has no description of tensor {name[:100]}")
     check_keys(item, {"dtype": str, "shape": list, "data_offsets": list}, f"tensor {name[:100]}")
     if item["dtype"] not in _STORED:
-        raise CheckpointError(f"holds tensor {name[:100]} as {item['dtype'][:40]}; only F32 and BF16 are read")
+        raise CheckpointError(f"holds tensor {name[:100]} as {item['dtype'][:40]}; only {', '.join(_STORED)} are read")
     numbers = [*item["shape"], *item["data_offsets"]]
     if len(item["data_offsets"]) != 2 or any(type(number) is not int or not 0 <= number < 2**48 for number in numbers):
         raise CheckpointError(f"has a bad shape or bad offsets at tensor {name[:100]}")
@@ -138,10 +138,12 @@ def _fill(file: FileIO, buffer: bytearray | memoryview) -> None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no element of a CPU tensor, float32 or bfloat16, is NaN or infinite.
+    """Whether no element of a CPU tensor of a dtype that is stored is NaN or infinite.
 
     In numpy, because torch would start a team of threads in every thread that reads a file.
     """
+    if not values.dtype.is_floating_point:
+        return True
     if values.dtype == torch.float32:
         return bool(np.isfinite(values.numpy()).all())
     # numpy has no bfloat16; an exponent of all ones is NaN or infinity
@@ -154,7 +156,7 @@ def write_tensors(
 ) -> FileEntry:
     """Write tensors, name → (dtype, shape), in this order to a new file; `chunks(name)` gives the elements in order.
 
-    Chunks are of any size, shape, float dtype and device; one at a time is converted, checked, hashed and written.
+    Chunks are of any size, shape, dtype that converts, and device; one at a time is converted, checked, hashed and written.
     Raises CheckpointError for values that are not finite in the file's dtype, and for more or fewer than the shape says.
     """
     names = {dtype: stored for stored, dtype in _STORED.items()}

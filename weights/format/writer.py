@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -66,9 +67,9 @@ def replace_manifest(path: str | Path, manifest: Manifest) -> None:
     partial = path / f".{MANIFEST_NAME}.{secrets.token_hex(4)}.partial"
     try:
         try:
-            _write_file(partial, manifest.to_json())
+            write_file(partial, manifest.to_json())
             partial.replace(path / MANIFEST_NAME)
-            _sync_directory(path)
+            sync_directory(path)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
@@ -83,17 +84,24 @@ def _write_beside(
     table_dtype: TableDtype,
     extras: Mapping[str, bytes],
 ) -> Manifest:
+    with written_beside(path) as partial:
+        manifest = _write_files(partial, config, chunks, labels, table_dtype)
+        for name, content in {**extras, MANIFEST_NAME: manifest.to_json()}.items():
+            write_file(partial / name, content)
+    return manifest
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """A new directory to fill, which takes the place of `path` when all went well, in one step, and is removed otherwise."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     partial.mkdir()
     try:
-        manifest = _write_files(partial, config, chunks, labels, table_dtype)
-        for name, content in {**extras, MANIFEST_NAME: manifest.to_json()}.items():
-            _write_file(partial / name, content)
-        _sync_directory(partial)
+        yield partial
+        sync_directory(partial)
         _put_in_place(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return manifest
 
 
 def check_target(path: Path, *, replace: bool) -> None:
@@ -145,7 +153,8 @@ def _manifest(
     )
 
 
-def _write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """A new file, on the disk when this returns."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -169,10 +178,11 @@ def _put_in_place(partial: Path, path: Path) -> None:
             if entry.suffix != ".safetensors" and not (path / entry.name).exists():
                 entry.rename(path / entry.name)
         shutil.rmtree(old)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """What was made or renamed in it survives a crash."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

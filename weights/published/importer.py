@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from model.config import ConfigError, ContextAttention, HashSpec, ModelConfig
+from model.config import ConfigError, ContextAttention, HashSpec, ModelConfig, RetrievalConfig
 from weights.actions import RELEASED_DWELL_INDEX, continuous_outputs, default_score_weights, released_action_names
 from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, is_table
@@ -50,6 +50,9 @@ _MODEL = {
     "tokens.dwell_input": "history_dwell_time_proj1", "tokens.dwell_output": "history_dwell_time_proj2",
     "heads.norm": "rms_norm/scale", "heads.actions": "unembeddings", "heads.continuous": "continuous_unembeddings",
 }  # fmt: skip
+_TOWER = "phoenix_retrieval_model/~build_candidate_representation/candidate_tower/candidate_tower_projection"
+_TOWERS = {"candidate.input": f"{_TOWER}_1", "candidate.output": f"{_TOWER}_2"}
+_TRAINING_ONLY = "~/log_temperature"  # of the retrieval model: its scores are plain cosines
 _LAYER = {
     "attention_norm": "rms_norm/scale", "query": "multi_head_attention/query/w", "key": "multi_head_attention/key/w",
     "value": "multi_head_attention/value/w", "output": "multi_head_attention/linear/w",
@@ -58,10 +61,11 @@ _LAYER = {
 }  # fmt: skip
 
 
-class PublishedRanker:
+class PublishedModel:
     """An opened download: `config`, and the elements of every tensor by our name. Use as a context manager.
 
-    `ignore` names config keys and arrays to leave out; any other unknown one is refused. Raises CheckpointError.
+    The arrays tell whether it is a ranker or the two towers of retrieval. `ignore` names config keys and arrays to leave out;
+    any other unknown one is refused. Raises CheckpointError.
     """
 
     def __init__(
@@ -72,12 +76,12 @@ class PublishedRanker:
         with ExitStack() as stack:
             self._params = stack.enter_context(NpzFile(source / PARAMS_FILE))
             self._tables = stack.enter_context(NpzFile(source / TABLES_FILE))
-            _refuse_retrieval(source, self._params)
+            self._is_retrieval = any(name.startswith("phoenix_retrieval_model/") for name in self._params.names)
             self.config, self.shapes = self._read_config(ignore, context_attention)
             self._check_arrays(ignore)
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> PublishedRanker:
+    def __enter__(self) -> PublishedModel:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,9 +90,10 @@ class PublishedRanker:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The float32 elements of tensor `name` in order, at most 1 MiB at a time."""
         archive = self._tables if is_table(name) else self._params
-        for chunk in archive.read(published_name(name), self.shapes[name]):
+        published = published_name(name, self._is_retrieval)
+        for chunk in archive.read(published, self.shapes[name]):
             if not is_finite(chunk):
-                raise CheckpointError(f"{archive.path}: array {published_name(name)} holds a NaN or an infinity.")
+                raise CheckpointError(f"{archive.path}: array {published} holds a NaN or an infinity.")
             yield chunk
 
     def _read_config(
@@ -102,7 +107,7 @@ class PublishedRanker:
             if len(raw) > _MAX_CONFIG_BYTES:
                 raise CheckpointError("is longer than 1 MiB")
             values = {key: value for key, value in parse_json_object(raw).items() if key not in ignore}
-            config = self._variant(published_config(values))
+            config = self._retrieval(values) if self._is_retrieval else self._variant(published_config(values))
             if context_attention:
                 config = replace(config, context_attention=context_attention)
             return config, expected_shapes(config)
@@ -111,10 +116,7 @@ class PublishedRanker:
 
     def _variant(self, config: ModelConfig) -> ModelConfig:
         """January or May: the shapes of the projections tell the inputs, that of the continuous head its outputs."""
-        if config.layers > len(self._params.names):
-            raise CheckpointError(
-                f"num_layers is {config.layers}, but {PARAMS_FILE} has {len(self._params.names)} arrays"
-            )
+        self._check_layers(config)
         width = config.width
         entity = (config.post_hashes.count + config.author_hashes.count) * width
         head = published_name("heads.continuous")
@@ -126,29 +128,50 @@ class PublishedRanker:
             continuous_actions=sum(outputs),
         )
 
+    def _retrieval(self, values: dict[str, Any]) -> RetrievalConfig:
+        """The two towers, with the candidate's projections unless `enable_linear_proj` is false."""
+        projects = _number(values, "enable_linear_proj", bool) if "enable_linear_proj" in values else True
+        config = published_config({key: value for key, value in values.items() if key != "enable_linear_proj"})
+        self._check_layers(config)
+        fields = {name: getattr(config, name) for name in config.to_dict()}
+        return RetrievalConfig(**fields, linear_projection=projects)
+
+    def _check_layers(self, config: ModelConfig) -> None:
+        if config.layers > len(self._params.names):
+            raise CheckpointError(
+                f"num_layers is {config.layers}, but {PARAMS_FILE} has {len(self._params.names)} arrays"
+            )
+
     def _check_arrays(self, ignore: Collection[str]) -> None:
         """Refuse missing, misshapen and unknown arrays before a byte is written."""
+        known = {_TRAINING_ONLY, *ignore} if self._is_retrieval else set(ignore)
         for archive, tables in ((self._params, False), (self._tables, True)):
-            wanted = {published_name(name): shape for name, shape in self.shapes.items() if is_table(name) == tables}
+            wanted = {
+                published_name(name, self._is_retrieval): shape
+                for name, shape in self.shapes.items()
+                if is_table(name) == tables
+            }
             for name, shape in wanted.items():
                 if archive.shape(name) != shape:
                     raise CheckpointError(
                         f"{archive.path}: array {name} has shape {list(archive.shape(name))}, {CONFIG_FILE} asks {list(shape)}."
                     )
-            unknown = sorted(set(archive.names) - set(wanted) - set(ignore))
+            unknown = sorted(set(archive.names) - set(wanted) - known)
             if unknown:
                 raise CheckpointError(
-                    f"{archive.path} holds arrays for which this ranker has no place: {', '.join(unknown)[:300]}; leaving them "
+                    f"{archive.path} holds arrays for which this model has no place: {', '.join(unknown)[:300]}; leaving them "
                     "out could change the scores, so name each with --ignore if it is meant to be left out."
                 )
 
 
-def published_name(name: str) -> str:
+def published_name(name: str, is_retrieval: bool = False) -> str:
     """The array of the download that holds our tensor `name`."""
     if name in _TABLES:
         return _TABLES[name]
+    if name in _TOWERS:
+        return _TOWERS[name]
     if name in _MODEL:
-        return f"phoenix_model/{_MODEL[name]}"
+        return f"phoenix_{'retrieval_' if is_retrieval else ''}model/{_MODEL[name]}"
     layer, parameter = name.removeprefix("trunk.layers.").split(".")
     return f"transformer/decoder_layer_{layer}/{_LAYER[parameter]}"
 
@@ -205,22 +228,16 @@ def _hashes(values: Mapping[str, Any], entity: str) -> HashSpec:
 def _recognise(source: Path) -> None:
     """Raises CheckpointError with a hint where `source` is not the directory of one model."""
     if not source.is_dir():
-        raise CheckpointError(f"{source} is not a directory; name the ranker directory of the download.")
+        raise CheckpointError(f"{source} is not a directory; name the ranker or retrieval directory of the download.")
     if (source / "manifest.json").exists():
         raise CheckpointError(f"{source} is a checkpoint of this project already; it needs no import.")
     missing = [name for name in (CONFIG_FILE, PARAMS_FILE, TABLES_FILE) if not (source / name).is_file()]
     if missing and (source / "ranker" / CONFIG_FILE).exists():
-        raise CheckpointError(f"{source} holds several models; import the ranker, {source / 'ranker'}.")
+        raise CheckpointError(
+            f"{source} holds several models; import the ranker, {source / 'ranker'}, and retrieval by itself."
+        )
     if missing:
         raise CheckpointError(f"{source} is not the published layout: it lacks {', '.join(missing)}.")
-
-
-def _refuse_retrieval(source: Path, params: NpzFile) -> None:
-    if any(name.startswith("phoenix_retrieval_model/") for name in params.names):
-        raise CheckpointError(
-            f"{source} holds the retrieval model (two towers, no action heads), which cannot rank; import the ranker, "
-            f"usually {source.parent / 'ranker'}."
-        )
 
 
 def labels_for(
@@ -233,12 +250,14 @@ def labels_for(
     """Labels of a published checkpoint: what is given, else what is known of the release. Raises CheckpointError."""
     names = tuple(action_names or released_action_names(config.actions))
     weights = default_score_weights(names) if score_weights is None else score_weights
+    if isinstance(config, RetrievalConfig):
+        weights = {}  # nothing is weighed: a score is a cosine
     outputs = continuous_outputs(config.continuous_actions, RELEASED_DWELL_INDEX)
     return Labels(name, names, outputs, weights, version)
 
 
 def import_published(
-    ranker: PublishedRanker,
+    model: PublishedModel,
     out: Path,
     labels: Labels,
     *,
@@ -247,14 +266,14 @@ def import_published(
     progress: Progress | None = None,
 ) -> Manifest:
     """Stream an opened download into a checkpoint directory, a chunk of at most 1 MiB at a time. Raises CheckpointError."""
-    done, total = 0, sum(math.prod(shape) * 4 for shape in ranker.shapes.values())
+    done, total = 0, sum(math.prod(shape) * 4 for shape in model.shapes.values())
 
     def chunks(name: str) -> Iterator[Tensor]:
         nonlocal done
-        for chunk in ranker.chunks(name):
+        for chunk in model.chunks(name):
             yield chunk
             done += chunk.numel() * 4
             if progress:
                 progress(done, total)
 
-    return write_checkpoint(out, ranker.config, chunks, labels, table_dtype=table_dtype, replace=replace_existing)
+    return write_checkpoint(out, model.config, chunks, labels, table_dtype=table_dtype, replace=replace_existing)

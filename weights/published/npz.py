@@ -1,4 +1,4 @@
-"""Reads float32 arrays out of npz files as a stream: never unpickles, and never holds more than one chunk of an array."""
+"""Reads plain arrays out of npz files as a stream: never unpickles, and never holds more than one chunk of an array."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import math
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weights.errors import CheckpointError
 
 CHUNK_BYTES = 2**20
+FLOAT32 = np.dtype("<f4")
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; zipfile unpacks the others without a bound
 
 
 class NpzFile:
     """The arrays of an npz file by name. Use as a context manager.
 
-    Raises CheckpointError, naming file and array, for anything but plain little-endian C-ordered float32 arrays.
+    Raises CheckpointError, naming file and array, for anything but plain C-ordered arrays of the dtype that is asked for.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,32 +47,45 @@ class NpzFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape in an array's header. Raises CheckpointError where it is absent, unreadable or not float32."""
-        shape, stream = self._open(name)
+        shape, dtype, stream = self._open(name)
         stream.close()
+        self._check_dtype(name, dtype, FLOAT32)
         return shape
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The elements of array `name` in C order, float32, flat, at most 1 MiB at a time.
+    def header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype, whatever they are: object arrays too, of which nothing is unpickled."""
+        shape, dtype, stream = self._open(name)
+        stream.close()
+        return shape, dtype
 
-        Raises CheckpointError before reading when the array is not of this shape, and for a short, long or corrupted one.
+    def read(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        """The elements of array `name` in C order, float32, flat; as `rows`."""
+        return map(torch.from_numpy, self.rows(name, shape, FLOAT32))
+
+    def rows(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+        """The elements of array `name` in C order, flat: whole rows where one is at most 1 MiB, and at most 1 MiB at a time.
+
+        Raises CheckpointError before reading when the array is not of this shape and dtype, and for a short, long or corrupted one.
         """
-        found, stream = self._open(name)
+        found, stored, stream = self._open(name)
         with stream:
+            self._check_dtype(name, stored, dtype)
             if found != shape:
                 raise self._error(name, f"has shape {list(found)}, the configuration asks {list(shape)}")
-            left = math.prod(shape) * 4
+            left, row = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
+            most = CHUNK_BYTES // row * row if 0 < row <= CHUNK_BYTES else CHUNK_BYTES
             while left:
-                wanted = min(left, CHUNK_BYTES)
+                wanted = min(left, most)
                 chunk = self._read(name, stream, wanted)
                 if len(chunk) != wanted:
                     raise self._error(name, "ends before its data does")
                 left -= wanted
-                yield torch.frombuffer(bytearray(chunk), dtype=torch.float32)
+                yield np.frombuffer(bytearray(chunk), dtype)
             if self._read(name, stream, 1):
                 raise self._error(name, "goes on after its data")
 
-    def _open(self, name: str) -> tuple[tuple[int, ...], IO[bytes]]:
-        """The shape of an array, and a stream positioned at its data."""
+    def _open(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], IO[bytes]]:
+        """Shape and dtype of a C-ordered array, and a stream positioned at its data."""
         try:
             info = self._archive.getinfo(f"{name}.npy")
         except KeyError as error:
@@ -84,13 +99,16 @@ class NpzFile:
             shape, fortran_order, dtype = npy.read_array_header_1_0(stream)
         except Exception as error:  # numpy parses with ast and tokenize, whose errors depend on the version of Python
             raise self._error(name, f"has no readable npy header: {_reason(error)}") from error
-        if dtype != np.dtype("<f4") or fortran_order:
-            order = ", in Fortran order" if fortran_order else ""
+        if fortran_order:
+            raise self._error(name, f"holds {dtype.str}, in Fortran order; only C-ordered arrays are read")
+        return shape, dtype, stream
+
+    def _check_dtype(self, name: str, found: np.dtype[Any], wanted: np.dtype[Any]) -> None:
+        if found != wanted:
             raise self._error(
                 name,
-                f"holds {dtype.str}{order}; only C-ordered little-endian float32 is read, and Python objects are never unpickled",
+                f"holds {found.str}; only little-endian {wanted.name} is read, and Python objects are never unpickled",
             )
-        return shape, stream
 
     def _read(self, name: str, stream: IO[bytes], count: int) -> bytes:
         try:

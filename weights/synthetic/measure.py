@@ -14,7 +14,7 @@ from pathlib import Path
 
 from weights.checkpoint import load_checkpoint
 from weights.format.writer import TableDtype
-from weights.published.importer import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedModel, import_published, labels_for
 from weights.synthetic.published import write_published
 from weights.synthetic.random_weights import mini_config
 
@@ -90,7 +90,7 @@ def _child(*arguments: str) -> dict[str, float]:
 
 
 def _import(source: str, out: str, tables: TableDtype) -> object:
-    with PublishedRanker(Path(source)) as ranker:
+    with PublishedModel(Path(source)) as ranker:
         return import_published(ranker, Path(out), labels_for(ranker.config, "synthetic"), table_dtype=tables)
 
 

@@ -1,4 +1,4 @@
-"""A random ranker in the published layout, as if it had been downloaded. For measurements and tests of the import."""
+"""A random model in the published layout, as if it had been downloaded. For measurements and tests of the import."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any
 
 from numpy.lib import format as npy
 
-from model.config import ModelConfig
+from model.config import ModelConfig, RetrievalConfig
 from weights.format.layout import expected_shapes, is_table
 from weights.published.importer import CONFIG_FILE, PARAMS_FILE, TABLES_FILE, published_name
 from weights.synthetic.random_weights import random_chunks
 
 
 def write_published(directory: Path, config: ModelConfig, seed: int) -> None:
-    """Write config.json and the two npz files of a random ranker, streaming the tables. `directory` must not exist."""
+    """Write config.json and the two npz files of a random ranker, or of random towers, streaming the tables. `directory` must not exist."""
     directory.mkdir(parents=True)
     (directory / CONFIG_FILE).write_text(json.dumps(published_keys(config), indent=1))
     chunks = random_chunks(config, seed)
     shapes = expected_shapes(config)
+    is_retrieval = isinstance(config, RetrievalConfig)
     for file, tables, method in (
         (PARAMS_FILE, False, zipfile.ZIP_DEFLATED),
         (TABLES_FILE, True, zipfile.ZIP_STORED),  # as the release packs them
     ):
         with zipfile.ZipFile(directory / file, "w", method) as archive:
             for name in (name for name in shapes if is_table(name) == tables):
-                info = zipfile.ZipInfo(f"{published_name(name)}.npy")
+                info = zipfile.ZipInfo(f"{published_name(name, is_retrieval)}.npy")
                 info.compress_type = method
                 with archive.open(info, "w", force_zip64=True) as member:
                     npy.write_array_header_1_0(member, {"descr": "<f4", "fortran_order": False, "shape": shapes[name]})
@@ -61,6 +62,7 @@ def published_keys(config: ModelConfig) -> dict[str, Any]:
         "product_surface_vocab_size": config.product_surfaces,
         "post_age_granularity_mins": config.post_age_granularity_minutes,
         "right_anchored_rope": config.right_anchored,
+        **({"enable_linear_proj": config.linear_projection} if isinstance(config, RetrievalConfig) else {}),
         **sizes,
         "hash_params": hash_params,
     }

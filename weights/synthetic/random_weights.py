@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.config import HashSpec, ModelConfig
+from model.config import HashSpec, ModelConfig, RetrievalConfig
 from model.ranker import Ranker
-from weights.format.layout import expected_shapes, is_table
+from model.retrieval.towers import Towers
+from weights.format.layout import empty_model, expected_shapes, is_table
 
 _CHUNK_ELEMENTS = 2**18
 _MODULUS = 2**61 - 1
@@ -69,10 +70,23 @@ def random_chunks(config: ModelConfig, seed: int) -> Callable[[str], Iterator[Te
     return chunks
 
 
-def random_ranker(config: ModelConfig, seed: int) -> Ranker:
-    """A ranker in memory with the weights of `random_chunks`, without gradients."""
-    ranker = Ranker(config).requires_grad_(False)
+def random_model(config: ModelConfig, seed: int) -> Ranker | Towers:
+    """A model in memory with the weights of `random_chunks`, without gradients."""
+    model = empty_model(config).to_empty(device="cpu").requires_grad_(False)
     chunks = random_chunks(config, seed)
-    for name, tensor in ranker.state_dict().items():
+    for name, tensor in model.state_dict().items():
         tensor.copy_(torch.cat(list(chunks(name))).view(tensor.shape))
-    return ranker
+    return model
+
+
+def random_ranker(config: ModelConfig, seed: int) -> Ranker:
+    """`random_model` of an architecture that ranks."""
+    model = random_model(config, seed)
+    assert isinstance(model, Ranker)
+    return model
+
+
+def retrieval_config(config: ModelConfig, *, linear_projection: bool = True) -> RetrievalConfig:
+    """The two towers with the sizes of a ranker."""
+    features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0, "context_attention": "causal"}
+    return RetrievalConfig.from_dict(config.to_dict() | features | {"linear_projection": linear_projection})

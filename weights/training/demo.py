@@ -1,4 +1,4 @@
-"""Makes the demo checkpoint in `weights/demo`: draws its world, trains, evaluates, adds names and the example request."""
+"""Makes the demo in `weights/demo`: draws its world, trains, evaluates, adds names, the example request, and what retrieves beside it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.ranker import Ranker
 from weights.actions import DWELL_TIME, default_score_weights
-from weights.checkpoint import save_checkpoint
+from weights.checkpoint import Encoder, load_encoder, save_checkpoint
+from weights.corpus.importer import encode
+from weights.corpus.store import CorpusLabels, write_corpus
 from weights.format.manifest import Manifest
 from weights.training.demo_example import example_request
 from weights.training.evaluate.evaluation import evaluate
 from weights.training.evaluate.report import figures, write_report
+from weights.training.evaluate.retrieval import evaluate_retrieval, newest_posts
 from weights.training.run import train
 from weights.training.settings import TrainSettings, demo_config
+from weights.training.towers import TowerSettings, towers_config, train_towers
 from weights.training.trainer import Status
+from weights.training.world.names import topic_name
 from weights.training.world.settings import WorldSettings
 from weights.training.world.simulate import World, simulate
 from weights.training.world.store import Facts, save_world, world_names
@@ -23,6 +33,7 @@ from weights.training.world.store import Facts, save_world, world_names
 EXAMPLE_NAME = "example.json"
 NAMES_NAME = "names.json"
 REPORT_NAME = "report"
+CORPUS_DAYS = 10
 NAMED_USERS = 200  # all authors are named, but a few users are enough to try
 
 
@@ -33,8 +44,11 @@ def make_demo(
     progress: Callable[[str, int, int], None],
     report: Callable[[Status], None],
     world_settings: WorldSettings | None = None,
+    tower_settings: TowerSettings | None = None,
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Write the checkpoint with example, names and report into `out`, replacing one that is there. Returns manifest and headline figures.
+    """Write the checkpoint with example, names and report into `out`, and towers and posts beside it, replacing what is there.
+
+    Returns manifest and headline figures.
 
     `work` keeps the world and the state of the run. Raises CheckpointError, ValueError, OSError.
     """
@@ -69,7 +83,54 @@ def make_demo(
     )
     command = f"python -m weights train-demo --out {out} --seed {settings.seed}"
     write_report(evaluation, out / REPORT_NAME, f"The demo checkpoint, {manifest.name} {manifest.version}", command)
-    return manifest, figures(evaluation)
+    retrieval = make_towers(out, world, ranker, manifest, tower_settings or TowerSettings(seed=settings.seed), progress)
+    return manifest, figures(evaluation) | {"retrieval": retrieval}
+
+
+def make_towers(
+    out: Path,
+    world: World,
+    ranker: Ranker,
+    manifest: Manifest,
+    settings: TowerSettings,
+    progress: Callable[[str, int, int], None],
+) -> dict[str, Any]:
+    """Write the towers and the corpus of the world's newest posts beside the demo in `out`, and return how good they are.
+
+    `OUT-towers` also gets the figures, `retrieval.json`. `ranker` and `manifest` are the demo's.
+    """
+    log = world.log
+    towers = train_towers(
+        log,
+        towers_config(ranker.config),
+        settings,
+        until_ts=world.settings.test_ts,
+        report=lambda done, all_, loss: progress(f"towers, loss {loss:.3f}", done, all_),
+    )
+    posts = newest_posts(world, CORPUS_DAYS)
+    found = evaluate_retrieval(world, towers, ranker, posts, manifest.score_weights)
+    extras = {"retrieval.json": (json.dumps(found, indent=1) + "\n").encode()}
+    path = out.absolute().with_name(f"{out.absolute().name}-towers")
+    save_checkpoint(path, towers, name="demo-towers", action_names=log.action_names, extras=extras, replace=True)
+    write_posts(out.absolute().with_name(f"{out.absolute().name}-posts"), world, load_encoder(path), posts)
+    return found
+
+
+def write_posts(path: Path, world: World, encoder: Encoder, posts: NDArray[np.int64]) -> None:
+    """A corpus of these rows of the world's posts, with their times and topics."""
+    drawn = world.posts
+    ids, authors = drawn.ids[posts], world.authors.ids[drawn.author[posts]]
+    columns = {
+        "post_ids": torch.from_numpy(ids.view(np.int64)),
+        "author_ids": torch.from_numpy(authors.view(np.int64)),
+        "created_at": torch.from_numpy(drawn.created_at[posts]),
+        "topics": torch.from_numpy(drawn.topic[posts].astype(np.int32)),
+        "vectors": encode(encoder, ids, authors),
+    }
+    names = [topic_name(topic) for topic in range(world.settings.topics)]
+    labels = CorpusLabels("demo-posts")
+    listed = [name for name in columns if name != "vectors"]
+    write_corpus(path, labels, encoder, len(posts), listed, lambda name: [columns[name]], lambda: names, replace=True)
 
 
 def facts_of(world: World) -> Facts:

@@ -40,8 +40,8 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
         for name, parameter in (*tokens.named_parameters(), *heads.named_parameters()):
             if parameter.ndim == 2:
                 fan = parameter.shape[1] if name.endswith(("table", "action_projection")) else parameter.shape[0]
-                _draw(parameter, fan**-0.5, generator)
-        _draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
+                draw(parameter, fan**-0.5, generator)
+        draw(ranker.tables.author, AUTHOR_DEVIATION, generator)
         ranker.tables.user[:] = USER_DEVIATION * torch.randn(ranker.config.width, generator=generator)
         # a candidate and an event of one author start as near tokens: the blocks of posts and authors are drawn once
         shared = tokens.candidate_projection.shape[0] - (2 if ranker.config.has_post_age else 1) * ranker.config.width
@@ -80,7 +80,7 @@ def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
                 if name in PRE_NORMS:
                     parameter.fill_(1)
                 elif name not in POST_NORMS:
-                    _draw(parameter, parameter.shape[0] ** -0.5, generator)
+                    draw(parameter, parameter.shape[0] ** -0.5, generator)
             _match_queries_and_keys(layer, ranker.config)
 
 
@@ -98,6 +98,6 @@ def _match_queries_and_keys(layer: DecoderLayer, config: ModelConfig) -> None:
     layer.key.copy_(queries[:, :, 0].flatten(1))
 
 
-def _draw(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:
+def draw(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:
     """A normal cut at two deviations, as variance scaling draws it."""
     nn.init.trunc_normal_(parameter, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator)

@@ -22,6 +22,13 @@ from phoenix_ranker_client.messages import (
     ServerFault,
     Unavailable,
 )
+from phoenix_ranker_client.retrieval import (
+    Recommendation,
+    Recommended,
+    Retrieval,
+    RetrievalRequest,
+    RetrievedPost,
+)
 
 __all__ = [
     "AsyncRankerClient",
@@ -33,7 +40,12 @@ __all__ = [
     "RankerError",
     "Ranking",
     "RankingRequest",
+    "Recommendation",
+    "Recommended",
     "RequestRefused",
+    "Retrieval",
+    "RetrievalRequest",
+    "RetrievedPost",
     "ServerFault",
     "Unavailable",
     "routing_key",

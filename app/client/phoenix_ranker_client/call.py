@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import httpx
 import orjson
@@ -35,6 +35,7 @@ from phoenix_ranker_client.messages import (
     batch_results,
     error_from,
 )
+from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
 
 T = TypeVar("T")
 Wire = Literal["json", "binary"]
@@ -88,7 +89,31 @@ class Calls:
         headers |= self._headers(requests)
         return Call(f"{self.base_url}/rank/batch", body, parse, timeout_seconds, request_id, headers)
 
-    def _headers(self, requests: Sequence[RankingRequest]) -> dict[str, str]:
+    def retrieve(self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None) -> Call[Retrieval]:
+        """POST /retrieve."""
+        return self._posts("retrieve", request, Retrieval.from_json, timeout_seconds, request_id)
+
+    def recommend(
+        self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None
+    ) -> Call[Recommendation]:
+        """POST /recommend."""
+        return self._posts("recommend", request, Recommendation.from_json, timeout_seconds, request_id)
+
+    def _posts(
+        self,
+        path: str,
+        request: RetrievalRequest,
+        read: Callable[[Any], T],
+        timeout_seconds: float,
+        request_id: str | None,
+    ) -> Call[T]:
+        def parse(headers: httpx.Headers, content: bytes) -> T:
+            return read(orjson.loads(content))
+
+        body, headers = orjson.dumps(request.to_json()), JSON | self._headers([request])
+        return Call(f"{self.base_url}/{path}", body, parse, timeout_seconds, request_id, headers)
+
+    def _headers(self, requests: Sequence[RankingRequest | RetrievalRequest]) -> dict[str, str]:
         """A batch is sent whole to where its first user is kept: no place is better for all of them."""
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
         if requests:

@@ -11,6 +11,7 @@ from tenacity import AsyncRetrying, Retrying
 
 from phoenix_ranker_client.call import AGAIN, Call, Calls, T, Wire, wait_seconds
 from phoenix_ranker_client.messages import Candidate, Event, Id, RankerError, Ranking, RankingRequest
+from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
 DEFAULT_ATTEMPTS = 3
@@ -63,6 +64,32 @@ class RankerClient:
         The call goes where the first request's user is cached: put one user's requests together.
         """
         return self._send(self._calls.rank_batch(requests, timeout_seconds, request_id))
+
+    def retrieve(
+        self,
+        user_id: Id,
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Retrieval:
+        """The best posts of the service's corpus; `options` are the other fields of RetrievalRequest. Raises RankerError."""
+        request = RetrievalRequest(user_id, history, **options)
+        return self._send(self._calls.retrieve(request, timeout_seconds, request_id))
+
+    def recommend(
+        self,
+        user_id: Id,
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Recommendation:
+        """The best posts of the service's corpus, ranked; as `retrieve`."""
+        request = RetrievalRequest(user_id, history, **options)
+        return self._send(self._calls.recommend(request, timeout_seconds, request_id))
 
     def _send(self, call: Call[T]) -> T:
         retrying = Retrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
@@ -130,6 +157,32 @@ class AsyncRankerClient:
     ) -> list[Ranking | RankerError]:
         """As `RankerClient.rank_batch`."""
         return await self._send(self._calls.rank_batch(requests, timeout_seconds, request_id))
+
+    async def retrieve(
+        self,
+        user_id: Id,
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Retrieval:
+        """As `RankerClient.retrieve`."""
+        request = RetrievalRequest(user_id, history, **options)
+        return await self._send(self._calls.retrieve(request, timeout_seconds, request_id))
+
+    async def recommend(
+        self,
+        user_id: Id,
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Recommendation:
+        """As `RankerClient.recommend`."""
+        request = RetrievalRequest(user_id, history, **options)
+        return await self._send(self._calls.recommend(request, timeout_seconds, request_id))
 
     async def _send(self, call: Call[T]) -> T:
         retrying = AsyncRetrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)

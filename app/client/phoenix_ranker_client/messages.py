@@ -53,16 +53,7 @@ class RankingRequest:
                 "product_surface": [candidate.product_surface for candidate in candidates],
                 "created_at": [candidate.created_at for candidate in candidates],
             },
-            "history": {
-                "post_id": [event.post_id for event in history],
-                "author_id": [event.author_id for event in history],
-                "actions": [
-                    dict(event.actions) if isinstance(event.actions, Mapping) else list(event.actions)
-                    for event in history
-                ],
-                "product_surface": [event.product_surface for event in history],
-                "dwell_time": [event.dwell_time for event in history],
-            },
+            "history": history_json(history),
         }
         optional = {
             "impression_ts": self.impression_ts,
@@ -71,6 +62,19 @@ class RankingRequest:
             "actions_wanted": None if self.actions_wanted is None else list(self.actions_wanted),
         }
         return body | {name: value for name, value in optional.items() if value is not None}
+
+
+def history_json(history: Sequence[Event]) -> dict[str, Any]:
+    """A history in arrays."""
+    return {
+        "post_id": [event.post_id for event in history],
+        "author_id": [event.author_id for event in history],
+        "actions": [
+            dict(event.actions) if isinstance(event.actions, Mapping) else list(event.actions) for event in history
+        ],
+        "product_surface": [event.product_surface for event in history],
+        "dwell_time": [event.dwell_time for event in history],
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import time
 import pytest
 import structlog
 
-from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
+from app.errors import CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
 from app.fronts import remote
 from app.fronts.remote import RemoteReloads
 from app.http.application import create_app
@@ -41,6 +41,22 @@ def test_a_front_knows_the_model_as_the_engine_process_does() -> None:
             there, here = found.service.model, found.fronts[0].model
             assert here.manifest == there.manifest
             assert here.engine == there.engine
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_a_front_retrieves_nothing_and_says_why(path: str) -> None:
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            messages = await ask(
+                create_app(found.settings, found.fronts[0]), [chunk(b'{"user_id": 1}', False)], path=path
+            )
+            problem = json.loads(messages[1]["body"])
+            assert (messages[0]["status"], problem["code"]) == (503, "corpus_not_loaded")
+            assert "needs a single process" in problem["detail"]
+            with pytest.raises(CorpusNotLoaded, match="single process"):
+                await RemoteReloads(found.fronts[0]).reload_retrieval()
 
     run(main())
 

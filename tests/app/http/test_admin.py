@@ -6,18 +6,20 @@ import asyncio
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from app.assembly import create_reloader
-from app.engine.loading import LoadedModel, Loader
+from app.engine.loading import LoadedModel, Loader, RetrievalLoader, retrieval_loader
 from app.http.admin import create_admin_app
 from app.interface import CheckpointNotFound
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Admin, Settings
 from app.telemetry.metrics import Metrics
+from tests.app import retrieving
 from tests.app.fakes import FakeEngine, loaded, loader
 from weights.checkpoint import CheckpointError
 
@@ -50,7 +52,7 @@ def by_name(path: Path) -> Loader:
 @pytest.fixture(scope="module")
 def client(root: Path) -> Iterator[TestClient]:
     service = RankingService(loader(FakeEngine()), Settings(), Metrics())
-    app = create_admin_app(SETTINGS, Reloader(service, root, root / "v1", by_name), service.metrics)
+    app = create_admin_app(SETTINGS, Reloader(service, root, root / "v1", by_name), service)
     with TestClient(app, base_url="http://localhost:9000") as client:
         assert client.portal is not None
 
@@ -212,6 +214,114 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
         await service.stop(1.0)
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def retrieving_client(tmp_path: Path) -> Iterator[tuple[TestClient, RankingService]]:
+    """An admin port of a service that serves towers-v1 and corpus-v1; v2 of both lies beside them."""
+    for seed, version in enumerate(("v1", "v2")):
+        retrieving.written(tmp_path, seed, version)
+    paths = tmp_path / "towers-v1", tmp_path / "corpus-v1"
+
+    def load(checkpoint: Path, corpus: Path) -> RetrievalLoader:
+        return retrieval_loader(checkpoint, corpus, Settings(threads=1))
+
+    service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=load(*paths))
+    reloader = Reloader(service, tmp_path, tmp_path / "none", by_name, paths, load)
+    with TestClient(create_admin_app(SETTINGS, reloader, service), base_url="http://localhost:9000") as client:
+        assert client.portal is not None
+
+        async def start() -> None:
+            service.start()
+            await service.wait_ready()
+
+        client.portal.call(start)
+        yield client, service
+        client.portal.call(service.stop, 1.0)
+
+
+def test_towers_and_corpus_are_changed_as_one(retrieving_client: tuple[TestClient, RankingService]) -> None:
+    client, service = retrieving_client
+
+    def ask(**names: str) -> tuple[int, str]:
+        reply = client.post("/admin/reload", json=names, headers=GOOD)
+        return reply.status_code, reply.text
+
+    def served() -> tuple[str, str]:
+        now = service.retrieval.served
+        return now.manifest.version, now.corpus.version
+
+    status, text = ask(corpus="corpus-v2")
+    assert (status, "were made by towers v2" in text, served()) == (422, True, ("v1", "v1")), text
+    status, text = ask(retrieval="towers-v2")
+    assert (status, "were made by towers v1" in text, served()) == (422, True, ("v1", "v1")), text
+    assert (ask(retrieval="towers-v2", corpus="corpus-v2")[0], served()) == (200, ("v2", "v2"))
+    before = service.retrieval.served
+    assert (ask(corpus="corpus-v2")[0], served()) == (200, ("v2", "v2"))
+    assert service.retrieval.served is not before, "the present towers with a corpus read again"
+    assert ask(corpus="nothing")[0] == 404
+    assert ask(checkpoint="towers-v2", corpus="corpus-v2")[0] == 422
+    assert 'ranker_reloads_total{result="failure"} 2.0' in service.metrics.render().decode()
+
+
+def test_without_a_corpus_both_must_be_named(client: TestClient) -> None:
+    reply = client.post("/admin/reload", json={"corpus": "v1"}, headers=GOOD)
+    assert (reply.status_code, reply.json()["code"]) == (503, "corpus_not_loaded")
+
+
+def change(client: TestClient, **body: object) -> tuple[int, dict[str, Any]]:
+    reply = client.post("/admin/posts", json=body, headers=GOOD)
+    return reply.status_code, reply.json()
+
+
+def test_posts_are_changed(retrieving_client: tuple[TestClient, RankingService], tmp_path: Path) -> None:
+    client, _ = retrieving_client
+    new = [
+        {"post_id": str(2**64 - 1), "author_id": 3, "created_at": 60, "topic": "sport"},
+        {"post_id": 9, "author_id": 4},
+    ]
+    status, reply = change(client, upsert=new, delete=[1, "2", 12345])
+    assert (status, reply["upserted"], reply["deleted"]) == (200, 2, 2)
+    assert reply["corpus"] == {"name": "posts", "version": "v1", "posts": 299 - 2 + 1, "changes": 1}
+    assert change(client, delete=[1])[1]["deleted"] == 0
+    before = (tmp_path / "corpus-v1").glob("changes-*.log")
+    assert len(list(before)) == 1
+    # read again, with its log
+    assert client.post("/admin/reload", json={"corpus": "corpus-v1"}, headers=GOOD).status_code == 200
+    status, reply = change(client, delete=["9"])
+    assert (status, reply["deleted"]) == (200, 1)
+    assert reply["corpus"] == {"name": "posts", "version": "v1", "posts": 299 - 2, "changes": 3}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({}, 422), ({"delete": []}, 422), ({"delete": [-1]}, 422), ({"delete": ["x"]}, 422), ({"delete": [1, "1"]}, 422),
+        ({"delete": 1}, 422), ({"upsert": [{"post_id": 1}]}, 422), ({"upsert": [{"post_id": 0, "author_id": 1}]}, 422),
+        ({"upsert": [{"post_id": 1, "author_id": 1}], "delete": [1]}, 422), ({"surprise": 1}, 422),
+        ({"upsert": [{"post_id": 1, "author_id": 1, "topic": ""}]}, 422), ({"upsert": None}, 422),
+        ({"upsert": [{"post_id": 1, "author_id": 1, "created_at": -1}]}, 422), ({"delete": list(range(1, 10_002))}, 413),
+    ],
+)  # fmt: skip
+def test_a_change_that_is_not_right_changes_nothing(
+    retrieving_client: tuple[TestClient, RankingService], body: dict[str, object], status: int, tmp_path: Path
+) -> None:
+    client, _ = retrieving_client
+    assert change(client, **body)[0] == status
+    assert not list((tmp_path / "corpus-v1").glob("changes-*.log"))
+
+
+def test_who_may_change_posts(client: TestClient, retrieving_client: tuple[TestClient, RankingService]) -> None:
+    posts, _ = retrieving_client
+    assert (
+        posts.post("/admin/posts", json={"delete": [1]}, headers=GOOD | {"authorization": "Bearer x"}).status_code
+        == 401
+    )
+    assert posts.post("/admin/posts", json={"delete": [1]}, headers=GOOD | {"host": "evil.example"}).status_code == 404
+    assert (
+        posts.post("/admin/posts", content=b"{", headers=GOOD | {"content-type": "application/json"}).status_code == 400
+    )
+    assert change(client, delete=[1])[0] == 503, "no corpus"
 
 
 def test_a_link_that_was_changed_is_followed_when_the_present_one_is_read_again(root: Path) -> None:

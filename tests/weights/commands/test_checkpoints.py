@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 from tests import goldens
 from weights.checkpoint import load_checkpoint
-from weights.commands.checkpoints import app, label_of
+from weights.commands.checkpoints import app
+from weights.commands.console import label_of
 
 SOURCE = goldens.GOLDEN / "phoenix-jan-gqa" / "ranker"
 

@@ -13,20 +13,19 @@ import pytest
 import torch
 
 from model.batch import collate
-from model.config import ModelConfig
-from tests import goldens
-from weights.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from model.config import ModelConfig, RetrievalConfig
+from model.retrieval.towers import Towers
+from tests import goldens, retrieval_goldens
+from weights.checkpoint import Checkpoint, CheckpointError, load_checkpoint, load_encoder
 from weights.format.writer import TableDtype
-from weights.published.importer import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedModel, import_published, labels_for
 from weights.synthetic.published import write_published
-from weights.synthetic.random_weights import mini_config, random_ranker
-
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "golden"
+from weights.synthetic.random_weights import mini_config, random_model, random_ranker, retrieval_config
 
 
 def brought_in(source: Path, out: Path, tables: TableDtype = "float32", **options: Any) -> Checkpoint:
     """Import and load."""
-    with PublishedRanker(source, **options) as ranker:
+    with PublishedModel(source, **options) as ranker:
         import_published(ranker, out, labels_for(ranker.config, "x"), table_dtype=tables)
     return load_checkpoint(out)
 
@@ -209,28 +208,76 @@ def test_a_value_too_large_for_bfloat16_is_refused(january: Path, tmp_path: Path
 
 def test_other_directories_get_a_hint(january: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"import the ranker, {january}"):
-        PublishedRanker(tmp_path)
+        PublishedModel(tmp_path)
     with pytest.raises(CheckpointError, match="is not a directory"):
-        PublishedRanker(tmp_path / "nothing")
+        PublishedModel(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"lacks config\.json, model_params\.npz, embedding_tables\.npz"):
-        PublishedRanker(tmp_path / "empty")
+        PublishedModel(tmp_path / "empty")
     brought_in(january, tmp_path / "ours")
     with pytest.raises(CheckpointError, match="needs no import"):
-        PublishedRanker(tmp_path / "ours")
+        PublishedModel(tmp_path / "ours")
 
 
-def test_the_retrieval_model_is_recognised_by_its_arrays(january: Path) -> None:
-    with np.load(january / "model_params.npz") as arrays:
-        renamed = {name.replace("phoenix_model", "phoenix_retrieval_model"): array for name, array in arrays.items()}
-    np.savez(january / "model_params.npz", **renamed)
-    with pytest.raises(CheckpointError, match="two towers"):
-        PublishedRanker(january)
+@pytest.fixture
+def towers(tmp_path: Path) -> Path:
+    """A private copy of the golden whose candidates are projected."""
+    return Path(shutil.copytree(goldens.GOLDEN / "retrieval-mlp-gqa" / "retrieval", tmp_path / "retrieval"))
 
 
-def test_the_published_retrieval_model_is_recognised() -> None:
-    source = SHARED / "phoenix-mini" / "retrieval"
-    if not source.exists():
-        pytest.skip("the shared goldens, which hold a retrieval model, are not beside this checkout")
-    with pytest.raises(CheckpointError, match="two towers"):
-        PublishedRanker(source)
+def test_the_retrieval_model_is_told_by_its_arrays(towers: Path, january: Path, tmp_path: Path) -> None:
+    edit_params(towers, **{"~/log_temperature": np.float32(3.0)})  # of training alone
+    encoder = retrieval_goldens.imported(towers, tmp_path / "towers")
+    assert isinstance(encoder.manifest.config, RetrievalConfig)
+    assert encoder.manifest.config.linear_projection
+    assert encoder.manifest.score_weights == {}
+    with pytest.raises(
+        CheckpointError, match=r"towers is refused: it is a retrieval model \(two towers\), which cannot rank"
+    ):
+        load_checkpoint(tmp_path / "towers")
+    brought_in(january, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="it is a ranker, which has no towers"):
+        load_encoder(tmp_path / "ours")
+
+
+def test_a_manifest_of_an_unknown_kind_is_refused(towers: Path, tmp_path: Path) -> None:
+    retrieval_goldens.imported(towers, tmp_path / "towers")
+    manifest = tmp_path / "towers" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"model": "retrieval"', '"model": "three towers"'))
+    with pytest.raises(CheckpointError, match="a kind of model that this build does not know"):
+        load_encoder(tmp_path / "towers")
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "sentence"),
+    [
+        ("retrieval-mlp-gqa", {"enable_linear_proj": False}, "no place: .*candidate_tower_projection_1"),
+        ("retrieval-mean-pool", {"enable_linear_proj": ...}, "lacks array .*candidate_tower_projection_1"),
+        ("retrieval-mlp-gqa", {"enable_linear_proj": 1}, "enable_linear_proj must be of type bool"),
+        ("retrieval-mlp-gqa", {"context_attention": "bidirectional"}, "and is causal"),
+        ("retrieval-mlp-gqa", {"num_layers": 1000}, "num_layers is 1000, but"),
+    ],
+)
+def test_a_retrieval_config_that_does_not_fit_is_refused(
+    tmp_path: Path, source: str, changes: dict[str, Any], sentence: str
+) -> None:
+    copy = Path(shutil.copytree(goldens.GOLDEN / source / "retrieval", tmp_path / "retrieval"))
+    edit_config(copy, **changes)
+    with pytest.raises(CheckpointError, match=sentence):
+        retrieval_goldens.imported(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("linear_projection", [True, False])
+def test_other_shapes_of_the_towers(linear_projection: bool, tmp_path: Path) -> None:
+    small = replace(mini_config(1, (30, 40, 50), hashes=3), layers=1, width=32, head_width=8, right_anchored=True)
+    config = retrieval_config(small, linear_projection=linear_projection)
+    write_published(tmp_path / "published", config, 4)
+    loaded = retrieval_goldens.imported(tmp_path / "published", tmp_path / "ours").towers
+    assert loaded.config == config
+    expected = random_model(config, 4)
+    assert isinstance(expected, Towers)
+    ids = np.arange(1, 9, dtype=np.uint64)
+    assert torch.equal(loaded.encode_posts(ids, ids), expected.encode_posts(ids, ids))
+    contexts = retrieval_goldens.contexts("retrieval-mlp-gqa", config)
+    assert torch.equal(loaded.encode_users(contexts), expected.encode_users(contexts))

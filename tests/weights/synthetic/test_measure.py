@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weights.checkpoint import load_checkpoint
-from weights.published.importer import PublishedRanker, import_published, labels_for
+from weights.published.importer import PublishedModel, import_published, labels_for
 from weights.synthetic.measure import footprint
 from weights.synthetic.published import write_published
 from weights.synthetic.random_weights import mini_config
@@ -30,7 +30,7 @@ def growth_mib(figures: dict[str, float]) -> float:
 
 def test_import_never_holds_a_table_and_load_maps_all(published: Path) -> None:
     out = published.parent / "ours"
-    with PublishedRanker(published) as ranker:
+    with PublishedModel(published) as ranker:
         labels = labels_for(ranker.config, "x")
         imported = footprint(lambda: import_published(ranker, out, labels))
     assert growth_mib(imported) < TABLE_MIB - 5, imported

@@ -1,0 +1,71 @@
+"""Changes to a corpus: bytes → checked columns of posts that come and ids of posts that go. Not for what becomes of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
+
+from app.errors import InvalidRequest, TooLarge
+from app.interface import PostChange, PostRows
+from app.request.body import Id, Strict, Time, Topic, check_cost
+from app.request.ids import read_ids
+from app.request.strict_json import parse, refuse_duplicates
+
+MAX_CHANGED, MAX_VALUES = 10_000, 60_000  # posts in one change: a search waits for the vectors of so many to be indexed
+RULE = (
+    'must be {"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]} with each post once: ids are unsigned '
+    "64-bit integers or decimal strings, a post_id is not 0; created_at and topic may be left out"
+)
+
+
+class Upsert(Strict):
+    """A post that comes."""
+
+    post_id: Id
+    author_id: Id
+    created_at: Time | UnsetType = UNSET
+    topic: Annotated[Topic, Meta(min_length=1)] | UnsetType = UNSET
+
+
+class Change(Strict):
+    """A change whose types are right."""
+
+    upsert: list[Upsert] | UnsetType = UNSET
+    delete: list[Id] | UnsetType = UNSET
+
+
+_CHANGE = msgspec.json.Decoder(Change)
+_ENCODER = msgspec.json.Encoder()
+
+
+def read_change(body: bytes | bytearray) -> PostChange:
+    """Raises MalformedJson, InvalidRequest, or TooLarge for more than `MAX_CHANGED` posts."""
+    check_cost(body, MAX_VALUES)
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError):
+        typed = _CHANGE.decode(body)
+        refuse_duplicates(body, _ENCODER.encode(typed))
+        return _checked(typed)
+    parse(body)  # raises where it is no JSON
+    raise InvalidRequest([("", RULE)])
+
+
+def _checked(typed: Change) -> PostChange:
+    """Raises ValueError or OverflowError where the change is not right."""
+    posts = typed.upsert or []
+    rows = PostRows(
+        read_ids([post.post_id for post in posts]),
+        read_ids([post.author_id for post in posts]),
+        np.array([post.created_at or 0 for post in posts], np.int64),
+        [post.topic or None for post in posts],
+    )
+    delete = read_ids(typed.delete or [])
+    ids = np.concatenate((rows.post_ids, delete))
+    if len(ids) > MAX_CHANGED:
+        raise TooLarge(f"{len(ids)} posts, and at most {MAX_CHANGED} are changed at once.")
+    if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all():
+        raise ValueError
+    return PostChange(delete, rows)

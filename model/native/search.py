@@ -1,0 +1,92 @@
+"""`NativeIndex`: the exact search of search.cpp as Python calls it. Knows rows and bits, not posts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.engine import EngineError
+from model.native.build import build_kernel
+from model.native.kernel import check_status, open_library
+from model.native.packing import Float, Int64, Pointer, structure
+from model.retrieval.search import Found, Wish
+
+CWish = structure(
+    "Wish",
+    (Pointer, "query visible"),
+    (Int64, "k"),
+    (Float, "least"),
+    (Int64, "found seen scored"),
+    (Pointer, "rows scores"),
+)  # mirrored in search.cpp
+
+
+class NativeIndex:
+    """Rows of 8 bits beside the fp32 rows that they stand for, which are read in place and must not change.
+
+    Used by one thread at a time. Raises KernelUnavailable where the kernel cannot be built, EngineError where memory ends.
+    """
+
+    def __init__(
+        self,
+        vectors: NDArray[np.float32],
+        *,
+        threads: int = 0,
+        kernel_directory: Path | None = None,
+        defines: Sequence[str] = (),
+    ) -> None:
+        """vectors: float32 `[n, D]`, C-ordered, finite. `threads` 0 takes torch's number."""
+        if vectors.dtype != np.float32 or not vectors.flags.c_contiguous or vectors.ndim != 2 or not len(vectors):
+            raise ValueError("vectors must be C-ordered float32 [n, D], one row at least")
+        self._handle: ctypes.c_void_p | None = None
+        built = build_kernel(kernel_directory, *defines, source="search")
+        self.note = built.note
+        self.library = open_library(built.path, [CWish])
+        self.library.search_run.argtypes = (Pointer, Pointer, Int64)
+        self.library.search_destroy.argtypes = (Pointer,)
+        self._vectors = vectors
+        self._handle = ctypes.c_void_p()
+        rows, width = (Int64(size) for size in vectors.shape)
+        count = Int64(threads or torch.get_num_threads())
+        made = self.library.search_create(Pointer(vectors.ctypes.data), rows, width, count, ctypes.byref(self._handle))
+        check_status(made, "make an index")
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def search(self, wishes: Sequence[Wish]) -> list[Found]:
+        """The best rows for each wish. A row's score has the same bits whatever else is asked, and whichever row it is."""
+        if self._handle is None:
+            raise EngineError("the index is closed")
+        kept, results = [], []
+        asked = (CWish * len(wishes))()
+        for place, wish in enumerate(wishes):
+            query = wish.checked_query(self._vectors.shape[1])
+            k = min(wish.k, len(self))
+            rows, scores = np.empty(k, np.int64), np.empty(k, np.float32)
+            visible = None if wish.visible is None else wish.checked_bits(len(self))
+            kept.append((query, visible))
+            results.append((rows, scores))
+            asked[place] = CWish(
+                query.ctypes.data, None if visible is None else visible.ctypes.data, k, wish.least, 0, 0, 0,
+                rows.ctypes.data, scores.ctypes.data,
+            )  # fmt: skip
+        check_status(self.library.search_run(self._handle, ctypes.addressof(asked), len(wishes)), "search")
+        return [
+            Found(rows[: done.found], scores[: done.found], done.seen, done.scored)
+            for done, (rows, scores) in zip(asked, results, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End its threads and free its rows."""
+        if self._handle is not None:
+            self.library.search_destroy(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()

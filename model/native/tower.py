@@ -1,0 +1,81 @@
+"""`NativeTower`: user vectors from the kernel that the ranker's contexts come from, with the trunk's outputs averaged."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.engine import EngineError
+from model.inputs import Context
+from model.native.build import KernelUnavailable
+from model.native.engine import ContextRows
+from model.native.kernel import Work, load_kernel
+from model.native.packing import LANES, PANEL, pack, round_up
+from model.retrieval.towers import SMALLEST_SQUARE, Towers
+
+
+class NativeTower:
+    """The user tower on a CPU. A user's bits depend on nothing but that user's own context.
+
+    `threads` 0 takes torch's number. Raises KernelUnavailable where the kernel cannot be built or, with `only_if_fast`, where
+    the processor lacks the vectors it is written for; EngineError where memory ends.
+    """
+
+    def __init__(
+        self,
+        towers: Towers,
+        dtype: torch.dtype = torch.float32,
+        *,
+        threads: int = 0,
+        kernel_directory: Path | None = None,
+        only_if_fast: bool = False,
+    ) -> None:
+        self._config = towers.config
+        self._kernel = load_kernel(kernel_directory)
+        if only_if_fast and self._kernel.vector_bits() < 512:
+            raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
+        self._kernel.enable_tiles()
+        self._packed = pack(towers, dtype)
+        self._handle: ctypes.c_void_p | None
+        self._handle, given = self._kernel.create(
+            self._packed.model, threads or torch.get_num_threads(), bf16=dtype is torch.bfloat16
+        )
+        head, config = self._config.head_width, self._config
+        self._block_bytes = PANEL * (head + round_up(head, LANES)) * config.layers * config.kv_heads * dtype.itemsize
+        self.notes: dict[str, Any] = {"backend": "native", "dtype": str(dtype).removeprefix("torch."), "threads": given}
+
+    def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
+        """Unit vectors `[B, D]`; zero for a context without any valid token."""
+        if self._handle is None:
+            raise EngineError("the user tower is closed")
+        rows = [ContextRows(context, self._config) for context in contexts]
+        outputs = [np.empty((job.rows, self._config.width), np.float32) for job in rows]
+        jobs, kept = [], []
+        for job, output in zip(rows, outputs, strict=True):
+            if not job.is_empty:
+                blocks = -(-job.rows // PANEL)
+                keys = np.zeros(blocks * self._block_bytes, np.uint8)
+                kept.append(keys)
+                jobs.append(job.packed(blocks, keys.ctypes.data, output.ctypes.data))
+        if jobs:
+            self._kernel.forward(self._handle, Work(jobs, [], [b""] * 4, [np.empty(0, np.float32)] * 3))
+        return np.stack([mean_direction(output) for output in outputs])
+
+    def close(self) -> None:
+        """Free the kernel's memory."""
+        if self._handle is not None:
+            self._kernel.destroy(self._handle)
+            self._handle = None
+
+
+def mean_direction(outputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The mean of rows `[n, D]` at unit length, summed row by row in fp64; zero for no rows."""
+    mean = outputs.sum(0, dtype=np.float64) / max(len(outputs), 1)
+    direction: NDArray[np.float32] = (mean / np.sqrt(max(float(mean @ mean), SMALLEST_SQUARE))).astype(np.float32)
+    return direction

@@ -1,0 +1,75 @@
+"""The posts that a search runs over, as arrays; which rows are hidden, and where an id lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.inputs import Ids
+
+ROWS_PER_STEP = 65536  # how many vectors are looked at at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corpus:
+    """`post_ids, author_ids`: uint64 `[n]`. `vectors`: float32 `[n, D]`, unit rows or zero. `created_at`: int64 `[n]`, Unix
+    seconds, 0 where unknown, or None. `topics`: int32 `[n]`, an index into `topic_names` or -1, or None.
+    `encoder` is the digest of the checkpoint that made the vectors.
+
+    `hidden`, bool `[n]`, are the rows that no search returns: zero vectors, and every post but the first of an id.
+    """
+
+    name: str
+    version: str
+    encoder: str
+    post_ids: Ids
+    author_ids: Ids
+    vectors: NDArray[np.float32]
+    created_at: NDArray[np.int64] | None = None
+    topics: NDArray[np.int32] | None = None
+    topic_names: tuple[str, ...] = ()
+    hidden: NDArray[np.bool_] = field(init=False)
+    duplicates: int = field(init=False)
+    by_id: NDArray[np.int64] = field(init=False)
+    """Rows in the order of their post ids, the first row of an id first."""
+
+    def __post_init__(self) -> None:
+        by_id = np.argsort(self.post_ids, kind="stable")
+        ordered = self.post_ids[by_id]
+        again = by_id[1:][ordered[1:] == ordered[:-1]]
+        hidden = np.zeros(len(self.post_ids), np.bool_)
+        for start in range(0, len(hidden), ROWS_PER_STEP):
+            hidden[start : start + ROWS_PER_STEP] = ~self.vectors[start : start + ROWS_PER_STEP].any(1)
+        hidden[again] = True
+        for name, value in (("hidden", hidden), ("duplicates", len(again)), ("by_id", by_id)):
+            object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        return len(self.post_ids)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return int(self.vectors.shape[1])
+
+    def rows_of(self, post_ids: Ids) -> NDArray[np.int64]:
+        """The first row of each of these posts that the corpus has; the others are left out."""
+        places = np.searchsorted(self.post_ids, post_ids, sorter=self.by_id)
+        rows = self.by_id[np.minimum(places, len(self) - 1)]
+        found: NDArray[np.int64] = rows[self.post_ids[rows] == post_ids]
+        return found
+
+
+def worst_norm(vectors: NDArray[np.float32]) -> tuple[int, float]:
+    """The row whose length is farthest from 1, and that length; zero rows are as they should be. NaN counts as farthest."""
+    worst, worst_length, worst_off = 0, 1.0, 0.0
+    for start in range(0, len(vectors), ROWS_PER_STEP):
+        rows = vectors[start : start + ROWS_PER_STEP]
+        lengths = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
+        off = np.where(lengths == 0, 0, np.abs(lengths - 1))
+        place = int(np.argmax(np.nan_to_num(off, nan=np.inf)))
+        if not off[place] <= worst_off:
+            worst, worst_length, worst_off = start + place, float(lengths[place]), float(off[place])
+    return worst, worst_length

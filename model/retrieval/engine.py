@@ -1,0 +1,249 @@
+"""`RetrievalEngine`: user vectors from the cache or the user tower, then the exact search, for a batch of requests at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.cache import ContextCache, ContextKey
+from model.engine import CacheStats, EngineError
+from model.inputs import Context
+from model.native.build import KernelUnavailable
+from model.native.search import NativeIndex
+from model.native.tower import NativeTower
+from model.retrieval.corpus import Corpus
+from model.retrieval.inputs import Answers, Change, Filters, NewPosts, Query, Retrieved
+from model.retrieval.search import Found, Index, TorchIndex, Wish
+from model.retrieval.segment import Segment, segment_of
+from model.retrieval.towers import Towers
+from model.tolerances import RETRIEVAL
+
+SEGMENT_ROWS = 4096  # new posts that are indexed together, and anew with each change until there are so many
+CHECKED_POSTS = 64  # of the corpus, at warm-up
+
+
+class Tower(Protocol):
+    """Something that encodes users."""
+
+    notes: dict[str, Any]
+
+    def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
+        """Unit vectors `[B, D]`. A user's bits do not depend on the others."""
+        ...
+
+    def close(self) -> None:
+        """Free its memory."""
+        ...
+
+
+class TorchTower:
+    """The definition, one user at a time, so that a user's bits do not depend on the others."""
+
+    def __init__(self, towers: Towers, dtype: torch.dtype, note: str) -> None:
+        self._towers = towers
+        self._dtype = dtype
+        self.notes: dict[str, Any] = {"backend": "torch", "dtype": str(dtype).removeprefix("torch."), "reason": note}
+
+    def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
+        """As `Tower.encode`."""
+        return np.concatenate([self._towers.encode_users([context], self._dtype).numpy() for context in contexts])
+
+    def close(self) -> None:
+        """The towers belong to the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalOptions:
+    """What an operator may choose; as `EngineOptions`, but that `auto` is float32: a user vector is cached, and its last bits
+    decide which posts are near ties. `cache_bytes` bounds the cache of user vectors."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    backend: Literal["auto", "native", "torch"] = "auto"
+    cache_bytes: int = 16 * 2**20
+    threads: int = 0
+    kernel_directory: Path | None = None
+
+
+class RetrievalEngine:
+    """Two towers and the corpus that their candidate tower made, on a CPU. Used by one thread at a time but for `cache_stats`.
+
+    Raises ValueError for a corpus of another width; EngineError where the choice cannot run here.
+    """
+
+    def __init__(self, towers: Towers, corpus: Corpus, options: RetrievalOptions = RetrievalOptions()) -> None:
+        if corpus.width != towers.config.width:
+            raise ValueError(f"the corpus has vectors of width {corpus.width}, the towers of {towers.config.width}")
+        self.config = towers.config
+        self.towers = towers
+        self.options = options
+        dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+        self._tower = self._make_tower(dtype)
+        self.notes: dict[str, Any] = {"user_tower": self._tower.notes}
+        self._segments = [Segment(corpus, self._make_index(corpus.vectors, options.threads))]
+        self.posts = len(corpus) - int(corpus.hidden.sum())
+        """Rows that a search without filters can return."""
+        self.changes = 0
+        """Calls of `change` so far."""
+        self._users: ContextCache[NDArray[np.float32]] = ContextCache(options.cache_bytes, prefixes=False)
+
+    @property
+    def corpus(self) -> Corpus:
+        """What is searched, but for changes."""
+        return self._segments[0].corpus
+
+    def warm_up(self) -> None:
+        """Touch what a request touches, and compare some posts and their scores with the definition. Raises EngineError."""
+        corpus = self.corpus
+        rows = np.flatnonzero(~corpus.hidden)[:CHECKED_POSTS]
+        if len(rows):
+            ours = self.towers.encode_posts(corpus.post_ids[rows], corpus.author_ids[rows]).numpy()
+            tolerance = RETRIEVAL[self.towers.tables.post.dtype].posts
+            if not np.abs(ours - corpus.vectors[rows]).max() <= tolerance:
+                raise EngineError("the corpus does not hold the vectors of this retrieval checkpoint")
+            self._check_search(corpus, rows)
+        nobody = np.empty(0, np.int64)
+        empty = Context(1, nobody.view(np.uint64), nobody.view(np.uint64), np.zeros((0, self.config.actions), np.float32),
+                        nobody, np.empty(0, np.float32))  # fmt: skip
+        self.retrieve([Query(empty, 1, Filters(nobody.view(np.uint64)))])
+        self._users.clear()
+
+    def retrieve(self, queries: Sequence[Query]) -> Answers:
+        """Answers in the order of the queries, which share one scan of the corpus. What one gets does not depend on the others."""
+        started = time.perf_counter()
+        users, cached = self._encode([query.context for query in queries])
+        encoded = time.perf_counter()
+        found = [
+            segment.index.search(
+                [
+                    Wish(user, query.k, segment.visible(query.filters), query.least)
+                    for user, query in zip(users, queries, strict=True)
+                ]
+            )
+            for segment in self._segments
+        ]
+        retrieved = [self._retrieved(*one) for one in zip(zip(*found, strict=True), queries, cached, strict=True)]
+        return Answers(retrieved, encoded - started, time.perf_counter() - encoded)
+
+    def change(self, change: Change) -> int:
+        """From the next search on, the deleted posts are gone, and the new ones stand in place of what had their ids. How many
+        posts were deleted by name."""
+        hidden = [
+            sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
+        ]
+        self.posts -= sum(hidden)
+        self.changes += 1
+        if len(change.posts):
+            self._add(change.posts)
+        return hidden[0]
+
+    def _add(self, posts: NewPosts) -> None:
+        last = self._segments[-1]
+        if len(self._segments) > 1 and len(last.corpus) < SEGMENT_ROWS:
+            rows, corpus = last.shown_rows(), last.corpus
+            posts = NewPosts(
+                np.concatenate((corpus.post_ids[rows], posts.post_ids)),
+                np.concatenate((corpus.author_ids[rows], posts.author_ids)),
+                np.concatenate((last.times_of(rows), posts.created_at)),
+                last.topics_of(rows) + posts.topics,
+                np.concatenate((corpus.vectors[rows], posts.vectors)),
+            )
+            self._segments.pop().close()
+            self.posts -= len(rows)
+        self._segments.append(segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)))
+        self.posts += len(self._segments[-1].shown_rows())
+
+    def cache_stats(self) -> CacheStats:
+        """Of the user vectors; safe to call from any thread."""
+        return self._users.stats()
+
+    def close(self) -> None:
+        """Free the indexes, the user tower and the cache."""
+        self._users.clear()
+        self._tower.close()
+        for segment in self._segments:
+            segment.close()
+
+    def _make_tower(self, dtype: torch.dtype) -> Tower:
+        options = self.options
+        if options.backend == "torch":
+            return TorchTower(self.towers, dtype, "chosen by the operator")
+        try:
+            return NativeTower(
+                self.towers,
+                dtype,
+                threads=options.threads,
+                kernel_directory=options.kernel_directory,
+                only_if_fast=options.backend == "auto",
+            )
+        except KernelUnavailable as error:
+            if options.backend == "native":
+                raise
+            return TorchTower(self.towers, dtype, str(error))
+
+    def _make_index(self, vectors: NDArray[np.float32], threads: int) -> Index:
+        options = self.options
+        try:
+            if options.backend == "torch":
+                raise KernelUnavailable("chosen by the operator")
+            index = NativeIndex(vectors, threads=threads, kernel_directory=options.kernel_directory)
+            self.notes["search"] = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
+            return index
+        except KernelUnavailable as error:
+            if options.backend == "native":
+                raise
+            self.notes["search"] = {"backend": "torch", "reason": str(error)}
+            return TorchIndex(vectors)
+
+    def _encode(self, contexts: Sequence[Context]) -> tuple[list[NDArray[np.float32]], list[bool]]:
+        """User vectors, and which of them were known."""
+        keys = [ContextKey.of(context, self.config) for context in contexts]
+        known = {key: vector for key in keys if (vector := self._users.find(key)) is not None}
+        cached = [key in known for key in keys]
+        missing = {key: context for key, context in zip(keys, contexts, strict=True) if key not in known}
+        if missing:
+            for key, vector in zip(missing, self._tower.encode(list(missing.values())), strict=True):
+                self._users.find_prefix(key)  # counts the miss
+                self._users.insert(key, vector, vector.nbytes)
+                known[key] = vector
+        return [known[key] for key in keys], cached
+
+    def _retrieved(self, found: Sequence[Found], query: Query, cached: bool) -> Retrieved:
+        """The best of what the segments found: equal scores by segment, then by row."""
+        parts = list(zip(self._segments, found, strict=True))
+        scores = np.concatenate([part.scores for _, part in parts])
+        order = np.argsort(-scores, kind="stable")[: query.k]  # each part is in the right order already
+
+        def of(column: Callable[[Segment, NDArray[np.int64]], NDArray[Any]]) -> NDArray[Any]:
+            picked: NDArray[Any] = np.concatenate([column(segment, part.rows) for segment, part in parts])[order]
+            return picked
+
+        names = [topic for segment, part in parts for topic in segment.topics_of(part.rows)]
+        return Retrieved(
+            of(lambda segment, rows: segment.corpus.post_ids[rows]),
+            of(lambda segment, rows: segment.corpus.author_ids[rows]),
+            scores[order],
+            of(lambda segment, rows: segment.times_of(rows)),
+            [names[place] for place in order],
+            sum(part.visible for part in found),
+            sum(part.scored for part in found),
+            cached,
+            self.posts,
+            self.changes,
+        )
+
+    def _check_search(self, corpus: Corpus, rows: NDArray[np.int64]) -> None:
+        vectors = np.ascontiguousarray(corpus.vectors[rows])
+        plain, index = TorchIndex(vectors, exhaustive=True), self._make_index(vectors, 1)
+        for vector in vectors[:4]:
+            wish = Wish(vector, len(rows))
+            (ours,), (theirs,) = index.search([wish]), plain.search([wish])
+            if ours.rows.tobytes() != theirs.rows.tobytes() or ours.scores.tobytes() != theirs.scores.tobytes():
+                raise EngineError("the search does not give the definition's rows and bits on this device")
+        index.close()

@@ -1,0 +1,84 @@
+"""What one retrieval asks for and gets, in numpy. Not for JSON, and not for tensors on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.inputs import Context, Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filters:
+    """What a request wants hidden. `exclude`: uint64 post ids. `topics`: any of these names; None for all, and a name that the
+    corpus lacks matches nothing. `created_after`: Unix seconds; posts from before it or of an unknown time are hidden."""
+
+    exclude: Ids
+    topics: tuple[str, ...] | None = None
+    created_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Query:
+    """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more."""
+
+    context: Context
+    k: int
+    filters: Filters
+    least: float = -np.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewPosts:
+    """Posts that take the place of those with the same ids, or are new. Ids as in `Corpus`, each once; `created_at`: int64 `[n]`, 0
+    where unknown; `topics`: a name or None for each; `vectors`: float32 `[n, D]`."""
+
+    post_ids: Ids
+    author_ids: Ids
+    created_at: NDArray[np.int64]
+    topics: list[str | None]
+    vectors: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.post_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """What happens to a corpus in one step: posts that go, by id, and posts that come. No id is in both."""
+
+    delete: Ids
+    posts: NewPosts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Retrieved:
+    """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `created_at`: int64
+    `[r]`, 0 where unknown; `topics`: a name or None for each. `visible`: rows that the filters left. `scored`: rows that were
+    scored in fp32. `cached`: whether the user's vector came from the cache. `posts` and `changes`: what the corpus was then, as
+    `RetrievalEngine` counts them."""
+
+    post_ids: Ids
+    author_ids: Ids
+    scores: NDArray[np.float32]
+    created_at: NDArray[np.int64]
+    topics: list[str | None]
+    visible: int
+    scored: int
+    cached: bool
+    posts: int
+    changes: int
+
+    def __len__(self) -> int:
+        return len(self.post_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """What one batch gave, in the order of its queries, and how long its two parts took."""
+
+    retrieved: list[Retrieved]
+    encode_seconds: float
+    search_seconds: float

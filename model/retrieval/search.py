@@ -1,0 +1,151 @@
+"""Exact search: what a score is, which rows are the best, and the plain definition of both. Faster paths are tested against it.
+
+The bound that lets a fast path score few rows. A row x is kept as x' = s·q, q in 8 bits, a query u as u' = t·p, p in 16 bits.
+`|u·x − u'·x'| ≤ ‖u‖·‖x − x'‖ + ‖u − u'‖·‖x'‖` (Cauchy–Schwarz), and a sum of D products in fp32, whose largest chain has
+`D/16 + 4` additions, is within `(D/16 + 6)·2⁻²⁴·‖u‖·‖x‖` of the real one. With b the sum of these (and of a few roundings more),
+`u'·x' − b` and `u'·x' + b` enclose the score. If k visible rows have lower bounds of T or more, a row whose upper bound lies below
+T has k rows above it, and is not among the best k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+LANES = 16
+WORD_ROWS = 64  # rows in one word of a mask
+
+Bits = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wish:
+    """What to look for: the best `k` rows for `query` (float32 `[D]`) that are visible and score `least` or more.
+
+    `visible`: a bit a row, row r in word `r // 64`, bit `r % 64`; None for every row. See `bits_of`.
+    """
+
+    query: NDArray[np.float32]
+    k: int
+    visible: Bits | None = None
+    least: float = -np.inf
+
+    def checked_query(self, width: int) -> NDArray[np.float32]:
+        """The query, C-ordered. Raises ValueError for another width, for numbers that are not finite, and for a k below 1."""
+        query = np.ascontiguousarray(self.query, np.float32)
+        if query.shape != (width,) or not np.isfinite(query).all() or self.k < 1 or np.isnan(self.least):
+            raise ValueError(f"a wish needs a finite query of width {width}, a k of 1 or more, and no NaN")
+        return query
+
+    def checked_bits(self, rows: int) -> Bits:
+        """The mask. Raises ValueError where it has not a bit a row."""
+        if self.visible is None or self.visible.dtype != np.uint64 or self.visible.shape != (-(-rows // WORD_ROWS),):
+            raise ValueError(f"visible must be uint64 with a bit for each of {rows} rows")
+        return np.ascontiguousarray(self.visible)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """`rows`: int64, best first, equal scores by row. `scores`: float32. `visible`: how many rows could have been found.
+    `scored`: how many of them were scored in fp32."""
+
+    rows: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    visible: int
+    scored: int
+
+
+class Index(Protocol):
+    """Rows that can be searched."""
+
+    def __len__(self) -> int: ...
+
+    def search(self, wishes: Sequence[Wish]) -> list[Found]:
+        """The best rows for each wish, in the order of the wishes. Raises ValueError for one that does not fit the rows."""
+        ...
+
+    def close(self) -> None:
+        """Free its memory."""
+        ...
+
+
+def bits_of(visible: NDArray[np.bool_]) -> Bits:
+    """A mask `[n]` as the words that `Wish.visible` wants."""
+    packed = np.packbits(visible, bitorder="little")
+    return np.pad(packed, (0, -len(packed) % 8)).view("<u8").astype(np.uint64, copy=False)
+
+
+def mask_of(bits: Bits, rows: int) -> NDArray[np.bool_]:
+    """`bits_of` undone."""
+    return np.unpackbits(bits.astype("<u8").view(np.uint8), count=rows, bitorder="little").astype(np.bool_)
+
+
+def score_rows(vectors: Tensor, query: Tensor) -> Tensor:
+    """Scores fp32 `[n]` of rows `[n, D]`: the definition, in bits.
+
+    Sixteen running sums, a product added at a time, then halves onto halves: every device that adds and multiplies as IEEE 754
+    says gives the same bits, for any n. A score is never −0.
+    """
+    products = functional.pad(vectors * query, (0, -vectors.shape[1] % LANES)).unflatten(-1, (-1, LANES))
+    sums = torch.zeros_like(products[:, 0])
+    for step in range(products.shape[1]):
+        sums = sums + products[:, step]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
+def best(
+    rows: NDArray[np.int64], scores: NDArray[np.float32], wish: Wish
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Of scored rows, those that the wish wants: best first, equal scores by row."""
+    order = np.lexsort((rows, -scores))
+    order = order[scores[order] >= wish.least][: wish.k]
+    return rows[order], scores[order]
+
+
+class TorchIndex:
+    """The search in torch alone, on any device: products of every row by the device's own routine, whose rounding is bounded,
+    then `score_rows` for those that can be among the best. With `exhaustive` it scores every row: the definition.
+    """
+
+    def __init__(
+        self, vectors: NDArray[np.float32], device: torch.device | str = "cpu", *, exhaustive: bool = False
+    ) -> None:
+        self._vectors = torch.from_numpy(vectors).to(device)
+        self._exhaustive = exhaustive
+        self._longest = float(self._vectors.double().square().sum(1).max().sqrt())
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    @torch.inference_mode()
+    def search(self, wishes: Sequence[Wish]) -> list[Found]:
+        """As `Index.search`."""
+        return [self._one(wish) for wish in wishes]
+
+    def _one(self, wish: Wish) -> Found:
+        count, width = self._vectors.shape
+        query = torch.from_numpy(wish.checked_query(width)).to(self._vectors.device)
+        mask = np.ones(count, np.bool_) if wish.visible is None else mask_of(wish.checked_bits(count), count)
+        rows = torch.from_numpy(np.flatnonzero(mask)).to(self._vectors.device)
+        seen = len(rows)
+        if not self._exhaustive and wish.k < seen:
+            rough = (self._vectors @ query)[rows]
+            # both the rough product and the score are sums of D products: each within D·2⁻²⁴ of the real one, and a little more
+            bound = 4 * (width + 8) * 2.0**-24 * float(query.double().square().sum().sqrt()) * self._longest + 1e-30
+            rows = rows[rough >= rough.topk(wish.k).values[-1] - bound]
+        scores = score_rows(self._vectors[rows], query)
+        found, values = best(rows.cpu().numpy(), scores.cpu().numpy(), wish)
+        return Found(found, values, seen, len(rows))
+
+    def close(self) -> None:
+        """The vectors belong to the caller."""

@@ -1,0 +1,99 @@
+"""The two towers of retrieval: a user and a post as unit vectors whose product is the score. The plain definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.batch import Batch, collate
+from model.config import RetrievalConfig
+from model.hashing import hash_rows
+from model.inputs import Candidates, Context, Ids
+from model.layers import ranking_mask
+from model.ranker import Tables, TokenBuilder, look_up
+from model.trunk import Trunk, zeros
+
+SMALLEST_SQUARE = 1e-12
+"""What a squared norm is taken for at least: nobody's vector is zero, not a NaN."""
+
+_NO_IDS, _NO_FEATURES = np.empty(0, np.uint64), np.empty(0, np.int64)
+NO_CANDIDATES = Candidates(_NO_IDS, _NO_IDS, _NO_FEATURES, _NO_FEATURES)
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """`x / sqrt(max(Σx², 1e-12))` over the last axis, in fp32."""
+    wide = vectors.float()
+    return wide / wide.square().sum(-1, keepdim=True).clamp_min(SMALLEST_SQUARE).sqrt()
+
+
+class CandidateTower(nn.Module):
+    """`silu(x · input) · output` of the hash embeddings side by side, posts then authors."""
+
+    def __init__(self, config: RetrievalConfig) -> None:
+        super().__init__()
+        embeddings = config.post_hashes.count + config.author_hashes.count
+        self.input = zeros(embeddings * config.width, 2 * config.width)
+        self.output = zeros(2 * config.width, config.width)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """fp32 `[..., n·D]` to `[..., D]`, not yet of unit length."""
+        return functional.silu(embeddings @ self.input) @ self.output
+
+
+class Towers(nn.Module):
+    """The whole retrieval model. Its `state_dict` names and shapes are the checkpoint's tensors; all weights start at 0."""
+
+    def __init__(self, config: RetrievalConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tables = Tables(config)
+        self.tokens = TokenBuilder(config, candidates=False)
+        self.trunk = Trunk(config)
+        if config.linear_projection:
+            self.candidate = CandidateTower(config)
+
+    def users(self, batch: Batch, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Unit vectors fp32 `[B, D]`: the mean over the valid tokens of `[user][history]` after the trunk in `dtype`.
+
+        The candidates of the batch are not read. A context without any valid token is the zero vector.
+        """
+        user = self.tokens.user(self.tables, batch.user_rows)[:, None]
+        history = self.tokens.history(
+            self.tables,
+            batch.history_post_rows,
+            batch.history_author_rows,
+            batch.history_actions,
+            batch.history_surfaces,
+            batch.history_dwell_seconds,
+        )
+        hidden = torch.cat((user, history), 1)
+        valid = torch.cat((batch.user_rows[:, :1] != 0, batch.history_post_rows[:, :, 0] != 0), 1)
+        context = hidden.shape[1]
+        mask = ranking_mask(context, 0, bidirectional=False, device=hidden.device) & valid[:, None, :]
+        hidden = self.trunk(hidden.to(dtype), batch.positions[:, :context], mask).float()
+        total = torch.where(valid[..., None], hidden, 0.0).sum(1)
+        return unit(total / valid.sum(1, keepdim=True).clamp_min(1))
+
+    def posts(self, post_rows: Tensor, author_rows: Tensor) -> Tensor:
+        """Unit vectors `[..., D]` in the tables' dtype, for rows `[..., n]`. Post 0 by author 0 is the zero vector."""
+        embeddings = torch.cat((look_up(self.tables.post, post_rows), look_up(self.tables.author, author_rows)), -1)
+        if not self.config.linear_projection:
+            return unit(embeddings.unflatten(-1, (-1, self.config.width)).mean(-2)).to(self.tables.post.dtype)
+        return unit(self.candidate(embeddings)).to(self.tables.post.dtype)
+
+    @torch.inference_mode()
+    def encode_users(self, contexts: Sequence[Context], dtype: torch.dtype = torch.float32) -> Tensor:
+        """`users` for contexts that are not hashed yet."""
+        batch = collate([(context, NO_CANDIDATES) for context in contexts], self.config)
+        return self.users(batch.to(self.tokens.user_projection.device), dtype)
+
+    @torch.inference_mode()
+    def encode_posts(self, post_ids: Ids, author_ids: Ids) -> Tensor:
+        """`posts` for ids `[n]`, in fp32."""
+        device = self.tokens.user_projection.device
+        rows = (hash_rows(post_ids, self.config.post_hashes), hash_rows(author_ids, self.config.author_hashes))
+        return self.posts(*(torch.from_numpy(values).to(device) for values in rows)).float()

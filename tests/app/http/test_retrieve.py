@@ -1,0 +1,248 @@
+"""POST /retrieve and POST /recommend over real small towers and a fake ranker: replies, filters, joins, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from app.service.service import RankingService
+from app.settings import Limits, Settings
+from tests.app import retrieving
+from tests.app.serving import served, value_of
+
+NOW = retrieving.NOW
+EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite", "2"], "product_surface": 3, "dwell_time": 12.5}
+ASKED: dict[str, Any] = {
+    "user_id": "77",
+    "history": [EVENT, {"post_id": "18", "author_id": 6, "actions": {"reply": 0.5}}],
+}
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    """A valid request; `...` takes a field out."""
+    return {name: value for name, value in (ASKED | changes).items() if value is not ...}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("retrieval")
+
+
+@pytest.fixture(scope="module")
+def running(directory: Path) -> Iterator[tuple[TestClient, RankingService]]:
+    limits = Limits(max_retrieved=400, max_excluded=20, max_history=20)
+    with served(settings=Settings(limits=limits), retrieval=retrieving.loader(directory)) as both:
+        yield both
+
+
+@pytest.fixture
+def client(running: tuple[TestClient, RankingService]) -> TestClient:
+    return running[0]
+
+
+def posts_of(client: TestClient, **changes: Any) -> list[dict[str, Any]]:
+    reply = client.post("/retrieve", json=asked(**changes))
+    assert reply.status_code == 200, reply.text
+    posts: list[dict[str, Any]] = reply.json()["posts"]
+    return posts
+
+
+def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
+    reply = client.post("/retrieve", json=asked(k=10, request_id="page-7"))
+    content = reply.json()
+    assert reply.status_code == 200
+    assert content["model"] == {"name": "towers", "version": "v1"}
+    assert content["corpus"] == {"name": "posts", "version": "v1", "posts": 299, "changes": 0}
+    assert list(content["posts"][0]) == ["post_id", "author_id", "score", "rank", "created_at", "topics"]
+    assert [post["rank"] for post in content["posts"]] == list(range(1, 11))
+    scores = [post["score"] for post in content["posts"]]
+    assert scores == sorted(scores, reverse=True)
+    assert content["visible"] == 300 - 1 - 2, "a duplicate, and two posts of the history"
+    assert (content["history_used"], content["history_dropped"]) == (2, 0)
+    assert list(content["timings_ms"]) == ["parse", "queue", "encode", "search"]
+    assert content["request_id"] == "page-7" == reply.headers["x-request-id"]
+    assert (reply.headers["x-model-version"], reply.headers["x-corpus-version"]) == ("v1", "v1")
+    again = client.post("/retrieve", json=asked(k=10))
+    assert again.headers["x-context-cache"] == "hit"
+    assert again.json()["posts"] == content["posts"]
+
+
+def test_scores_are_the_definitions(client: TestClient) -> None:
+    towers = retrieving.towers()
+    from app.request.posts_body import decode_retrieve
+    from app.request.retrieval import check_retrieve
+    from app.request.vocabulary import Vocabulary
+    from weights.format.manifest import Manifest
+
+    names = ("favorite", "reply", "report")
+    vocabulary = Vocabulary.of(Manifest("x", "1", towers.config, names, (), {}, {}, {}))
+    body = json.dumps(asked()).encode()
+    context = check_retrieve(decode_retrieve(body, Limits(), vocabulary), vocabulary).query(towers.config).context
+    user = towers.encode_users([context])[0].numpy()
+    posts = posts_of(client, k=400, exclude_history=False)
+    ids, authors = (np.array([int(post[key]) for post in posts], np.uint64) for key in ("post_id", "author_id"))
+    expected = towers.encode_posts(ids, authors).numpy() @ user
+    np.testing.assert_allclose([post["score"] for post in posts], expected, atol=2e-6)
+    assert len(posts) == 299
+
+
+def test_filters(client: TestClient) -> None:
+    everything = posts_of(client, k=400, exclude_history=False)
+
+    def left(**changes: Any) -> list[dict[str, Any]]:
+        posts = posts_of(client, k=400, exclude_history=False, **changes)
+        return [post | {"rank": 0} for post in posts]
+
+    def those(keep: Any) -> list[dict[str, Any]]:
+        return [post | {"rank": 0} for post in everything if keep(post)]
+
+    seen = {"17", "18"}
+    assert [post["post_id"] for post in posts_of(client, k=400)] == [
+        post["post_id"] for post in everything if post["post_id"] not in seen
+    ]
+    best = everything[0]["post_id"]
+    assert left(exclude=[best, 12345]) == those(lambda post: post["post_id"] != best)
+    assert left(topics=["sport", "unheard of"]) == those(lambda post: post["topics"] == ["sport"])
+    assert left(topics=[]) == []
+    assert left(min_score=0.1) == those(lambda post: np.float32(post["score"]) >= np.float32(0.1))
+    day = 24 * 3600
+    assert left(max_age_seconds=day, impression_ts=NOW) == those(lambda post: post["created_at"] >= NOW - day)
+    assert {tuple(post["topics"]) for post in everything} == {(), ("sport",), ("news",), ("art",)}
+
+
+def test_k_is_a_prefix(client: TestClient) -> None:
+    most = posts_of(client, k=299)
+    for k in (1, 2, 63, 200):
+        assert posts_of(client, k=k) == most[:k]
+    assert len(posts_of(client)) == 200
+
+
+def test_recommend_is_retrieve_and_then_rank(client: TestClient) -> None:
+    """Bit for bit, with every option that both have."""
+    options = {
+        "impression_ts": NOW,
+        "weights": {"favorite": 2.0, "report": -1.5},
+        "actions_wanted": ["report", "favorite"],
+    }
+    for changes in ({}, {"k": 7}, {"k": 30, "topics": ["sport", "art"], "exclude": [3, 4]}, {"k": 90, "top_k": 5}):
+        joined = client.post("/recommend", json=asked(**options, **changes))
+        assert joined.status_code == 200, joined.text
+        content = joined.json()
+        retrieval = {name: value for name, value in changes.items() if name != "top_k"}
+        posts = posts_of(client, **retrieval)
+        candidates = [{key: post[key] for key in ("post_id", "author_id", "created_at")} for post in posts]
+        top_k = changes.get("top_k", len(posts))
+        ranked = client.post("/rank", json=asked(**options, candidates=candidates, top_k=top_k)).json()
+        found = {post["post_id"]: post for post in posts}
+        expected = [
+            row | {"retrieval_score": found[row["post_id"]]["score"], "retrieval_rank": found[row["post_id"]]["rank"]}
+            for row in ranked["candidates"]
+        ]
+        assert content["candidates"] == expected
+        assert content["actions"] == ["report", "favorite"]
+        assert content["models"] == {"retrieval": {"name": "towers", "version": "v1"}, "ranker": ranked["model"]}
+        assert content["corpus"]["version"] == "v1"
+        assert list(content["timings_ms"]) == ["parse", "queue", "encode", "search", "forward"]
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_nothing_visible_is_an_empty_list(client: TestClient, path: str) -> None:
+    reply = client.post(path, json=asked(topics=[]))
+    assert reply.status_code == 200
+    content = reply.json()
+    assert content["posts" if path == "/retrieve" else "candidates"] == []
+    assert content["visible"] == 0
+
+
+WRONG: list[tuple[dict[str, Any], int, str]] = [
+    ({"user_id": ...}, 422, "user_id: is required"),
+    ({"user_id": -1}, 422, "user_id: must be an unsigned"),
+    ({"user_id": 0, "history": []}, 422, "user_id: is 0 and the history holds no post"),
+    ({"user_id": 0, "history": [{"post_id": 0, "author_id": 4}]}, 422, "nothing is known of this user"),
+    ({"k": 0}, 422, "k: must be an integer of at least 1"),
+    ({"k": 1.5}, 422, "k: must be an integer of at least 1"),
+    ({"k": 401}, 413, "k: at most 400 posts"),
+    ({"exclude": [1] * 21}, 413, "exclude: 21 items"),
+    ({"exclude": [1, -1]}, 422, "exclude[1]: must be an unsigned"),
+    ({"exclude": ["01"]}, 422, "exclude[0]: must be an unsigned"),
+    ({"exclude_history": 1}, 422, "exclude_history: must be true or false"),
+    ({"topics": "sport"}, 422, "topics: must be an array"),
+    ({"topics": [1]}, 422, "topics[0]: must be a short text"),
+    ({"min_score": 2}, 422, "min_score: must be a number between -1 and 1"),
+    ({"max_age_seconds": 60}, 422, "max_age_seconds: needs impression_ts"),
+    ({"max_age_seconds": 0, "impression_ts": NOW}, 422, "max_age_seconds: must be an integer between 1"),
+    ({"request_id": "a b"}, 422, "request_id: must be"),
+    ({"candidates": []}, 422, "has an unknown field"),
+    ({"history": [{"post_id": 1, "author_id": 2, "actions": ["unheard"]}]}, 422, "history[0].actions"),
+    ({"history": {"post_id": [1, 2], "author_id": [1]}}, 422, "history: must hold arrays of equal length"),
+    ({"history": [EVENT] * 21}, 413, "history: 21 items"),
+]
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+@pytest.mark.parametrize(("changes", "status", "sentence"), WRONG)
+def test_what_is_refused(client: TestClient, path: str, changes: dict[str, Any], status: int, sentence: str) -> None:
+    reply = client.post(path, json=asked(**changes))
+    assert reply.status_code == status, reply.text
+    assert sentence in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("changes", [{"weights": {"favorite": 1}}, {"top_k": 3}, {"actions_wanted": ["reply"]}])
+def test_retrieve_knows_nothing_of_scores(client: TestClient, changes: dict[str, Any]) -> None:
+    assert client.post("/retrieve", json=asked(**changes)).status_code == 422
+    assert client.post("/recommend", json=asked(**changes)).status_code == 200
+
+
+@pytest.mark.parametrize("changes", [{"weights": {"unheard": 1}}, {"top_k": 0}, {"actions_wanted": ["reply", "1"]}])
+def test_recommend_is_as_strict_as_rank(client: TestClient, changes: dict[str, Any]) -> None:
+    assert client.post("/recommend", json=asked(**changes)).status_code == 422
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b'{"user_id": 1, "user_id": 2}', b"[]", b'{"user_id": 1e999}', b"\xff"])
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_what_is_no_json_object_is_refused(client: TestClient, path: str, raw: bytes) -> None:
+    reply = client.post(path, content=raw, headers={"content-type": "application/json"})
+    assert reply.status_code in (400, 422)
+
+
+def test_a_refused_or_answered_request_leaves_no_place_taken(
+    client: TestClient, running: tuple[TestClient, RankingService]
+) -> None:
+    for changes in ({}, {"topics": []}, {"user_id": 0, "history": []}, {"k": 0}, {"exclude": [-1]}):
+        client.post("/recommend", json=asked(**changes))
+    assert (running[1].admission.requests, running[1].admission.candidates) == (0, 0)
+
+
+def test_a_deadline_that_has_passed(client: TestClient) -> None:
+    for path in ("/retrieve", "/recommend"):
+        reply = client.post(path, json=asked(), headers={"x-request-timeout-ms": "0"})
+        assert (reply.status_code, reply.json()["code"]) == (504, "deadline_exceeded")
+
+
+def test_without_a_corpus_the_others_serve_on() -> None:
+    with served() as (client, _):
+        for path in ("/retrieve", "/recommend"):
+            reply = client.post(path, json=asked())
+            assert (reply.status_code, reply.json()["code"]) == (503, "corpus_not_loaded")
+        candidates = [{"post_id": 1, "author_id": 2}]
+        assert client.post("/rank", json=asked(candidates=candidates)).status_code == 200
+        assert client.get("/info").json()["retrieval"] is None
+
+
+def test_info_and_metrics_say_what_is_served(client: TestClient) -> None:
+    posts_of(client)
+    info = client.get("/info").json()["retrieval"]
+    assert info["model"] == {"name": "towers", "version": "v1"}
+    assert (info["corpus"]["posts"], info["corpus"]["hidden"], info["corpus"]["duplicates"]) == (300, 1, 1)
+    assert info["engine"]["user_tower"]["backend"] in ("native", "torch")
+    metrics = client.get("/metrics").text
+    assert value_of(metrics, "ranker_search_requests_count") > 0
+    assert value_of(metrics, 'ranker_stage_duration_seconds_count{stage="search"}') > 0
+    assert value_of(metrics, 'ranker_user_vectors_total{source="cache"}') > 0
+    assert value_of(metrics, "ranker_search_scored_rows_count") == value_of(metrics, "ranker_search_visible_rows_count")

@@ -1,0 +1,83 @@
+"""Small random towers and a corpus of theirs on disk, and loaders for them. Not a test itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.engine.loading import RetrievalLoader, retrieval_loader
+from app.settings import Settings
+from loadtest.soak.fake_engine import ACTIONS
+from model.retrieval.towers import Towers
+from weights.checkpoint import load_encoder, save_checkpoint
+from weights.corpus.importer import encode
+from weights.corpus.store import CorpusLabels, write_corpus
+from weights.synthetic.random_weights import mini_config, random_model, retrieval_config
+
+POSTS = 300
+TOPICS = ("sport", "news", "art")
+NOW = 1_780_000_000
+
+
+def towers(seed: int = 0, **changes: Any) -> Towers:
+    """Two random towers with the fake ranker's actions and a window of eight."""
+    small = {
+        "width": 32,
+        "layers": 1,
+        "query_heads": 2,
+        "kv_heads": 1,
+        "head_width": 16,
+        "history_length": 8,
+        "actions": 3,
+    }
+    config = retrieval_config(mini_config(seed, (50, 401, 60)))
+    made = random_model(type(config).from_dict(config.to_dict() | small | changes), seed)
+    assert isinstance(made, Towers)
+    return made
+
+
+def columns(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """Post ids from 1, some above 2^63; authors, times and topics. Post 7 comes twice."""
+    rng = np.random.default_rng(seed)
+    posts = np.arange(1, POSTS + 1, dtype=np.uint64)
+    posts[100:120] += np.uint64(2**63)
+    posts[50] = 7
+    return {
+        "post_ids": posts.view(np.int64),
+        "author_ids": rng.integers(1, 40, POSTS),
+        "created_at": NOW - rng.integers(0, 72 * 3600, POSTS),
+        "topics": rng.integers(-1, len(TOPICS), POSTS).astype(np.int32),
+    }
+
+
+def written(
+    directory: Path,
+    seed: int = 0,
+    version: str = "v1",
+    leave_out: Iterable[str] = (),
+    actions: Sequence[str] = ACTIONS,
+) -> tuple[Path, Path]:
+    """The directories of a retrieval checkpoint and a corpus."""
+    checkpoint, corpus = directory / f"towers-{version}", directory / f"corpus-{version}"
+    made = towers(seed, actions=len(actions))
+    save_checkpoint(checkpoint, made, name="towers", action_names=actions, version=version)
+    encoder = load_encoder(checkpoint)
+    values = {name: column for name, column in columns(seed).items() if name not in leave_out}
+    vectors = encode(encoder, values["post_ids"].view(np.uint64), values["author_ids"].astype(np.uint64))
+
+    def chunks(name: str) -> list[Tensor]:
+        return [vectors if name == "vectors" else torch.from_numpy(values[name])]
+
+    topics = TOPICS if "topics" in values else ()
+    write_corpus(corpus, CorpusLabels("posts", version), encoder, POSTS, list(values), chunks, lambda: topics)
+    return checkpoint, corpus
+
+
+def loader(directory: Path, **options: Any) -> RetrievalLoader:
+    """Loads what `written` writes."""
+    return retrieval_loader(*written(directory, **options), Settings(threads=1))

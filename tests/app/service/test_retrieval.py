@@ -1,0 +1,264 @@
+"""Searches over real small towers: shared scans, failures, deadlines, overload, swaps, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.engine.loading import LoadedRetrieval, RetrievalLoader
+from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
+from app.interface import Found, ReloadInProgress
+from app.service.retrieval import RetrievalService
+from app.settings import Queue, Retrieval, Settings
+from app.telemetry.metrics import Metrics
+from model.inputs import Context
+from model.retrieval.inputs import Answers, Filters, Query
+from tests.app import retrieving
+from tests.app.fakes import FakeClock, Gate
+
+NO_IDS = np.empty(0, np.uint64)
+DEADLINE = 1000.0
+
+
+def query(user: int, k: int = 5) -> Query:
+    history = np.empty(0, np.int64)
+    context = Context(user, NO_IDS, NO_IDS, np.zeros((0, 3), np.float32), history, np.zeros(0, np.float32))
+    return Query(context, k, Filters(NO_IDS))
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> RetrievalLoader:
+    return retrieving.loader(tmp_path_factory.mktemp("retrieval"))
+
+
+class Watched:
+    """An engine that says which users shared a scan; `before` runs first and may wait or raise."""
+
+    def __init__(self, loaded: LoadedRetrieval, before: Callable[[Any], None]) -> None:
+        self._engine, self._before = loaded.engine, before
+        self.scans: list[list[int]] = []
+        self.closed = threading.Event()
+
+    def retrieve(self, queries: Sequence[Query]) -> Answers:
+        self.scans.append([query.context.user_id for query in queries])
+        self._before(queries)
+        return self._engine.retrieve(queries)
+
+    def close(self) -> None:
+        self._engine.close()
+        self.closed.set()
+
+
+def watched(load: RetrievalLoader, before: Callable[[Any], None] = lambda queries: None) -> tuple[RetrievalLoader, Any]:
+    """A loader of a watched engine, and a list that it is put into."""
+    engines: list[Watched] = []
+
+    def wrapped() -> LoadedRetrieval:
+        loaded = load()
+        engines.append(Watched(loaded, before))
+        return replace(loaded, engine=engines[-1])  # type: ignore[arg-type]
+
+    return wrapped, engines
+
+
+@asynccontextmanager
+async def running(load: RetrievalLoader, clock: FakeClock, **groups: Any) -> AsyncIterator[RetrievalService]:
+    service = RetrievalService(load, Settings(**groups), Metrics(), clock)
+    await service.load()
+    try:
+        yield service
+    finally:
+        await service.stop(5.0)
+
+
+def search(service: RetrievalService, user: int, deadline: float = DEADLINE) -> asyncio.Task[Found]:
+    return asyncio.get_running_loop().create_task(service.retrieve(service.served, query(user), deadline))
+
+
+def test_those_who_wait_share_the_next_scan(load: RetrievalLoader) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        wrapped, engines = watched(load, gate)
+        async with running(wrapped, FakeClock(), retrieval=Retrieval(batch_requests=3)) as service:
+            first = search(service, 1)
+            await gate.reached()
+            others = [search(service, user) for user in range(2, 7)]
+            await asyncio.sleep(0)
+            gate.opened.set()
+            found = await asyncio.gather(first, *others)
+            assert engines[0].scans == [[1], [2, 3, 4], [5, 6]]
+            alone = [await search(service, user) for user in range(1, 7)]
+            for shared, by_itself in zip(found, alone, strict=True):
+                assert shared.posts.scores.tobytes() == by_itself.posts.scores.tobytes()
+                assert shared.posts.post_ids.tobytes() == by_itself.posts.post_ids.tobytes()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_raises_is_split(load: RetrievalLoader) -> None:
+    def fail(queries: Sequence[Query]) -> None:
+        if any(query.context.user_id == 3 for query in queries):
+            raise RuntimeError("planted")
+
+    async def scenario() -> None:
+        wrapped, engines = watched(load, fail)
+        async with running(wrapped, FakeClock()) as service:
+            tasks = [search(service, user) for user in (1, 2, 3, 4)]
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [isinstance(one, EngineDown) for one in found] == [False, False, True, False]
+            assert engines[0].scans == [[1, 2, 3, 4], [1], [2], [3], [4]]
+
+    asyncio.run(scenario())
+
+
+def test_what_nobody_waits_for_is_not_searched(load: RetrievalLoader) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), FakeClock()
+        wrapped, engines = watched(load, gate)
+        async with running(wrapped, clock) as service:
+            first = search(service, 1)
+            await gate.reached()
+            gone, late, patient = search(service, 2), search(service, 3, clock.now + 0.01), search(service, 4)
+            await asyncio.sleep(0)
+            gone.cancel()
+            with pytest.raises(DeadlineExceeded):
+                await late
+            gate.opened.set()
+            await asyncio.gather(first, patient)
+            assert engines[0].scans == [[1], [4]]
+            assert service.metrics.cancelled.labels("queue")._value.get() == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader) -> None:
+    async def scenario() -> None:
+        gate, clock = Gate(), FakeClock()
+        wrapped, _ = watched(load, gate)
+        limits = {"retrieval": Retrieval(max_waiting=2, batch_requests=1), "queue": Queue(max_wait_seconds=3.0)}
+        async with running(wrapped, clock, **limits) as service:
+            first = search(service, 1)
+            await gate.reached()
+            with pytest.raises(DeadlineExceeded, match="after the deadline"):
+                await service.retrieve(service.served, query(9), clock.now)
+            clock.advance(2.0)  # so long takes one scan
+            gate.opened.set()
+            await first
+            gate.opened.clear()
+            gate.entered.clear()
+            tasks = [search(service, 2)]
+            await gate.reached()
+            with pytest.raises(DeadlineExceeded, match="after the deadline"):
+                await service.retrieve(service.served, query(9), clock.now + 1.9)
+            tasks.append(search(service, 3))
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded, match=r"would wait 4\.00 s"):
+                await service.retrieve(service.served, query(9), DEADLINE)
+            service.settings = Settings(**(limits | {"queue": Queue(max_wait_seconds=0)}))
+            tasks.append(search(service, 4))
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded, match="2 searches wait already"):
+                await service.retrieve(service.served, query(9), DEADLINE)
+            gate.opened.set()
+            await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_a_swap_changes_towers_and_corpus_between_two_searches(load: RetrievalLoader, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        wrapped, engines = watched(load, gate)
+        async with running(wrapped, FakeClock()) as service:
+            old = service.served
+            begun, waits = search(service, 1), search(service, 1)
+            await gate.reached()
+            another, others = watched(retrieving.loader(tmp_path, seed=5, version="v2"))
+            new = await service.swap(another)
+            assert (service.served, new.manifest.version, new.corpus.version) == (new, "v2", "v2")
+            after = search(service, 1)
+            await asyncio.sleep(0)
+            assert not engines[0].closed.is_set()
+            gate.opened.set()
+            first, second, third = await asyncio.gather(begun, waits, after)
+            assert first.posts.scores.tobytes() == second.posts.scores.tobytes() != third.posts.scores.tobytes()
+            assert (engines[0].scans, others[0].scans) == ([[1, 1]], [[1]])
+            await asyncio.to_thread(engines[0].closed.wait, 5)
+            assert engines[0].closed.is_set()
+            with pytest.raises(CorpusNotLoaded, match="was replaced"):
+                await service.retrieve(old, query(1), DEADLINE)
+
+    asyncio.run(scenario())
+
+
+def test_a_swap_that_fails_changes_nothing(load: RetrievalLoader) -> None:
+    def broken() -> LoadedRetrieval:
+        raise ValueError("planted")
+
+    async def scenario() -> None:
+        async with running(load, FakeClock()) as service:
+            served = service.served
+            with pytest.raises(ValueError, match="planted"):
+                await service.swap(broken)
+            assert service.served is served
+            both = await asyncio.gather(service.swap(load), service.swap(load), return_exceptions=True)
+            assert [isinstance(one, ReloadInProgress) for one in both] == [False, True]
+
+    asyncio.run(scenario())
+
+
+def test_the_end_waits_for_what_was_begun(load: RetrievalLoader) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        wrapped, engines = watched(load, gate)
+        service = RetrievalService(wrapped, Settings(), Metrics(), FakeClock())
+        with pytest.raises(CorpusNotLoaded, match="is being loaded"):
+            _ = service.served
+        await service.load()
+        begun = search(service, 1)
+        await gate.reached()
+        ended = asyncio.get_running_loop().create_task(service.stop(10.0))
+        await asyncio.sleep(0.01)
+        assert not ended.done()
+        gate.opened.set()
+        assert len((await begun).posts) == 5
+        assert await ended
+        await asyncio.to_thread(engines[0].closed.wait, 5)
+        with pytest.raises(CorpusNotLoaded):
+            _ = service.served
+
+    asyncio.run(scenario())
+
+
+def test_the_end_answers_those_whose_search_hangs(load: RetrievalLoader) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        service = RetrievalService(watched(load, gate)[0], Settings(), Metrics(), FakeClock())
+        await service.load()
+        begun = search(service, 1)
+        await gate.reached()
+        assert not await service.stop(0.05)
+        with pytest.raises(EngineDown):
+            await begun
+        gate.opened.set()
+
+    asyncio.run(scenario())
+
+
+def test_without_a_loader_there_is_nothing() -> None:
+    async def scenario() -> None:
+        service = RetrievalService(None, Settings(), Metrics(), FakeClock())
+        await service.load()
+        with pytest.raises(CorpusNotLoaded, match="serves no corpus"):
+            _ = service.served
+        assert await service.stop(1.0)
+
+    asyncio.run(scenario())

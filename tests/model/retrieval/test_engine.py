@@ -1,0 +1,235 @@
+"""The retrieval engine against the published users and the plain search: batches, cache, filters, fallbacks, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.engine import EngineError
+from model.inputs import Context
+from model.native.kernel import Kernel
+from model.native.tower import NativeTower
+from model.retrieval.corpus import Corpus
+from model.retrieval.engine import RetrievalEngine, RetrievalOptions
+from model.retrieval.inputs import Change, Filters, NewPosts, Query, Retrieved
+from model.tolerances import RETRIEVAL
+from tests import retrieval_goldens as goldens
+from tests.goldens import GOLDEN
+from weights.checkpoint import Encoder
+
+NAME = "retrieval-mlp-gqa"
+NONE = np.empty(0, np.uint64)
+BACKENDS: list[Any] = ["native", "torch"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return goldens.imported(GOLDEN / NAME / "retrieval", tmp_path_factory.mktemp("engine") / "towers")
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    posts = goldens.arrays(GOLDEN / NAME / "corpus.npz")
+    names, topics = np.unique(posts["topics"], return_inverse=True)
+    ids = posts["post_ids"].astype(np.uint64), posts["author_ids"].astype(np.uint64)
+    created = np.arange(len(topics)) * 60
+    vectors = posts["candidate_representations"]
+    return Corpus("x", "1", "d", *ids, vectors, created, topics.astype(np.int32), tuple(names.tolist()))
+
+
+@pytest.fixture(scope="module")
+def contexts(encoder: Encoder) -> list[Context]:
+    return goldens.contexts(NAME, encoder.towers.config)
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest, encoder: Encoder, corpus: Corpus) -> RetrievalEngine:
+    made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(backend=request.param, threads=2))
+    made.warm_up()
+    return made
+
+
+def wanted(context: Context, k: int = 50, **filters: Any) -> Query:
+    return Query(context, k, Filters(filters.pop("exclude", NONE), **filters))
+
+
+def same(ours: Retrieved, theirs: Retrieved) -> bool:
+    return ours.post_ids.tobytes() == theirs.post_ids.tobytes() and ours.scores.tobytes() == theirs.scores.tobytes()
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_native_tower_has_the_published_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    towers = goldens.imported(GOLDEN / name / "retrieval", tmp_path / "towers").towers
+    expected = goldens.arrays(GOLDEN / name / "expected.npz")
+    contexts = goldens.contexts(name, towers.config)
+    tower = NativeTower(towers, dtype, threads=2)
+    together = tower.encode(contexts)
+    for index, context in enumerate(contexts):
+        kind = str(dtype).removeprefix("torch.").replace("bfloat16", "bf16").replace("float32", "fp32")
+        off = np.abs(together[index] - expected[f"{index}/user_repr_{kind}"]).max()
+        assert off <= RETRIEVAL[dtype].elements
+        assert tower.encode([context])[0].tobytes() == together[index].tobytes(), "alone and in a batch"
+    one_thread = NativeTower(towers, dtype, threads=1).encode(contexts[::-1])[::-1]
+    assert one_thread.tobytes() == together.tobytes()
+
+
+def test_the_published_posts_are_retrieved(engine: RetrievalEngine, contexts: list[Context], corpus: Corpus) -> None:
+    expected = goldens.arrays(GOLDEN / NAME / "expected.npz")
+    answers = engine.retrieve([wanted(context) for context in contexts]).retrieved
+    for index, answer in enumerate(answers):
+        scores = expected[f"{index}/top_k_scores_fp32"]
+        if index == 7:  # nobody: every score is 0; two rows of the corpus are hidden, one of them for its zero vector
+            continue
+        kept = ~corpus.hidden[expected[f"{index}/top_k_indices_fp32"]]
+        count = int(kept.sum())
+        np.testing.assert_allclose(answer.scores[:count], scores[kept], atol=RETRIEVAL[torch.float32].scores, rtol=0)
+        ids = corpus.post_ids[expected[f"{index}/top_k_indices_fp32"]][kept]
+        moved = scores[kept][answer.post_ids[:count] != ids]
+        assert all(np.sort(np.abs(scores - score))[1] < 2e-6 for score in moved)
+
+
+def test_nothing_depends_on_the_batch_or_the_cache(engine: RetrievalEngine, contexts: list[Context]) -> None:
+    together = engine.retrieve([wanted(context) for context in contexts]).retrieved
+    assert not any(answer.cached for answer in together)
+    again = engine.retrieve([wanted(context) for context in contexts[::-1]]).retrieved[::-1]
+    assert all(answer.cached for answer in again)
+    fresh = RetrievalEngine(engine.towers, engine.corpus, replace(engine.options, cache_bytes=0))
+    alone = [fresh.retrieve([wanted(context)]).retrieved[0] for context in contexts]
+    for answers in (again, alone):
+        assert all(map(same, together, answers))
+    stats = engine.cache_stats()
+    assert (stats.hits, stats.misses) == (len(contexts), len(contexts) + 1), "one miss of the warm-up"
+    assert fresh.cache_stats().entries == 0
+
+
+def test_a_vector_is_cached_by_the_exact_events(engine: RetrievalEngine, contexts: list[Context]) -> None:
+    context = contexts[4]
+    changed = replace(context, surfaces=np.concatenate((context.surfaces[:-1], [(context.surfaces[-1] + 1) % 16])))
+    dwelled = replace(context, dwell_seconds=context.dwell_seconds + 7)
+    first, other, same_user = engine.retrieve([wanted(one) for one in (context, changed, dwelled)]).retrieved
+    assert not same(first, other)
+    assert same(first, same_user), "dwell is nothing to the towers"
+    assert engine.cache_stats().entries == 2
+
+
+def test_filters_come_before_the_best(engine: RetrievalEngine, contexts: list[Context], corpus: Corpus) -> None:
+    context = contexts[4]
+    (everything,) = engine.retrieve([wanted(context, 256)]).retrieved
+    assert everything.visible == len(everything.post_ids) == len(corpus) - int(corpus.hidden.sum())
+    row = {post: place for place, post in reversed(list(enumerate(corpus.post_ids.tolist())))}
+    assert corpus.topics is not None
+    topic = corpus.topic_names[int(corpus.topics[row[everything.post_ids[0].item()]])]
+    exclude = np.array([everything.post_ids[0], everything.post_ids[3], 12345], np.uint64)
+    cases: list[tuple[Query, Any]] = [
+        (wanted(context, 9, exclude=exclude), lambda place: everything.post_ids[place] not in exclude),
+        (wanted(context, 9, topics=(topic, "nothing")), lambda place: everything.topics[place] == topic),
+        (wanted(context, 9, topics=("nothing",)), lambda place: False),
+        (wanted(context, 9, topics=()), lambda place: False),
+        (wanted(context, 9, created_after=6001), lambda place: row[everything.post_ids[place].item()] * 60 >= 6001),
+        (replace(wanted(context, 256), least=0.1), lambda place: everything.scores[place] >= np.float32(0.1)),
+    ]
+    answers = engine.retrieve([request for request, _ in cases]).retrieved
+    for answer, (request, shown) in zip(answers, cases, strict=True):
+        places = [place for place in range(len(everything.post_ids)) if shown(place)]
+        assert answer.post_ids.tolist() == everything.post_ids[places[: request.k]].tolist()
+        assert answer.scores.tobytes() == everything.scores[places[: request.k]].tobytes()
+        if request.least == -np.inf:
+            assert answer.visible == len(places)
+
+
+def test_without_times_a_maximum_age_hides_all(engine: RetrievalEngine, contexts: list[Context]) -> None:
+    corpus = replace(engine.corpus, created_at=None, topics=None)
+    timeless = RetrievalEngine(engine.towers, corpus, engine.options)
+    (answer,) = timeless.retrieve([wanted(contexts[0], created_after=1)]).retrieved
+    assert (len(answer.post_ids), answer.visible) == (0, 0)
+    (answer,) = timeless.retrieve([wanted(contexts[0])]).retrieved
+    assert answer.topics == [None] * 50
+
+
+def test_the_corpus_of_other_towers_is_refused(encoder: Encoder, corpus: Corpus) -> None:
+    turned = replace(corpus, vectors=np.ascontiguousarray(corpus.vectors[:, ::-1]))
+    with pytest.raises(EngineError, match="does not hold the vectors of this retrieval checkpoint"):
+        RetrievalEngine(encoder.towers, turned).warm_up()
+    narrow = replace(corpus, vectors=np.ascontiguousarray(corpus.vectors[:, :32]))
+    with pytest.raises(ValueError, match="vectors of width 32, the towers of 64"):
+        RetrievalEngine(encoder.towers, narrow)
+
+
+def test_what_runs_instead_is_said_with_the_reason(
+    encoder: Encoder, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert RetrievalEngine(encoder.towers, corpus).notes["user_tower"]["backend"] == "native"
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "vector_bits", lambda self: 128)
+        engine = RetrievalEngine(encoder.towers, corpus)
+        assert "AVX-512" in engine.notes["user_tower"]["reason"]
+        assert engine.notes["search"] == {"backend": "native"}
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    engine = RetrievalEngine(encoder.towers, corpus)
+    engine.warm_up()
+    assert all("install g++" in engine.notes[what]["reason"] for what in ("user_tower", "search"))
+
+
+def as_new(corpus: Corpus, rows: Any, ids: Any) -> NewPosts:
+    """The vectors of some rows under other ids."""
+    topics: list[str | None] = [None if row % 3 == 0 else f"topic {row % 5}" for row in rows]
+    created = np.asarray(rows, np.int64) * 60
+    return NewPosts(np.asarray(ids, np.uint64), corpus.author_ids[rows], created, topics, corpus.vectors[rows])
+
+
+@pytest.mark.parametrize("segment_rows", [1, 7, 4096])
+def test_changes_are_what_an_oracle_says(
+    encoder: Encoder, corpus: Corpus, contexts: list[Context], segment_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each change a search equals one of a corpus that holds the same posts and was never changed, in ids and bits."""
+    monkeypatch.setattr("model.retrieval.engine.SEGMENT_ROWS", segment_rows)
+    chance = np.random.default_rng(1)
+    changed = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(threads=1))
+    live = {int(corpus.post_ids[row]): row for row in np.flatnonzero(~corpus.hidden)[::-1].tolist()}
+    for step in range(60):
+        rows = chance.choice(np.flatnonzero(~corpus.hidden), chance.integers(1, 6), replace=False)
+        known = [list(live)[place] for place in chance.choice(len(live), len(rows), replace=False)]
+        if step % 3 == 2:
+            gone = [*known, 10**15]
+            nothing = as_new(corpus, np.empty(0, np.int64), [])
+            assert changed.change(Change(np.array(gone, np.uint64), nothing)) == len(known)
+            for post in known:
+                del live[post]
+        else:
+            ids = [known[place] if chance.random() < 0.4 else 10**12 + step * 10 + place for place in range(len(rows))]
+            changed.change(Change(NONE, as_new(corpus, rows, ids)))
+            live |= dict(zip(ids, rows.tolist(), strict=True))
+        assert (changed.posts, changed.changes) == (len(live), step + 1)
+        posts = np.array(list(live), np.uint64)
+        plain = replace(corpus, post_ids=posts, author_ids=corpus.author_ids[list(live.values())],
+                        vectors=np.ascontiguousarray(corpus.vectors[list(live.values())]), topics=None, created_at=None)  # fmt: skip
+        oracle = RetrievalEngine(encoder.towers, plain, RetrievalOptions(threads=1))
+        asked = [wanted(context, 40, exclude=posts[:5]) for context in contexts[:3]]
+        for ours, theirs in zip(changed.retrieve(asked).retrieved, oracle.retrieve(asked).retrieved, strict=True):
+            assert ours.scores.tobytes() == theirs.scores.tobytes()
+            assert ours.visible == theirs.visible
+            last = ours.scores[-1]  # posts with equal vectors may stand in another order, or beyond the end
+            assert {p for p, s in zip(ours.post_ids.tolist(), ours.scores, strict=True) if s > last} == {
+                p for p, s in zip(theirs.post_ids.tolist(), theirs.scores, strict=True) if s > last
+            }
+        oracle.close()
+    assert len(changed._segments) > (10 if segment_rows == 1 else 1)
+
+
+def test_a_new_post_has_its_time_and_topic(encoder: Encoder, corpus: Corpus, contexts: list[Context]) -> None:
+    engine = RetrievalEngine(encoder.towers, corpus)
+    engine.change(Change(NONE, as_new(corpus, [40, 41], [1, 2])))
+    (only,) = engine.retrieve([wanted(contexts[4], 9, topics=("topic 0",))]).retrieved
+    assert (only.post_ids.tolist(), only.topics, only.created_at.tolist()) == ([1], ["topic 0"], [2400])
+    (young,) = engine.retrieve([wanted(contexts[4], 300, created_after=2401)]).retrieved
+    assert 2 in young.post_ids.tolist()
+    assert 1 not in young.post_ids.tolist()
+    engine.change(Change(NONE, replace(as_new(corpus, [40], [1]), vectors=np.zeros((1, 64), np.float32))))
+    (gone,) = engine.retrieve([wanted(contexts[4], 300)]).retrieved
+    assert 1 not in gone.post_ids.tolist(), "a zero vector is hidden, and so is what it replaced"

@@ -1,0 +1,256 @@
+"""The fast searches against the definition: the same rows and the same bits, for any corpus, mask, k, batch and thread count."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtest.bench.retrieve import Rows, clustered, crowded, isotropic
+from model.native import build
+from model.native.search import NativeIndex
+from model.retrieval.search import Found, Index, TorchIndex, Wish, bits_of, mask_of, score_rows
+from model.tolerances import RETRIEVAL
+from tests import retrieval_goldens as goldens
+from tests.goldens import GOLDEN
+
+
+def with_duplicates(rng: np.random.Generator, count: int, width: int) -> Rows:
+    rows = isotropic(rng, count, width)
+    return rows[rng.integers(0, max(1, count // 5), count)]
+
+
+def odd(rng: np.random.Generator, count: int, width: int) -> Rows:
+    """Zeros of both signs, axes, tiny and huge numbers: exact ties, and rows that 8 bits hold badly."""
+    rows = isotropic(rng, count, width)
+    rows[:: max(1, count // 7)] = 0.0
+    rows[1 :: max(2, count // 7)] = -0.0
+    rows[2 :: max(3, count // 11)] = np.eye(width, dtype=np.float32)[0]
+    rows[3 :: max(4, count // 13), 1:] *= np.float32(1e-20)
+    rows[4 :: max(5, count // 13)] *= np.float32(1e6)
+    return rows
+
+
+CORPORA: list[Callable[[np.random.Generator, int, int], Rows]] = [isotropic, clustered, crowded, with_duplicates, odd]
+
+
+def same(ours: Found, theirs: Found) -> bool:
+    """Rows, bits and what could be seen."""
+    return (
+        ours.rows.tolist() == theirs.rows.tolist()
+        and ours.scores.tobytes() == theirs.scores.tobytes()
+        and ours.visible == theirs.visible
+    )
+
+
+def wishes_for(rng: np.random.Generator, corpus: Rows, count: int) -> list[Wish]:
+    """Queries near rows and far from them, some with a mask, some with a least score, a k of any size."""
+    wishes = []
+    for _ in range(count):
+        near = corpus[rng.integers(0, len(corpus))] + 0.2 * rng.standard_normal(corpus.shape[1])
+        query = (near / max(float(np.linalg.norm(near)), 1e-9)).astype(np.float32)
+        visible = bits_of(rng.random(len(corpus)) < rng.choice([0.0, 0.02, 0.5, 1.0])) if rng.random() < 0.6 else None
+        least = float(rng.choice([-np.inf, -0.1, 0.3]))
+        wishes.append(Wish(query, int(rng.choice([1, 2, 7, 50, 200, 5000])), visible, least))
+    return wishes
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.sampled_from([1, 2, 63, 64, 65, 100, 1003, 5011]),
+    width=st.sampled_from([1, 16, 48, 50, 128, 130]),
+)
+def test_every_search_is_the_definition(corpus: Any, seed: int, count: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    vectors = corpus(rng, count, width)
+    wishes = wishes_for(rng, vectors, 7)
+    expected = TorchIndex(vectors, exhaustive=True).search(wishes)
+    native = NativeIndex(vectors, threads=2)
+    for index in (native, TorchIndex(vectors)):
+        assert all(map(same, index.search(wishes), expected))
+    assert all(same(native.search([wish])[0], whole) for wish, whole in zip(wishes, expected, strict=True)), "alone"
+
+
+@pytest.mark.parametrize("corpus", [isotropic, clustered, crowded])
+@pytest.mark.parametrize("make", [NativeIndex, TorchIndex])
+def test_few_rows_are_scored_in_full(make: Callable[[Rows], Index], corpus: Any) -> None:
+    rng = np.random.default_rng(3)
+    vectors = corpus(rng, 50_000, 128)
+    wishes = [Wish(vectors[place], 200) for place in (1, 2, 3)]
+    found = make(vectors).search(wishes)
+    expected = TorchIndex(vectors, exhaustive=True).search(wishes)
+    assert all(map(same, found, expected))
+    assert [wish.scored for wish in expected] == [50_000] * 3
+    assert max(wish.scored for wish in found) < 5_000
+
+
+def aligned(width: int = 128) -> tuple[Rows, Rows]:
+    """Rows whose rounding errors all point along the query, as far as the bound allows, and the query.
+
+    The first rows look better in 8 bits and are worse; the last ones look worse, and are the best.
+    """
+    sign = np.where(np.arange(width) % 3 == 0, 1.0, -1.0)
+    looks_good = np.random.default_rng(0).integers(-90, 90, (300, width)) * 1.0
+    looks_good[:, 0] = 127  # so that the scale is 1
+    looks_good[:, 1:] -= np.round((looks_good[:, 1:] @ sign[1:])[:, None] / (width - 1)) * sign[1:]
+    looks_good[:, 1] -= (looks_good[:, 1:] @ sign[1:]) * sign[1]
+    looks_bad = looks_good[:30].copy()
+    looks_bad[:, 2:120] -= sign[2:120]  # less by 118, of which 2 × 0.49 × 127 are rounding
+    error = 0.49 * sign
+    error[0] = 0
+    return np.concatenate([looks_good - error, looks_bad + error]).astype(np.float32), (sign / np.sqrt(width)).astype(
+        np.float32
+    )
+
+
+def test_rounding_as_bad_as_the_bound_allows_misses_no_row() -> None:
+    vectors, query = aligned()
+    expected = TorchIndex(vectors, exhaustive=True).search([Wish(query, 30)])[0]
+    assert set(expected.rows.tolist()) == set(range(300, 330))
+    assert same(NativeIndex(vectors).search([Wish(query, 30)])[0], expected)
+
+
+def test_a_smaller_bound_misses_rows() -> None:
+    """Negative control: nine tenths of the bound are not enough."""
+    vectors, query = aligned()
+    careless = NativeIndex(vectors, defines=["RANKER_BOUND_SHARE=0.9f"])
+    expected = TorchIndex(vectors, exhaustive=True).search([Wish(query, 30)])[0]
+    assert not same(careless.search([Wish(query, 30)])[0], expected)
+
+
+@pytest.mark.parametrize("make", [NativeIndex, TorchIndex])
+def test_equal_scores_go_by_row(make: Callable[[Rows], Index]) -> None:
+    rows = np.repeat(np.eye(3, 16, dtype=np.float32), 40, axis=0)[np.random.default_rng(1).permutation(120)]
+    found = make(rows).search([Wish(np.eye(1, 16, dtype=np.float32)[0], 50)])[0]
+    ones, others = np.flatnonzero(rows[:, 0]), np.flatnonzero(rows[:, 0] == 0)
+    assert found.rows.tolist() == [*ones, *others[:10]]
+    assert not np.signbit(found.scores).any()
+
+
+@pytest.mark.parametrize("make", [NativeIndex, TorchIndex])
+def test_a_score_depends_on_neither_row_nor_corpus(make: Callable[[Rows], Index]) -> None:
+    rng = np.random.default_rng(2)
+    vectors, query = isotropic(rng, 1003, 128), isotropic(rng, 1, 128)[0]
+    whole = make(vectors).search([Wish(query, 1003)])[0]
+    bits = {row: score.tobytes() for row, score in zip(whole.rows.tolist(), whole.scores, strict=True)}
+    order = rng.permutation(1003)[:517]
+    moved = make(np.ascontiguousarray(vectors[order])).search([Wish(query, 517)])[0]
+    assert all(score.tobytes() == bits[order[row]] for row, score in zip(moved.rows, moved.scores, strict=True))
+
+
+def test_products_by_a_library_depend_on_the_row() -> None:
+    """Why a score is defined as it is: equal rows get different bits from a matrix product, and one bit from `score_rows`."""
+    rng = np.random.default_rng(2)
+    rows, query = np.tile(rng.standard_normal((1, 128)).astype(np.float32), (1003, 1)), rng.standard_normal(128)
+    query = query.astype(np.float32)
+    assert len(set(score_rows(torch.from_numpy(rows), torch.from_numpy(query)).tolist())) == 1
+    by_library = [(torch.from_numpy(rows) @ torch.from_numpy(query)).tolist(), (rows @ query).tolist()]
+    if all(len(set(scores)) == 1 for scores in by_library):
+        pytest.skip("this machine's libraries give equal rows equal bits")
+
+
+def test_the_kernels_score_is_the_definition() -> None:
+    rng = np.random.default_rng(5)
+    for width in (1, 15, 16, 17, 48, 100, 128, 1000):
+        vectors, query = odd(rng, 100, width), isotropic(rng, 1, width)[0]
+        scores = np.empty(100, np.float32)
+        NativeIndex(vectors).library.search_score(
+            ctypes.c_void_p(vectors.ctypes.data), ctypes.c_int64(100), ctypes.c_int64(width),
+            ctypes.c_void_p(query.ctypes.data), ctypes.c_void_p(scores.ctypes.data),
+        )  # fmt: skip
+        assert scores.tobytes() == score_rows(torch.from_numpy(vectors), torch.from_numpy(query)).numpy().tobytes()
+
+
+def test_without_wide_vectors_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain code that other processors run, down to the bits."""
+    flags = [flag.replace("native", "x86-64") for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    rng = np.random.default_rng(6)
+    vectors = odd(rng, 3001, 50)
+    wishes = wishes_for(rng, vectors, 9)
+    assert all(map(same, NativeIndex(vectors).search(wishes), TorchIndex(vectors, exhaustive=True).search(wishes)))
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+@pytest.mark.parametrize("make", [NativeIndex, TorchIndex])
+def test_the_published_top_k(make: Callable[[Rows], Index], name: str) -> None:
+    """Recorded users and rows, with and without the recorded mask."""
+    expected = goldens.arrays(GOLDEN / name / "expected.npz")
+    index = make(goldens.arrays(GOLDEN / name / "corpus.npz")["candidate_representations"])
+    for request in range(goldens.REQUESTS):
+        for what, visible in (("top_k", None), ("masked", bits_of(expected["corpus/mask"]))):
+            rows, scores = (expected[f"{request}/{what}_{part}_fp32"] for part in ("indices", "scores"))
+            found = index.search([Wish(expected[f"{request}/user_repr_fp32"], len(rows), visible)])[0]
+            np.testing.assert_allclose(found.scores, scores, atol=RETRIEVAL[torch.float32].scores, rtol=0)
+            moved = scores[found.rows != rows]
+            assert all(np.sort(np.abs(scores - score))[1] < 2e-6 for score in moved), "only near ties change places"
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=200))
+def test_a_mask_is_a_bit_a_row(shown: list[bool]) -> None:
+    bits = bits_of(np.array(shown))
+    assert [bool(int(bits[row // 64]) >> row % 64 & 1) for row in range(len(shown))] == shown
+    assert mask_of(bits, len(shown)).tolist() == shown
+
+
+@pytest.mark.parametrize("make", [NativeIndex, TorchIndex])
+@pytest.mark.parametrize(
+    "changes",
+    [{"query": np.full(16, np.nan, np.float32)}, {"query": np.zeros(15, np.float32)}, {"k": 0}, {"least": float("nan")},
+     {"visible": np.zeros(1, np.uint64)}, {"visible": np.zeros(2, np.int64)}],
+)  # fmt: skip
+def test_a_wish_that_does_not_fit_is_refused(make: Callable[[Rows], Index], changes: dict[str, Any]) -> None:
+    index = make(isotropic(np.random.default_rng(0), 100, 16))
+    sound: dict[str, Any] = {"query": np.zeros(16, np.float32), "k": 3, "visible": np.zeros(2, np.uint64)}
+    assert len(index.search([Wish(**sound)])[0].rows) == 0
+    with pytest.raises(ValueError, match=r"a wish needs|visible must be"):
+        index.search([Wish(**(sound | changes))])
+
+
+EVERYTHING_FAILS_ONCE = """
+import ctypes
+import numpy as np
+from model.engine import EngineError
+from model.native.search import NativeIndex
+from model.retrieval.search import Wish
+
+rng = np.random.default_rng(0)
+vectors = rng.standard_normal((20_000, 32)).astype(np.float32)
+wishes = [Wish(query, 300) for query in rng.standard_normal((4, 32)).astype(np.float32)]
+sound = NativeIndex(vectors, threads=2, defines=["RANKER_TEST_HOOKS"])
+expected = [found.rows.tolist() for found in sound.search(wishes)]
+
+def fails(steps, call):
+    sound.library.ranker_fail_after(ctypes.c_int64(steps))
+    try:
+        return call()
+    except EngineError as error:
+        assert "not enough memory" in str(error)
+        return None
+    finally:
+        sound.library.ranker_fail_after(ctypes.c_int64(-1))
+
+found = [fails(steps, lambda: sound.search(wishes)) for steps in range(200)]
+assert sum(one is None for one in found) > 20, "hardly anything failed, so this shows little"
+assert all(one is None or [rows.rows.tolist() for rows in one] == expected for one in found)
+made = [fails(steps, lambda: NativeIndex(vectors, threads=2, defines=["RANKER_TEST_HOOKS"])) for steps in range(30)]
+assert sum(one is None for one in made) > 2 and made[-1] is not None
+assert [rows.rows.tolist() for rows in sound.search(wishes)] == expected
+print("done")
+"""
+
+
+def test_a_search_that_runs_out_of_memory_says_so_and_the_next_one_is_right() -> None:
+    """In a process of its own: it may abort."""
+    ended = subprocess.run([sys.executable, "-c", EVERYTHING_FAILS_ONCE], capture_output=True, text=True, timeout=100)
+    assert ended.stdout == "done\n", ended.stderr

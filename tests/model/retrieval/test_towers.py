@@ -1,0 +1,158 @@
+"""The published retrieval model's numbers, through import, save, load and the plain towers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import ConfigError, ModelConfig, RetrievalConfig
+from model.hashing import hash_rows
+from model.tolerances import RETRIEVAL
+from tests import retrieval_goldens as goldens
+from tests.goldens import GOLDEN
+from tests.model.builders import random_config, random_context
+from weights.checkpoint import Encoder
+
+CASES = [(name, index) for name in goldens.NAMES for index in range(goldens.REQUESTS)]
+PADDING_ROWS = 65  # the published pipeline lays the three tables into one, after these rows
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Encoder]:
+    out = tmp_path_factory.mktemp("towers")
+    return {name: goldens.imported(GOLDEN / name / "retrieval", out / name) for name in goldens.NAMES}
+
+
+@pytest.fixture(scope="module")
+def outputs() -> dict[str, dict[str, Any]]:
+    return {name: goldens.arrays(GOLDEN / name / "expected.npz") for name in goldens.NAMES}
+
+
+@pytest.fixture(scope="module")
+def corpora() -> dict[str, dict[str, Any]]:
+    return {name: goldens.arrays(GOLDEN / name / "corpus.npz") for name in goldens.NAMES}
+
+
+def users(encoder: Encoder, name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return encoder.towers.encode_users(goldens.contexts(name, encoder.towers.config), dtype).numpy()
+
+
+def distance(left: Any, right: Any) -> float:
+    assert left.shape == right.shape
+    return float(np.abs(left - right).max())
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_the_user_tower_equals_the_published_one(
+    name: str, index: int, encoders: dict[str, Encoder], outputs: dict[str, dict[str, Any]]
+) -> None:
+    tower, expected = encoders[name].towers, outputs[name]
+    alone = tower.encode_users([goldens.contexts(name, tower.config)[index]]).numpy()[0]
+    assert distance(alone, expected[f"{index}/user_repr_fp32"]) <= RETRIEVAL[torch.float32].elements
+    assert distance(users(encoders[name], name)[index], alone) <= RETRIEVAL[torch.float32].elements
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_bfloat16_stays_near_the_published_one(
+    name: str, index: int, encoders: dict[str, Encoder], outputs: dict[str, dict[str, Any]]
+) -> None:
+    ours, expected = users(encoders[name], name, torch.bfloat16)[index], outputs[name]
+    assert distance(ours, expected[f"{index}/user_repr_bf16"]) <= RETRIEVAL[torch.bfloat16].elements
+    full = expected[f"{index}/user_repr_fp32"]
+    if full.any():
+        assert ours @ full >= 0.9998
+        assert distance(ours, full) > RETRIEVAL[torch.float32].elements  # it is bfloat16
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_the_candidate_tower_equals_the_published_one(
+    name: str, encoders: dict[str, Encoder], outputs: dict[str, dict[str, Any]], corpora: dict[str, dict[str, Any]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    corpus = corpora[name]
+    ids = (corpus["post_ids"].astype(np.uint64), corpus["author_ids"].astype(np.uint64))
+    ours = encoders[name].towers.encode_posts(*ids).numpy()
+    assert distance(ours, corpus["candidate_representations"]) <= RETRIEVAL[torch.float32].elements
+    half = goldens.imported(GOLDEN / name / "retrieval", tmp_path / "half", table_dtype="bfloat16")
+    rounded = half.towers.encode_posts(*ids).numpy()
+    assert distance(rounded, outputs[name]["corpus/representations_bf16_tables"]) <= RETRIEVAL[torch.bfloat16].posts
+    assert distance(rounded, ours) > RETRIEVAL[torch.float32].elements
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_hashes_are_equal(
+    name: str, encoders: dict[str, Encoder], outputs: dict[str, dict[str, Any]], corpora: dict[str, dict[str, Any]]
+) -> None:
+    config = encoders[name].towers.config
+    posts_start = PADDING_ROWS + config.user_hashes.vocab_size
+    authors_start = posts_start + config.post_hashes.vocab_size
+    for key, spec, start in (
+        ("post", config.post_hashes, posts_start),
+        ("author", config.author_hashes, authors_start),
+    ):
+        rows = hash_rows(corpora[name][f"{key}_ids"].astype(np.uint64), spec)
+        assert np.array_equal(outputs[name][f"corpus/{key}_hashes"], np.where(rows > 0, rows + start, 0))
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_nobody_and_no_post_are_zero(name: str, encoders: dict[str, Encoder]) -> None:
+    tower = encoders[name].towers
+    nobody = random_context(tower.config, 3, user_id=0)
+    nobody.post_ids[:] = 0
+    assert not tower.encode_users([nobody]).any()
+    assert not tower.encode_posts(np.zeros(1, np.uint64), np.zeros(1, np.uint64)).any()
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_the_order_of_the_history_matters(name: str, encoders: dict[str, Encoder]) -> None:
+    """Negative control: with upstream's initial weights a user is a bag of tokens, and much above would hold all the same."""
+    tower = encoders[name].towers
+    context = goldens.contexts(name, tower.config)[4]
+    turned = replace(context, post_ids=context.post_ids[::-1].copy(), author_ids=context.author_ids[::-1].copy(),
+                     actions=context.actions[::-1].copy(), surfaces=context.surfaces[::-1].copy())  # fmt: skip
+    before, after = tower.encode_users([context, turned])
+    assert float((before - after).abs().max()) > 1000 * RETRIEVAL[torch.float32].elements
+
+
+@pytest.mark.parametrize("changes", [{"has_dwell": True}, {"has_post_age": True}, {"continuous_actions": 2},
+                                     {"context_attention": "bidirectional"}])  # fmt: skip
+def test_what_two_towers_cannot_have_is_refused(changes: dict[str, Any]) -> None:
+    plain = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0}
+    values = random_config(**plain).to_dict()
+    config = RetrievalConfig.from_dict(values)
+    assert RetrievalConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="a retrieval model has neither"):
+        RetrievalConfig.from_dict(values | changes)
+    with pytest.raises(ConfigError, match="unknown keys: linear_projection"):
+        ModelConfig.from_dict(config.to_dict())
+
+
+@pytest.mark.parametrize("name", ["phoenix-mini", "phoenix-right-anchored"])
+def test_the_joined_pipeline_retrieves_the_published_posts(name: str, tmp_path: Path) -> None:
+    """User, corpus and order of the published retrieve → rank pipeline."""
+    source = goldens.PIPELINES / "golden-retrieval" / f"pipeline-{name}"
+    if not source.exists():
+        pytest.skip("the shared goldens of the pipeline are not beside this checkout")
+    encoder = goldens.imported(goldens.PIPELINES / "golden" / name / "retrieval", tmp_path / name)
+    corpus = goldens.arrays(goldens.PIPELINES / "golden" / name / "sports_corpus.npz")
+    expected = goldens.arrays(source / "expected.npz")
+    for index, recorded in enumerate(json.loads((source / "sequences.json").read_text())):
+        sequence = recorded["sequence"]
+        sequence = sequence | {"history": sequence["history"][: encoder.towers.config.history_length]}
+        for event in sequence["history"]:
+            event["actions"] = {key: value for key, value in event["actions"].items() if int(key) < 19}
+        user = encoder.towers.encode_users([goldens.context(sequence, encoder.towers.config)]).numpy()[0]
+        assert distance(user, expected[f"{index}/user_repr_fp32"]) <= RETRIEVAL[torch.float32].elements
+        scores = corpus["candidate_representations"] @ user
+        rows = np.argsort(-scores, kind="stable")[: recorded["top_k"]]
+        wanted, wanted_scores = expected[f"{index}/retrieved_ids_fp32"], expected[f"{index}/retrieved_scores_fp32"]
+        assert distance(scores[rows], wanted_scores) <= RETRIEVAL[torch.float32].scores
+        place = {post: row for row, post in enumerate(corpus["post_ids"].tolist())}
+        theirs = [place[post] for post in wanted.tolist()]
+        assert distance(scores[rows], scores[theirs]) < 2e-6, "only near ties may change places"

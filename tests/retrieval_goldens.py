@@ -1,0 +1,58 @@
+"""The recorded requests and outputs of the published retrieval model, imported and loaded as a user would. Not a test itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.config import ModelConfig
+from model.inputs import Context
+from tests.goldens import GOLDEN
+from weights.checkpoint import Encoder, load_encoder
+from weights.published.importer import PublishedModel, import_published, labels_for
+
+NAMES = ("retrieval-mean-pool", "retrieval-mlp-gqa")
+REQUESTS = 10
+PIPELINES = Path(__file__).resolve().parents[2] / "shared"  # 4 MB each: read where they lie beside the checkout
+
+
+def context(request: dict[str, Any], config: ModelConfig) -> Context:
+    """One recorded user as the model takes it; absent surfaces are 0."""
+    history = request["history"]
+    actions = np.zeros((len(history), config.actions), np.float32)
+    for row, event in zip(actions, history, strict=True):
+        for index, value in event["actions"].items():
+            row[int(index)] = value
+
+    def column(key: str, dtype: Any) -> Any:
+        return np.array([item.get(key, 0) for item in history], dtype)
+
+    return Context(
+        request["user_id"],
+        column("post_id", np.uint64),
+        column("author_id", np.uint64),
+        actions,
+        column("product_surface", np.int64),
+        np.zeros(len(history), np.float32),
+    )
+
+
+def contexts(name: str, config: ModelConfig) -> list[Context]:
+    """Every recorded user of one golden."""
+    return [context(request, config) for request in json.loads((GOLDEN / name / "requests.json").read_text())]
+
+
+def arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """An npz file, read whole."""
+    with np.load(path, allow_pickle=False) as loaded:
+        return dict(loaded)
+
+
+def imported(source: Path, out: Path, **options: Any) -> Encoder:
+    """A published retrieval directory as a loaded checkpoint of ours."""
+    with PublishedModel(source) as model:
+        import_published(model, out, labels_for(model.config, "towers"), **options)
+    return load_encoder(out)

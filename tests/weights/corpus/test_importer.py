@@ -1,0 +1,160 @@
+"""Corpora from npz files: the published vectors or the tower's, topics and times, what is left out, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import retrieval_goldens as goldens
+from tests.goldens import GOLDEN
+from weights.checkpoint import Encoder
+from weights.corpus.importer import PostsFile, check_corpus, encode, make_corpus
+from weights.corpus.store import CorpusLabels, StoredCorpus, load_corpus
+from weights.errors import CheckpointError
+from weights.format.writer import TableDtype
+
+NAME = "retrieval-mlp-gqa"
+PUBLISHED = GOLDEN / NAME / "corpus.npz"
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return goldens.imported(GOLDEN / NAME / "retrieval", tmp_path_factory.mktemp("encoder") / "towers")
+
+
+def made(
+    source: Path, encoder: Encoder, out: Path, *, encode: bool = False, topics: Path | None = None
+) -> tuple[StoredCorpus, list[str]]:
+    """Make a corpus, load it, and what was said meanwhile."""
+    with PostsFile(source, topics) as posts:
+        make_corpus(posts, encoder, out, CorpusLabels("posts"), encode=encode)
+        return load_corpus(out, encoder.manifest), posts.notes
+
+
+def edited(tmp_path: Path, **changes: Any) -> Path:
+    """The published corpus with some arrays replaced; `...` removes one."""
+    values = goldens.arrays(PUBLISHED) | changes
+    np.savez(tmp_path / "posts.npz", **{name: value for name, value in values.items() if value is not ...})
+    return tmp_path / "posts.npz"
+
+
+def test_the_published_corpus_is_imported_as_it_is(encoder: Encoder, tmp_path: Path) -> None:
+    stored, notes = made(PUBLISHED, encoder, tmp_path / "corpus")
+    published, corpus = goldens.arrays(PUBLISHED), stored.corpus
+    assert notes == []
+    assert np.array_equal(corpus.post_ids, published["post_ids"])
+    assert np.array_equal(corpus.author_ids, published["author_ids"])
+    assert corpus.vectors.tobytes() == published["candidate_representations"].tobytes()
+    assert corpus.topics is not None
+    assert [corpus.topic_names[topic] for topic in corpus.topics] == published["topics"].tolist()
+    assert stored.manifest.encoder == encoder.manifest.digest
+    check_corpus(stored, encoder)
+
+
+def test_built_vectors_are_the_published_ones(encoder: Encoder, tmp_path: Path) -> None:
+    source = edited(tmp_path, candidate_representations=..., created_at=np.arange(256))
+    stored, _ = made(source, encoder, tmp_path / "corpus", encode=True)
+    published = goldens.arrays(PUBLISHED)["candidate_representations"]
+    np.testing.assert_allclose(stored.corpus.vectors, published, atol=1e-6, rtol=0)
+    assert stored.corpus.created_at is not None
+    assert stored.corpus.created_at.tolist() == list(range(256))
+    alone = encode(encoder, stored.corpus.post_ids[7:8], stored.corpus.author_ids[7:8])
+    np.testing.assert_allclose(alone.numpy(), published[7:8], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("tables", ["bfloat16", "float32"])
+def test_the_vectors_of_half_tables_are_stored_in_half(tables: TableDtype, tmp_path: Path) -> None:
+    encoder = goldens.imported(GOLDEN / NAME / "retrieval", tmp_path / "towers", table_dtype=tables)
+    stored, _ = made(PUBLISHED, encoder, tmp_path / "corpus", encode=True)
+    assert stored.manifest.tensors["vectors"].dtype == tables
+    assert stored.corpus.vectors.dtype == np.float32
+    check_corpus(stored, encoder)
+
+
+def test_topics_as_python_objects_are_left_out_alone(encoder: Encoder, tmp_path: Path) -> None:
+    topics = goldens.arrays(PUBLISHED)["topics"]
+    source = edited(tmp_path, topics=topics.astype(object))
+    stored, (note,) = made(source, encoder, tmp_path / "corpus")
+    assert "Array topics holds Python objects, which are not read: nothing is unpickled" in note
+    assert stored.corpus.topics is None
+    assert stored.manifest.topics == ()
+    (tmp_path / "topics.txt").write_text("\n".join([*topics[:-1], ""]) + "\n")
+    stored, _ = made(source, encoder, tmp_path / "again", topics=tmp_path / "topics.txt")
+    assert stored.corpus.topics is not None
+    assert stored.corpus.topics[-1] == -1
+    assert [stored.corpus.topic_names[topic] for topic in stored.corpus.topics[:-1]] == topics[:-1].tolist()
+
+
+def test_the_encoder_must_be_the_one_that_made_the_vectors(encoder: Encoder, tmp_path: Path) -> None:
+    """Nothing in the published file says who made it."""
+    other = goldens.imported(GOLDEN / NAME / "retrieval", tmp_path / "other")
+    assert isinstance(other.towers.candidate.output, torch.nn.Parameter)
+    other.towers.candidate.output.data *= torch.linspace(0.9, 1, 64)
+    with pytest.raises(CheckpointError, match=r"vectors are not those of towers .* 255 of 256 rows by more than 1e-06"):
+        made(PUBLISHED, other, tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+    stored, _ = made(PUBLISHED, encoder, tmp_path / "corpus")
+    with pytest.raises(CheckpointError, match="its vectors are not those of"):
+        check_corpus(stored, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"post_ids": np.ones(256)}, "array post_ids has shape .* of <f8"),
+        ({"author_ids": np.ones(255, np.int64)}, "array author_ids has shape"),
+        ({"created_at": np.ones(256, np.int32)}, "array created_at has shape"),
+        ({"author_ids": ...}, "lacks array author_ids"),
+        ({"post_ids": np.array([object()] * 256)}, r"of \|O"),
+        ({"candidate_representations": np.ones((256, 32), np.float32)}, "has shape"),
+        ({"candidate_representations": np.ones((256, 64))}, "only little-endian float32 is read"),
+        ({"candidate_representations": np.full((256, 64), np.nan, np.float32)}, "differs by inf"),
+    ],
+)
+def test_what_is_no_corpus_is_refused(encoder: Encoder, tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        made(edited(tmp_path, **changes), encoder, tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_a_topics_file_of_another_length_is_refused(encoder: Encoder, tmp_path: Path) -> None:
+    (tmp_path / "topics.txt").write_text("a\n" * 255)
+    with pytest.raises(CheckpointError, match="fewer values than its shape"):
+        made(PUBLISHED, encoder, tmp_path / "corpus", topics=tmp_path / "topics.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["topics.txt"]
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from weights.checkpoint import load_encoder
+from weights.corpus.importer import PostsFile, make_corpus
+from weights.corpus.store import CorpusLabels
+
+encoder = load_encoder(sys.argv[1])
+peaks = []
+for source in sys.argv[2:]:
+    with PostsFile(Path(source)) as posts:
+        make_corpus(posts, encoder, Path(source).with_suffix(""), CorpusLabels("posts"), encode=False)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(*peaks)
+"""
+
+
+def test_memory_does_not_grow_with_the_corpus(encoder: Encoder, tmp_path: Path) -> None:
+    ids = np.ones(8, np.uint64)
+    vector = encode(encoder, ids[:1], ids[:1]).numpy()
+    for name, posts in (("small", 4096), ("large", 300_000)):
+        column = np.ones(posts, np.int64)
+        rows = np.broadcast_to(vector, (posts, vector.shape[1]))
+        np.savez(tmp_path / name, post_ids=column, author_ids=column, candidate_representations=rows)
+    files = [str(tmp_path / f"{name}.npz") for name in ("small", "large")]
+    command = [sys.executable, "-c", MEASURE, str(encoder.path), *files]
+    small, large = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert (large - small) * 1024 < 16 * 2**20, "77 MB of vectors were streamed"

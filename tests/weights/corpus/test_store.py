@@ -1,0 +1,177 @@
+"""A corpus on disk is read back as it was written, and anything else is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.retrieval.towers import Towers
+from tests import retrieval_goldens as goldens
+from tests.goldens import GOLDEN
+from weights.checkpoint import Encoder, load_checkpoint, save_checkpoint
+from weights.corpus.manifest import CorpusManifest
+from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest, write_corpus
+from weights.errors import CheckpointError
+from weights.format.manifest import content_digest, signed
+
+NAME = "retrieval-mean-pool"
+POSTS, WIDTH = 100, 48
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return goldens.imported(GOLDEN / NAME / "retrieval", tmp_path_factory.mktemp("encoder") / "towers")
+
+
+def arrays() -> dict[str, Tensor]:
+    rng = np.random.default_rng(1)
+    vectors = rng.standard_normal((POSTS, WIDTH)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    ids = rng.permutation(POSTS) + 1
+    values = {"post_ids": ids, "author_ids": ids % 7, "created_at": ids * 60, "vectors": vectors}
+    return {name: torch.from_numpy(value) for name, value in values.items()} | {
+        "topics": torch.from_numpy((ids % 4 - 1).astype(np.int32))
+    }
+
+
+def write(path: Path, encoder: Encoder, values: dict[str, Tensor], **options: Any) -> CorpusManifest:
+    def chunks(name: str) -> Iterable[Tensor]:
+        return torch.split(values[name], 33)
+
+    columns = [name for name in ("post_ids", "author_ids", "created_at", "topics") if name in values]
+    labels = CorpusLabels("posts")
+    return write_corpus(path, labels, encoder, POSTS, columns, chunks, lambda: ("a", "b", "c"), **options)
+
+
+def test_it_is_read_back(encoder: Encoder, tmp_path: Path) -> None:
+    values = arrays()
+    manifest = write(tmp_path / "corpus", encoder, values)
+    stored = load_corpus(tmp_path / "corpus", encoder.manifest)
+    assert stored.manifest == manifest == load_corpus_manifest(tmp_path / "corpus")
+    for name, value in values.items():
+        assert np.array_equal(getattr(stored.corpus, name), value.numpy())
+    assert not stored.corpus.hidden.any()
+    assert manifest == write(tmp_path / "again", encoder, values), "equal content, equal digest"
+
+
+def test_zero_rows_and_duplicates_are_hidden_and_counted(encoder: Encoder, tmp_path: Path) -> None:
+    values = arrays()
+    values["vectors"][5] = 0
+    values["post_ids"][[20, 90]] = int(values["post_ids"][10])
+    write(tmp_path / "corpus", encoder, values)
+    corpus = load_corpus(tmp_path / "corpus").corpus
+    assert np.flatnonzero(corpus.hidden).tolist() == [5, 20, 90]
+    assert corpus.duplicates == 2
+    wanted = np.array([values["post_ids"][90], 999, values["post_ids"][0]], np.uint64)
+    assert corpus.rows_of(wanted).tolist() == [10, 0]
+
+
+def test_another_encoder_is_refused(encoder: Encoder, tmp_path: Path) -> None:
+    write(tmp_path / "corpus", encoder, arrays())
+    other = goldens.imported(GOLDEN / "retrieval-mlp-gqa" / "retrieval", tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"its vectors were made by towers .*, not by towers"):
+        load_corpus(tmp_path / "corpus", other.manifest)
+
+
+def test_a_checkpoint_is_neither_loaded_nor_replaced(encoder: Encoder, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="describes no corpus"):
+        load_corpus(encoder.path)
+    towers = encoder.towers
+    assert isinstance(towers, Towers)
+    save_checkpoint(tmp_path / "x", towers, name="x", action_names=[f"a{i}" for i in range(7)])
+    with pytest.raises(CheckpointError, match="describes no corpus"):
+        write(tmp_path / "x", encoder, arrays(), replace=True)
+    write(tmp_path / "corpus", encoder, arrays())
+    with pytest.raises(CheckpointError, match="unknown keys"):
+        load_checkpoint(tmp_path / "corpus")
+
+
+def longer(values: dict[str, Tensor]) -> None:
+    values["vectors"][40] *= 1.002
+
+
+def unnamed(values: dict[str, Tensor]) -> None:
+    values["topics"][3] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [(longer, "a vector of length 1.002 in row 40, not 1"), (unnamed, "a topic that the manifest does not name")],
+)
+def test_values_that_no_corpus_has_are_refused(
+    encoder: Encoder, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], sentence: str
+) -> None:
+    values = arrays()
+    change(values)
+    write(tmp_path / "corpus", encoder, values)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_corpus(tmp_path / "corpus")
+
+
+def test_half_vectors_may_be_less_exact(encoder: Encoder, tmp_path: Path) -> None:
+    """Negative control of the tighter bound: the same lengths pass for vectors that were stored in 16 bits."""
+    values = arrays()
+    longer(values)
+    write(tmp_path / "corpus", encoder, values, dtype="bfloat16")
+    load_corpus(tmp_path / "corpus")
+
+
+def test_nan_is_never_written(encoder: Encoder, tmp_path: Path) -> None:
+    values = arrays()
+    values["vectors"][99, 1] = float("nan")
+    with pytest.raises(CheckpointError, match="tensor vectors holds a NaN"):
+        write(tmp_path / "corpus", encoder, values)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["posts.safetensors", "vectors.safetensors"])
+def test_one_changed_byte_is_refused(encoder: Encoder, tmp_path: Path, name: str) -> None:
+    write(tmp_path / "corpus", encoder, arrays())
+    file = tmp_path / "corpus" / name
+    raw = bytearray(file.read_bytes())
+    raw[-9] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=f"{name} has SHA-256"):
+        load_corpus(tmp_path / "corpus")
+    file.write_bytes(raw[:-1])
+    with pytest.raises(CheckpointError, match=f"{name} is {len(raw) - 1} bytes long"):
+        load_corpus(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"posts": 99}, "in a file, dtype or shape that a corpus does not have"),
+        ({"posts": 0}, "holds 0 posts"),
+        ({"width": 47}, "in a file, dtype or shape that a corpus does not have"),
+        ({"topics": ["a", "a"]}, "each once"),
+        ({"topics": ["a", ""]}, "no text of 1 to 100"),
+        ({"name": "a b"}, "name 'a b' must be"),
+        ({"format_version": 2}, "format version 2"),
+        ({"surprise": 1}, "unknown keys surprise"),
+        ({"tensors": {}}, "does not list all tensors"),
+        ({"encoder_name": "other"}, None),
+    ],
+)
+def test_an_edited_manifest_is_refused(
+    encoder: Encoder, tmp_path: Path, changes: dict[str, Any], sentence: str | None
+) -> None:
+    write(tmp_path / "corpus", encoder, arrays())
+    manifest = tmp_path / "corpus" / "manifest.json"
+    values = json.loads(manifest.read_bytes())
+    digest = values.pop("digest")
+    manifest.write_bytes(signed(values | changes))
+    if sentence is None:  # negative control: signed anew, a sound content is read
+        assert load_corpus(tmp_path / "corpus").manifest.digest == content_digest(values | changes) != digest
+        values |= changes
+        manifest.write_text(json.dumps(values | {"digest": digest}))
+        sentence = "is not what was written"
+    with pytest.raises(CheckpointError, match=sentence):
+        load_corpus(tmp_path / "corpus")

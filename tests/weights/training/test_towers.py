@@ -1,0 +1,102 @@
+"""Training of the two towers on a small world: it learns, gives the same bits, and corrects for popularity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.retrieval.towers import Towers
+from tests.weights.training.small_run import small_config
+from weights.actions import default_score_weights
+from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
+from weights.corpus.importer import check_corpus
+from weights.corpus.store import load_corpus
+from weights.synthetic.random_weights import random_ranker
+from weights.training.demo import make_towers
+from weights.training.evaluate.retrieval import newest_posts, true_values
+from weights.training.examples import Examples
+from weights.training.towers import Pairs, TowerSettings, batch_loss, initial_towers, towers_config, train_towers
+from weights.training.world.simulate import World
+
+SETTINGS = TowerSettings(steps=120, batch_requests=32, warmup_steps=10, learning_rate=1e-2)
+
+
+def trained(world: World, settings: TowerSettings = SETTINGS) -> tuple[Towers, list[float]]:
+    losses: list[float] = []
+    towers = train_towers(
+        world.log,
+        towers_config(small_config()),
+        settings,
+        until_ts=world.settings.test_ts,
+        report=lambda step, steps, loss: losses.append(loss),
+    )
+    return towers, losses
+
+
+def test_it_learns_and_gives_the_same_bits(world: World) -> None:
+    few = TowerSettings(steps=20, batch_requests=16, warmup_steps=5)
+    first, second = (trained(world, few)[0].state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    _, losses = trained(world)
+    assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.3
+
+
+def test_pairs_are_what_was_liked_and_what_was_left(world: World) -> None:
+    examples = Examples(world.log, towers_config(small_config()))
+    pairs = Pairs(examples)
+    requests, rows = pairs.draw(50, np.random.default_rng(1))
+    liked, left = rows[:50], rows[50:]
+    assert all(row in examples.rows(request) for request, row in zip(requests, liked, strict=True))
+    assert (pairs.worth[liked] > 0).all()
+    assert not examples.log.actions[left].any()
+    shares = np.exp(pairs.log_share)
+    assert shares.sum() == pytest.approx(1, abs=1e-3)
+    correction = pairs.correction(pairs.authors[[3, 0]])
+    assert correction.tolist() == pytest.approx(np.log(shares[[3, 0]]), abs=1e-4)
+
+
+def test_another_post_of_the_same_author_is_no_negative(world: World) -> None:
+    """With one author alone nothing is left to tell apart, so the loss is exactly 0."""
+    log = world.log
+    one = log.take(log.author_id == log.author_id[0])
+    pairs = Pairs(Examples(one, towers_config(small_config())))
+    towers = initial_towers(towers_config(small_config()), torch.Generator().manual_seed(1))
+    assert batch_loss(towers, pairs, SETTINGS, np.random.default_rng(1)).item() == 0
+
+
+def test_the_truth_at_the_end_of_the_world(world: World) -> None:
+    posts = newest_posts(world, 3)
+    created = world.posts.created_at[posts]
+    assert (np.diff(created) >= 0).all()
+    assert created[0] >= world.settings.end_ts - 3 * 86_400
+    values = true_values(world, 2, posts)
+    favourite = world.log.action_names.index("favorite")
+    from weights.training.world.population import interest
+
+    topics = interest(world.users.latent[2:3], world.settings)[0][world.posts.topic[posts]]
+    keen = topics > np.median(topics)
+    assert values[keen, favourite].mean() > 1.5 * values[~keen, favourite].mean()
+
+
+def test_towers_and_posts_are_written_beside_the_demo(world: World, tmp_path: Path) -> None:
+    ranker = random_ranker(small_config(), 1)
+    names = world.log.action_names
+    from weights.actions import DWELL_TIME
+
+    manifest = save_checkpoint(
+        tmp_path / "demo", ranker, name="demo", action_names=names, continuous=(DWELL_TIME,),
+        score_weights=default_score_weights(names),
+    )  # fmt: skip
+    for _ in range(2):  # and again over what is there
+        found = make_towers(tmp_path / "demo", world, ranker, manifest, SETTINGS, lambda what, done, all_: None)
+    assert json.loads((tmp_path / "demo-towers" / "retrieval.json").read_text()) == found
+    encoder = load_encoder(tmp_path / "demo-towers")
+    stored = load_corpus(tmp_path / "demo-posts", encoder.manifest)
+    check_corpus(stored, encoder)
+    assert (len(stored.corpus), len(stored.corpus.topic_names)) == (found["posts"], 8)
+    assert found["recall of towers"][0] > found["recall of random"][0]
+    assert load_checkpoint(tmp_path / "demo").manifest == manifest

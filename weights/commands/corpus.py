@@ -1,0 +1,119 @@
+"""The commands `corpus import | build | verify | inspect`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weights.checkpoint import load_encoder
+from weights.commands.console import label_of, progress_bar, refusals, say
+from weights.corpus.importer import PostsFile, check_corpus, make_corpus
+from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
+from weights.errors import CheckpointError
+
+app = typer.Typer(
+    help="Corpora, the posts that retrieval searches: make, check and describe them.", no_args_is_help=True
+)
+
+Encoder = Annotated[Path, typer.Option(help="The retrieval checkpoint.")]
+Out = Annotated[Path, typer.Option(help="Corpus directory to write.")]
+Topics = Annotated[Path | None, typer.Option(help="Text file with the topic of each row, one a line, empty for none.")]
+Name = Annotated[str, typer.Option(help="Name of the corpus; that of the directory where not given.")]
+Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the corpus that is there.")]
+Directory = Annotated[Path, typer.Argument(help="A corpus directory.")]
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="The npz file of a download: ids, candidate_representations, topics.")],
+    encoder: Encoder,
+    out: Out,
+    topics: Topics = None,
+    name: Name = "",
+    version: Version = "",
+    replace: Replace = False,
+) -> None:
+    """Convert a published corpus with its vectors. Some are encoded anew: the encoder must be the one that made them."""
+    _make(source, encoder, out, topics, CorpusLabels(name or label_of(out), version), encode=False, replace=replace)
+
+
+@app.command()
+def build(
+    posts: Annotated[Path, typer.Argument(help="npz file: post_ids, author_ids, perhaps created_at and topics.")],
+    encoder: Encoder,
+    out: Out,
+    topics: Topics = None,
+    name: Name = "",
+    version: Version = "",
+    replace: Replace = False,
+) -> None:
+    """Make a corpus from ids: the candidate tower encodes every post."""
+    _make(posts, encoder, out, topics, CorpusLabels(name or label_of(out), version), encode=True, replace=replace)
+
+
+def _make(
+    source: Path, encoder: Path, out: Path, topics: Path | None, labels: CorpusLabels, *, encode: bool, replace: bool
+) -> None:
+    started = time.perf_counter()
+    with refusals(), progress_bar() as bar, PostsFile(source, topics) as posts:
+        for note in posts.notes:
+            say(note)
+        if not encode and not posts.has_vectors:
+            raise CheckpointError(f"{source} holds no candidate_representations; `corpus build` encodes the ids.")
+        towers = load_encoder(encoder)
+        manifest = make_corpus(
+            posts, towers, out, labels, encode=encode, replace=replace, progress=partial(bar, "Writing")
+        )
+    say(
+        f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {manifest.posts} posts of width "
+        f"{manifest.width} by {manifest.encoder_name}, {len(manifest.topics)} topics; {time.perf_counter() - started:.1f} s"
+    )
+
+
+@app.command()
+def verify(
+    directory: Directory,
+    encoder: Annotated[
+        Path | None, typer.Option(help="A retrieval checkpoint: encode every post anew and compare.")
+    ] = None,
+) -> None:
+    """Read every byte and check manifest, digests, lengths of vectors. Exit code 1 and one sentence when refused."""
+    started = time.perf_counter()
+    with refusals(), progress_bar() as bar:
+        towers = load_encoder(encoder) if encoder else None
+        stored = load_corpus(directory, towers.manifest if towers else None)
+        if towers:
+            check_corpus(stored, towers, partial(bar, "Encoding"))
+    corpus, manifest = stored.corpus, stored.manifest
+    say(
+        f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(corpus)} posts, of which "
+        f"{int(corpus.hidden.sum())} are hidden ({corpus.duplicates} duplicates); {time.perf_counter() - started:.2f} s"
+    )
+
+
+@app.command()
+def inspect(
+    directory: Directory,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,
+) -> None:
+    """Show the manifest of a corpus. `verify` also reads the vectors."""
+    with refusals():
+        manifest = load_corpus_manifest(directory)
+    if as_json:
+        print(manifest.to_json().decode(), end="")
+        return
+    table = Table(show_header=False, title=f"{manifest.name} {manifest.version}")
+    for key in ("digest", "encoder_name", "encoder", "posts", "width"):
+        table.add_row(key, str(getattr(manifest, key)))
+    table.add_row("topics", ", ".join(manifest.topics))
+    for name, entry in manifest.files.items():
+        table.add_row(name, f"{entry.bytes / 2**20:.2f} MiB, sha256 {entry.sha256}")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,0 +1,1 @@
+"""Corpora: the posts that retrieval searches, as unit vectors of one encoder, on disk."""

@@ -1,0 +1,238 @@
+"""Makes a corpus from an npz file of posts: with the vectors that it holds, or with the candidate tower's. Unpickles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.inputs import Ids
+from model.tolerances import RETRIEVAL
+from weights.checkpoint import Encoder
+from weights.corpus.manifest import VECTORS, CorpusManifest
+from weights.corpus.store import CorpusLabels, StoredCorpus, write_corpus
+from weights.errors import CheckpointError
+from weights.format.reader import Progress
+from weights.published.npz import FLOAT32, NpzFile
+
+REPRESENTATIONS = "candidate_representations"
+ENCODED_ROWS = 1024
+"""How many posts the candidate tower is given at once: always so many, the last ones padded."""
+CHECKED_ROWS = 4096
+"""How many rows of a file with vectors are encoded anew, spread over all of it."""
+
+_IDS = tuple(np.dtype(name) for name in ("<i8", "<u8"))
+
+
+class PostsFile:
+    """An npz file with `post_ids`, `author_ids` and perhaps `candidate_representations`, `created_at` and `topics`.
+
+    `notes` are sentences about what is left out. `topics`, a text file with a line a row, takes the place of the array.
+    Use as a context manager. Raises CheckpointError.
+    """
+
+    def __init__(self, path: Path, topics: Path | None = None) -> None:
+        self.notes: list[str] = []
+        self._topics_file = topics
+        self._archive = NpzFile(path)
+        try:
+            (self.posts,), _ = self._column("post_ids", _IDS)
+            self._column("author_ids", _IDS)
+            self.columns = ["post_ids", "author_ids"]
+            if "created_at" in self._archive.names:
+                self._column("created_at", _IDS)
+                self.columns.append("created_at")
+            if topics is not None or self._has_topics():
+                self.columns.append("topics")
+        except BaseException:
+            self._archive.__exit__()
+            raise
+        known = {"post_ids", "author_ids", "created_at", "topics", REPRESENTATIONS}
+        self.notes += [f"Array {name} is not read." for name in self._archive.names if name not in known]
+        self._topic_index: dict[str, int] = {}
+
+    def __enter__(self) -> PostsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._archive.__exit__()
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether the file holds the posts' vectors."""
+        return REPRESENTATIONS in self._archive.names
+
+    def vectors(self, width: int) -> Iterator[Tensor]:
+        """Float32 `[r, D]`, in order."""
+        for chunk in self._archive.rows(REPRESENTATIONS, (self.posts, width), FLOAT32):
+            yield torch.from_numpy(chunk).view(-1, width)
+
+    def column(self, name: str) -> Iterator[Tensor]:
+        """One of `columns`, in order: int64, ids above 2^63 as negative; topics as int32 places in `topic_names`."""
+        if name == "topics":
+            yield from self._topics()
+            return
+        shape, dtype = self._archive.header(name)
+        for chunk in self._archive.rows(name, shape, dtype):
+            yield torch.from_numpy(chunk.view(np.int64))
+
+    def topic_names(self) -> tuple[str, ...]:
+        """In the order in which they were met, once the column has been read."""
+        return tuple(self._topic_index)
+
+    def _column(self, name: str, dtypes: tuple[np.dtype[Any], ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        shape, dtype = self._archive.header(name)
+        if dtype not in dtypes or len(shape) != 1 or (name != "post_ids" and shape != (self.posts,)):
+            raise CheckpointError(
+                f"{self._archive.path}: array {name} has shape {list(shape)} of {dtype.str}, a corpus has one number of "
+                "64 bits a post."
+            )
+        return shape, dtype
+
+    def _has_topics(self) -> bool:
+        """Whether the topics can be read; objects, which would have to be unpickled, are left out by themselves."""
+        if "topics" not in self._archive.names:
+            return False
+        shape, dtype = self._archive.header("topics")
+        if dtype.kind == "U" and shape == (self.posts,):
+            return True
+        self.notes.append(
+            f"Array topics holds {'Python objects' if dtype.kind == 'O' else dtype.str}, which are not read: nothing is "
+            "unpickled. The corpus has no topics; give them with --topics, a text file with one a line."
+        )
+        return False
+
+    def _topics(self) -> Iterator[Tensor]:
+        self._topic_index.clear()
+        texts = self._lines() if self._topics_file else self._texts()
+        for chunk in texts:
+            names, inverse = np.unique(chunk, return_inverse=True)
+            places = [self._topic_index.setdefault(str(name), len(self._topic_index)) if name else -1 for name in names]
+            yield torch.from_numpy(np.array(places, np.int32)[inverse])
+
+    def _texts(self) -> Iterator[NDArray[Any]]:
+        shape, dtype = self._archive.header("topics")
+        return self._archive.rows("topics", shape, dtype)
+
+    def _lines(self) -> Iterator[NDArray[Any]]:
+        assert self._topics_file is not None
+        try:
+            with self._topics_file.open(encoding="utf-8") as file:
+                while lines := [line.rstrip("\n") for line in islice(file, 65536)]:
+                    yield np.array(lines)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self._topics_file} cannot be read as text: {error}.") from error
+
+
+def make_corpus(
+    source: PostsFile,
+    encoder: Encoder,
+    out: Path,
+    labels: CorpusLabels,
+    *,
+    encode: bool,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> CorpusManifest:
+    """Stream a file of posts into a corpus directory: with its own vectors, or with the candidate tower's where `encode`.
+
+    Vectors of the file are compared with the candidate tower's in some rows: nothing in the file says who made them.
+    Raises CheckpointError.
+    """
+    if not encode:
+        check_rows(source, encoder)
+    width, table = encoder.manifest.config.width, encoder.towers.tables.post.dtype
+    done, total = 0, source.posts
+
+    def chunks(tensor: str) -> Iterator[Tensor]:
+        nonlocal done
+        if tensor != VECTORS:
+            yield from source.column(tensor)
+            return
+        for rows in encoded(source, encoder) if encode else source.vectors(width):
+            yield rows
+            done += len(rows)
+            if progress:
+                progress(done, total)
+
+    half = encode and table is torch.bfloat16
+    return write_corpus(
+        out, labels, encoder, source.posts, source.columns, chunks, source.topic_names,
+        dtype="bfloat16" if half else "float32", replace=replace,
+    )  # fmt: skip
+
+
+def encoded(source: PostsFile, encoder: Encoder) -> Iterator[Tensor]:
+    """The candidate tower's vectors of every post, in order."""
+    for posts, authors in _in_step(source):
+        for start in range(0, len(posts), ENCODED_ROWS):
+            rows = slice(start, start + ENCODED_ROWS)
+            yield encode(encoder, posts[rows], authors[rows])
+
+
+def encode(encoder: Encoder, post_ids: Ids, author_ids: Ids) -> Tensor:
+    """Vectors float32 `[n, D]` of posts, in steps of one size."""
+    steps = []
+    for start in range(0, len(post_ids), ENCODED_ROWS):
+        ids = [np.zeros(ENCODED_ROWS, np.uint64) for _ in range(2)]
+        count = min(ENCODED_ROWS, len(post_ids) - start)
+        for padded, given in zip(ids, (post_ids, author_ids), strict=True):
+            padded[:count] = given[start : start + count]
+        steps.append(encoder.towers.encode_posts(*ids)[:count])
+    return torch.cat(steps)
+
+
+def _in_step(source: PostsFile) -> Iterator[tuple[Ids, Ids]]:
+    """Post and author ids side by side; the two arrays have rows of one size, hence chunks of one length."""
+    for posts, authors in zip(source.column("post_ids"), source.column("author_ids"), strict=True):
+        yield posts.numpy().view(np.uint64), authors.numpy().view(np.uint64)
+
+
+def check_rows(source: PostsFile, encoder: Encoder) -> None:
+    """Raises CheckpointError where the file's vectors are not those that the candidate tower gives to the same posts."""
+    wanted = np.unique(np.linspace(0, source.posts - 1, min(CHECKED_ROWS, source.posts)).astype(np.int64))
+    posts, authors = (
+        np.concatenate([chunk.view(np.uint64) for chunk in _picked(source.column(name), wanted)])
+        for name in ("post_ids", "author_ids")
+    )
+    theirs = np.concatenate(list(_picked(source.vectors(encoder.manifest.config.width), wanted)))
+    _compare(theirs, encode(encoder, posts, authors).numpy(), wanted, encoder, "The file's vectors")
+
+
+def check_corpus(stored: StoredCorpus, encoder: Encoder, progress: Callable[[int, int], None] | None = None) -> None:
+    """Encode every post anew. Raises CheckpointError where a vector is not the candidate tower's."""
+    corpus = stored.corpus
+    for start in range(0, len(corpus), ENCODED_ROWS):
+        rows = np.arange(start, min(start + ENCODED_ROWS, len(corpus)))
+        ours = encode(encoder, corpus.post_ids[rows], corpus.author_ids[rows]).numpy()
+        _compare(corpus.vectors[rows], ours, rows, encoder, f"Corpus {stored.path} is refused: its vectors")
+        if progress:
+            progress(int(rows[-1]) + 1, len(corpus))
+
+
+def _picked(chunks: Iterator[Tensor], wanted: NDArray[np.int64]) -> Iterator[NDArray[Any]]:
+    start = 0
+    for chunk in chunks:
+        rows = wanted[(wanted >= start) & (wanted < start + len(chunk))] - start
+        yield chunk.numpy()[rows]
+        start += len(chunk)
+
+
+def _compare(
+    theirs: NDArray[np.float32], ours: NDArray[np.float32], rows: NDArray[np.int64], encoder: Encoder, what: str
+) -> None:
+    tolerance = RETRIEVAL[encoder.towers.tables.post.dtype].posts
+    off = np.nan_to_num(np.abs(theirs - ours), nan=np.inf).max(1)
+    worst = int(off.argmax())
+    if not off[worst] <= tolerance:
+        raise CheckpointError(
+            f"{what} are not those of {encoder.manifest.name} {encoder.manifest.version}: row {rows[worst]} differs by "
+            f"{off[worst]:.3g}, and {int((off > tolerance).sum())} of {len(rows)} rows by more than {tolerance:g}. "
+            "Name the retrieval checkpoint that made them."
+        )

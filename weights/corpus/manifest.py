@@ -1,0 +1,129 @@
+"""`manifest.json` of a corpus: whose vectors they are, how many, and the digests of their files. Reads no vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weights.errors import CheckpointError
+from weights.format.manifest import (
+    FileEntry,
+    TensorEntry,
+    check_keys,
+    check_label,
+    content_digest,
+    file_entry,
+    parse_json_object,
+    signed,
+    tensor_entry,
+)
+
+FORMAT_VERSION = 1
+KIND = "corpus"
+MAX_POSTS = 2**31 - 1
+MAX_TOPICS = 10_000
+VECTORS = "vectors"
+COLUMNS = {"post_ids": "int64", "author_ids": "int64", "created_at": "int64", "topics": "int32"}
+OPTIONAL_COLUMNS = ("created_at", "topics")
+
+
+def file_of(tensor: str) -> str:
+    """The file in which a tensor lies: vectors by themselves, the columns together."""
+    return "vectors.safetensors" if tensor == VECTORS else "posts.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusManifest:
+    """Everything about a corpus except its numbers. Raises CheckpointError for fields that contradict each other.
+
+    `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for people.
+    `topics` are the names that the column `topics` indexes, -1 for none. `digest` is the corpus's identity, as a checkpoint's.
+    """
+
+    name: str
+    version: str
+    encoder: str
+    encoder_name: str
+    posts: int
+    width: int
+    topics: tuple[str, ...]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.version:
+            object.__setattr__(self, "version", content_digest(self._content())[:12])
+        check_label("name", self.name)
+        check_label("version", self.version)
+        if not 0 < self.posts <= MAX_POSTS:
+            raise CheckpointError(f"holds {self.posts} posts; 1 to {MAX_POSTS} are supported")
+        if len(self.topics) > MAX_TOPICS or len(set(self.topics)) < len(self.topics):
+            raise CheckpointError(f"must name at most {MAX_TOPICS} topics, each once")
+        if any(type(topic) is not str or not 0 < len(topic) <= 100 for topic in self.topics):
+            raise CheckpointError("has a topic that is no text of 1 to 100 characters")
+        self._check_tensors()
+        object.__setattr__(self, "digest", content_digest(self._content()))
+
+    def _check_tensors(self) -> None:
+        for name, entry in self.tensors.items():
+            shape = (self.posts, self.width) if name == VECTORS else (self.posts,)
+            dtypes = ("float32", "bfloat16") if name == VECTORS else (COLUMNS.get(name),)
+            if entry.file != file_of(name) or entry.dtype not in dtypes or entry.shape != shape:
+                raise CheckpointError(
+                    f"lists tensor {name[:100]} in a file, dtype or shape that a corpus does not have"
+                )
+            if entry.file not in self.files:
+                raise CheckpointError(f"lacks the file {entry.file}")
+        missing = {VECTORS, *COLUMNS} - set(OPTIONAL_COLUMNS) - set(self.tensors)
+        if missing or (self.topics and "topics" not in self.tensors):
+            raise CheckpointError(f"does not list all tensors of a corpus: {', '.join(sorted(missing)) or 'topics'}")
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "kind": KIND,
+            "name": self.name,
+            "version": self.version,
+            "encoder": self.encoder,
+            "encoder_name": self.encoder_name,
+            "posts": self.posts,
+            "width": self.width,
+            "topics": list(self.topics),
+            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
+            "tensors": {name: asdict(entry) for name, entry in sorted(self.tensors.items())},
+        }
+
+    def to_json(self) -> bytes:
+        """The exact content of `manifest.json`."""
+        return signed(self._content())
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> CorpusManifest:
+        """Parse what `to_json` wrote. Raises CheckpointError for anything else."""
+        values: Mapping[str, Any] = parse_json_object(raw)
+        if values.get("kind") != KIND:
+            raise CheckpointError("describes no corpus, but a checkpoint or something else")
+        if values.get("format_version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"has format version {str(values.get('format_version'))[:40]}, this build reads {FORMAT_VERSION}"
+            )
+        texts = dict.fromkeys(("kind", "name", "version", "encoder", "encoder_name", "digest"), str)
+        numbers = dict.fromkeys(("format_version", "posts", "width"), int)
+        check_keys(values, {**texts, **numbers, "topics": list, "files": dict, "tensors": dict}, "")
+        dtypes = ("float32", "bfloat16", *COLUMNS.values())
+        manifest = cls(
+            name=values["name"],
+            version=values["version"] or "-",  # refused as a label: a written manifest always has a version
+            encoder=values["encoder"],
+            encoder_name=values["encoder_name"],
+            posts=values["posts"],
+            width=values["width"],
+            topics=tuple(values["topics"]),
+            files={name: file_entry(name, item) for name, item in values["files"].items()},
+            tensors={name: tensor_entry(name, item, dtypes) for name, item in values["tensors"].items()},
+        )
+        if values["digest"] != manifest.digest or raw != manifest.to_json():
+            raise CheckpointError("is not what was written: its digest or its form is another")
+        return manifest
