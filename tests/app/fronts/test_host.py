@@ -36,7 +36,7 @@ async def speak(found: Linked, *sent: Any, seconds: float = 5.0) -> bytes:
 
 def asked(**changes: Any) -> Rank:
     context, candidates = request(1)
-    fields = {"id": 1, "model": 1, "deadline": time.monotonic() + 5, "key": None, "user_id": 1}
+    fields = {"id": 1, "model": 1, "deadline": time.monotonic() + 3600, "key": None, "user_id": 1}
     words, floats = frames.columns_of(context, candidates)
     columns = {"history": len(context), "candidates": len(candidates), "words": words, "floats": floats}
     return Rank(**fields | columns | changes)
