@@ -40,7 +40,7 @@ def test_import_never_holds_a_table_and_load_maps_all(published: Path) -> None:
 
 def fresh_memory() -> mmap.mmap:
     """As much as the table takes, from the system: an allocator may have some left from other tests."""
-    memory = mmap.mmap(-1, TABLE_MIB * 2**20)
+    memory = mmap.mmap(-1, TABLE_MIB * 2**20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for page in range(0, len(memory), mmap.PAGESIZE):
         memory[page] = 1
     return memory
