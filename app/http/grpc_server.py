@@ -11,7 +11,7 @@ import orjson
 from app.errors import ServiceError
 from app.http.asgi import Headers, timeout_seconds_of
 from app.http.observe import Recorder
-from app.http.open_inference import SERVER
+from app.http.open_inference import describe_server
 from app.http.problems import retry_after
 from app.http.rank import Ranking, served
 from app.interface import ranked
@@ -127,7 +127,7 @@ class InferenceServer:
         return protobuf.write("ServerReadyResponse", ready=self.service.health().ready)
 
     async def _metadata(self, request: Any, call: Call) -> bytes:
-        return protobuf.write("ServerMetadataResponse", **SERVER)
+        return protobuf.write("ServerMetadataResponse", **describe_server())
 
     async def _model_ready(self, request: Any, call: Call) -> bytes:
         served(self.service, request.name, request.version)

@@ -17,15 +17,16 @@ from app.request.tensors import describe_model
 
 MODEL = "/v2/models/{name}"
 VERSION = MODEL + "/versions/{version}"
-SERVER = {
-    "name": "phoenix-ranking-server",
-    "version": version_of("phoenix-ranking-server"),
-    "extensions": ["binary_tensor_data"],
-}
+NAME = "phoenix-ranking-server"
 NO_MODEL: dict[int | str, dict[str, Any]] = {
     404: {"model": Problem, "description": "No such model serves here."},
     **NOT_NOW,
 }
+
+
+def describe_server() -> dict[str, Any]:
+    """The protocol's metadata of the server."""
+    return {"name": NAME, "version": version_of(NAME), "extensions": ["binary_tensor_data"]}
 
 
 def open_inference(service: Service) -> APIRouter:
@@ -35,7 +36,7 @@ def open_inference(service: Service) -> APIRouter:
     @router.get("/v2", summary="The server's name and extensions", response_model=dict[str, Any])
     async def server() -> dict[str, Any]:
         """Metadata of the Open Inference Protocol."""
-        return SERVER
+        return describe_server()
 
     @router.get("/v2/health/live", summary="The process is alive")
     async def live() -> dict[str, bool]:
