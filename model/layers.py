@@ -63,20 +63,28 @@ def ranking_mask(
     return mask
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, multiplier: float, cap: float) -> Tensor:
-    """Grouped-query attention with soft-capped logits, dense.
+def attention_logits(query: Tensor, key: Tensor, multiplier: float) -> Tensor:
+    """`multiplier · QKᵀ` in fp32, `[B, N, T, S]`, before cap and mask. query `[B, T, N, K]`; key `[B, S, G, K]`, query head n
+    reads head `n // (N/G)`; there is no hidden `1/sqrt(K)`."""
+    key = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
+    return torch.einsum("btnk,bsnk->bnts", query, key).float() * multiplier
 
-    query `[B, T, N, K]`; key, value `[B, T, G, K]`, query head n reads head `n // (N/G)`; mask bool, broadcast to
-    `[B, T, T]`. `softmax(mask(cap · tanh(multiplier · QKᵀ / cap)))` in fp32: the cap comes before the mask, and there is
-    no hidden `1/sqrt(K)`. Returns `[B, T, N, K]`.
-    """
-    group = query.shape[2] // key.shape[2]
-    key, value = (x.repeat_interleave(group, 2) for x in (key, value))
-    logits = torch.einsum("btnk,bsnk->bnts", query, key).float() * multiplier
-    logits = cap * torch.tanh(logits / cap)
-    logits = torch.where(mask[..., None, :, :], logits, MASKED)
-    probabilities = torch.softmax(logits, -1).to(value.dtype)
-    return torch.einsum("bnts,bsnk->btnk", probabilities, value)
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """`cap · tanh(logits / cap)`: close to the identity far below the cap, and never beyond it."""
+    return cap * torch.tanh(logits / cap)
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor, multiplier: float, cap: float) -> Tensor:
+    """`softmax(mask(soft_cap(logits)))` in fp32, `[B, N, T, S]`: the cap comes before the mask. mask bool, broadcast to `[B, T, S]`."""
+    logits = soft_cap(attention_logits(query, key, multiplier), cap)
+    return torch.softmax(torch.where(mask[..., None, :, :], logits, MASKED), -1)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, multiplier: float, cap: float) -> Tensor:
+    """Grouped-query attention with soft-capped logits, dense: `attention_weights · V`, `[B, T, N, K]`. key, value `[B, T, G, K]`."""
+    weights = attention_weights(query, key, mask, multiplier, cap).to(value.dtype)
+    return torch.einsum("bnts,bsnk->btnk", weights, value.repeat_interleave(query.shape[2] // key.shape[2], 2))
 
 
 def gated_ffn(x: Tensor, gate: Tensor, value: Tensor, output: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +15,22 @@ from model.layers import attention, gated_ffn, linear, rms_norm, rope_tables, ro
 def zeros(*shape: int) -> nn.Parameter:
     """A parameter as upstream initialises it: every trunk weight, norm scales included, starts at 0."""
     return nn.Parameter(torch.zeros(*shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """What one layer computed: `query [B, T, N, K]` and `key [B, T, G, K]` as they meet, the stream before it and what its attention
+    and its feed-forward network added to it, each `[B, T, D]`."""
+
+    query: Tensor
+    key: Tensor
+    stream: Tensor
+    attention_update: Tensor
+    ffn_update: Tensor
+
+
+Watch = Callable[[Seen], None]
+"""Called by each layer in turn."""
 
 
 class DecoderLayer(nn.Module):
@@ -33,7 +52,7 @@ class DecoderLayer(nn.Module):
         self.ffn_output = zeros(config.ffn_width, width)
         self.ffn_post_norm = zeros(width)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, watch: Watch | None = None) -> Tensor:
         """hidden `[B, T, D]`, RoPE tables `[B, T, K]`, mask bool `[B, T, T]`; returns `[B, T, D]`."""
         config, epsilon = self.config, self.config.norm_epsilon
         normed = rms_norm(hidden, self.attention_norm, epsilon)
@@ -42,10 +61,12 @@ class DecoderLayer(nn.Module):
         value = linear(normed, self.value).unflatten(-1, (config.kv_heads, config.head_width))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed = attention(query, key, value, mask, config.attention_multiplier, config.attention_cap)
-        hidden = hidden + rms_norm(linear(mixed.flatten(-2), self.output), self.attention_post_norm, epsilon)
-        normed = rms_norm(hidden, self.ffn_norm, epsilon)
-        mixed = gated_ffn(normed, self.ffn_gate, self.ffn_value, self.ffn_output)
-        return hidden + rms_norm(mixed, self.ffn_post_norm, epsilon)
+        attended = rms_norm(linear(mixed.flatten(-2), self.output), self.attention_post_norm, epsilon)
+        normed = rms_norm(hidden + attended, self.ffn_norm, epsilon)
+        fed = rms_norm(gated_ffn(normed, self.ffn_gate, self.ffn_value, self.ffn_output), self.ffn_post_norm, epsilon)
+        if watch is not None:
+            watch(Seen(query, key, hidden, attended, fed))
+        return hidden + attended + fed
 
 
 class Trunk(nn.Module):
@@ -60,9 +81,9 @@ class Trunk(nn.Module):
         """The layers in order, by their type."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
-    def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor, watch: Watch | None = None) -> Tensor:
         """hidden `[B, T, D]`, positions int64 `[B, T]`, mask bool `[B, T, T]` (rows see columns); returns `[B, T, D]`."""
         cos, sin = rope_tables(positions, self.config.head_width, self.config.rope_base)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, mask)
+            hidden = layer(hidden, cos, sin, mask, watch)
         return hidden
