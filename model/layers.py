@@ -80,11 +80,27 @@ def ranking_mask(
     return mask
 
 
-def capped(logits: Tensor, cap: float | None, form: CapForm = "tanh") -> Tensor:
-    """Logits bound to ± cap: `cap · tanh(x / cap)`, or as softsign `x / (1 + |x| / cap)`. None: as they are."""
+def attention_logits(query: Tensor, key: Tensor, multiplier: float) -> Tensor:
+    """`multiplier · QKᵀ` in fp32, `[B, N, T, S]`, before cap and mask. query `[B, T, N, K]`; key `[B, S, G, K]`, query head n
+    reads head `n // (N/G)`; there is no hidden `1/sqrt(K)`."""
+    key = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
+    return torch.einsum("btnk,bsnk->bnts", query, key).float() * multiplier
+
+
+def soft_cap(logits: Tensor, cap: float | None, form: CapForm = "tanh") -> Tensor:
+    """`cap · tanh(logits / cap)`, or `logits / (1 + |logits| / cap)` (`softsign`): close to the identity far below the cap, and
+    never beyond it. None: as they are."""
     if cap is None:
         return logits
     return cap * torch.tanh(logits / cap) if form == "tanh" else logits / (1 + logits.abs() / cap)
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, mask: Tensor, multiplier: float, cap: float | None, form: CapForm = "tanh"
+) -> Tensor:
+    """`softmax(mask(soft_cap(logits)))` in fp32, `[B, N, T, S]`: the cap comes before the mask. mask bool, broadcast to `[B, T, S]`."""
+    logits = soft_cap(attention_logits(query, key, multiplier), cap, form)
+    return torch.softmax(torch.where(mask[..., None, :, :], logits, MASKED), -1)
 
 
 def attention(
@@ -94,21 +110,11 @@ def attention(
     mask: Tensor,
     multiplier: float,
     cap: float | None,
-    cap_form: CapForm = "tanh",
+    form: CapForm = "tanh",
 ) -> Tensor:
-    """Grouped-query attention with soft-capped logits, dense.
-
-    query `[B, T, N, K]`; key, value `[B, T, G, K]`, query head n reads head `n // (N/G)`; mask bool, broadcast to
-    `[B, T, T]`. `softmax(mask(capped(multiplier · QKᵀ)))` in fp32: the cap comes before the mask, and there is
-    no hidden `1/sqrt(K)`. Returns `[B, T, N, K]`.
-    """
-    group = query.shape[2] // key.shape[2]
-    key, value = (x.repeat_interleave(group, 2) for x in (key, value))
-    logits = torch.einsum("btnk,bsnk->bnts", query, key).float() * multiplier
-    logits = capped(logits, cap, cap_form)
-    logits = torch.where(mask[..., None, :, :], logits, MASKED)
-    probabilities = torch.softmax(logits, -1).to(value.dtype)
-    return torch.einsum("bnts,bsnk->btnk", probabilities, value)
+    """Grouped-query attention with soft-capped logits, dense: `attention_weights · V`, `[B, T, N, K]`. key, value `[B, T, G, K]`."""
+    weights = attention_weights(query, key, mask, multiplier, cap, form).to(value.dtype)
+    return torch.einsum("bnts,bsnk->btnk", weights, value.repeat_interleave(query.shape[2] // key.shape[2], 2))
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from model.batch import Batch
 from model.config import DWELL_HIDDEN_WIDTH, MAX_DWELL_SECONDS, ModelConfig
 from model.layers import ranking_mask
-from model.trunk import Trunk, declare_norm, normed, zeros
+from model.trunk import Trunk, Watch, declare_norm, normed, zeros
 
 
 class Tables(nn.Module):
@@ -116,19 +116,24 @@ class Ranker(nn.Module):
         self.trunk = Trunk(config)
         self.heads = Heads(config)
 
-    def forward(self, batch: Batch, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Score every candidate of a padded batch with the dense mask; the trunk runs in `dtype`.
+    def forward(
+        self, batch: Batch, dtype: torch.dtype = torch.float32, watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score every candidate of a padded batch with the dense mask; the trunk runs in `dtype`, and tells `watch` of each layer.
 
         Returns logits fp32 `[B, C, A]` and continuous values fp32 `[B, C, Z]`; those of padded slots mean nothing.
         """
         hidden, valid = self.embed(batch)
-        context = 1 + batch.history_post_rows.shape[1]
-        candidates = batch.candidate_post_rows.shape[1]
-        bidirectional = self.config.context_attention == "bidirectional"
-        mask = ranking_mask(context, candidates, bidirectional=bidirectional, device=hidden.device) & valid[:, None, :]
-        hidden = self.trunk(hidden.to(dtype), batch.positions, mask)
+        context = hidden.shape[1] - batch.candidate_post_rows.shape[1]
+        hidden = self.trunk(hidden.to(dtype), batch.positions, self.mask(context, valid), watch)
         logits, continuous = self.heads(hidden[:, context:])
         return logits, continuous
+
+    def mask(self, context: int, valid: Tensor) -> Tensor:
+        """Which key each row sees, bool `[B, T, T]`, with a context of that many tokens. `valid` as `embed` returns it."""
+        bidirectional = self.config.context_attention == "bidirectional"
+        candidates = valid.shape[1] - context
+        return ranking_mask(context, candidates, bidirectional=bidirectional, device=valid.device) & valid[:, None, :]
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The token sequence fp32 `[B, T, D]` and which tokens may be seen as keys, bool `[B, T]`.

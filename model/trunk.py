@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +15,22 @@ from model.layers import activate, attention, layer_norm, linear, rms_norm, rope
 def zeros(*shape: int) -> nn.Parameter:
     """A parameter as upstream initialises it: every trunk weight, norm scales included, starts at 0."""
     return nn.Parameter(torch.zeros(*shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """What one layer computed: `query [B, T, N, K]` and `key [B, T, G, K]` as they meet, the stream before it and what its attention
+    and its feed-forward network added to it, each `[B, T, D]`."""
+
+    query: Tensor
+    key: Tensor
+    stream: Tensor
+    attention_update: Tensor
+    ffn_update: Tensor
+
+
+Watch = Callable[[Seen], None]
+"""Called by each layer in turn."""
 
 
 def declare_norm(module: nn.Module, name: str, config: ModelConfig) -> None:
@@ -70,12 +89,22 @@ class DecoderLayer(nn.Module):
         if self.config.biases:
             setattr(self, f"{name}_bias", zeros(outputs))
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor, watch: Watch | None = None
+    ) -> Tensor:
         """hidden `[B, T, D]`, RoPE tables `[B, T, K]`, mask bool `[B, T, T]`; returns `[B, T, D]`."""
-        hidden = hidden + self._post("attention_post_norm", self._attention(hidden, rope, mask))
-        return hidden + self._post("ffn_post_norm", self._ffn(hidden))
+        config = self.config
+        query, key, value = self._heads(hidden, rope)
+        multiplier, cap, form = config.attention_multiplier, config.attention_cap, config.cap_form
+        mixed = attention(query, key, value, mask, multiplier, cap, form).flatten(-2)
+        attended = self._post("attention_post_norm", self._linear("output", mixed))
+        fed = self._post("ffn_post_norm", self._ffn(hidden + attended))
+        if watch is not None:
+            watch(Seen(query, key, hidden, attended, fed))
+        return hidden + attended + fed
 
-    def _attention(self, hidden: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
+    def _heads(self, hidden: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as they meet."""
         config = self.config
         x = normed(self, "attention_norm", hidden, config)
         query = self._linear("query", x).unflatten(-1, (config.query_heads, config.head_width))
@@ -86,8 +115,7 @@ class DecoderLayer(nn.Module):
             key = rms_norm(key, self.key_norm, config.norm_epsilon)
         if rope:
             query, key = rotate(query, *rope), rotate(key, *rope)
-        multiplier, cap, form = config.attention_multiplier, config.attention_cap, config.cap_form
-        return self._linear("output", attention(query, key, value, mask, multiplier, cap, form).flatten(-2))
+        return query, key, value
 
     def _ffn(self, hidden: Tensor) -> Tensor:
         x = normed(self, "ffn_norm", hidden, self.config)
@@ -113,7 +141,7 @@ class Trunk(nn.Module):
         """The layers in order, by their type."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
-    def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, mask: Tensor, watch: Watch | None = None) -> Tensor:
         """hidden `[B, T, D]`, positions int64 `[B, T]`, mask bool `[B, T, T]` (rows see columns); returns `[B, T, D]`."""
         config = self.config
         hidden, rope = hidden * config.input_scale, None
@@ -122,5 +150,5 @@ class Trunk(nn.Module):
         else:
             hidden = hidden + sinusoids(positions, config.width).to(hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, rope, mask)
+            hidden = layer(hidden, rope, mask, watch)
         return hidden

@@ -85,7 +85,7 @@ class EngineThread:
 class NativeForwards:
     """Forwards of an engine that computes in native threads: the event loop begins each, and is told by a descriptor.
 
-    No Python runs beside the loop, so nobody waits for the interpreter lock. A forward that takes less time than handing it over
+    No Python runs beside the loop, so no thread competes for the interpreter lock. A forward that takes less time than handing it over
     does is not handed over.
     """
 
