@@ -105,6 +105,7 @@ class FusedKernels:
         # bf16 engines round tokens to bf16 soon after, so TF32 products lose nothing that would be kept
         self._token_precision = "tf32" if dtype == torch.bfloat16 else "ieee"
         self._slot_offsets: Tensor | None = None
+        assert config.attention_cap is not None
         self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap)
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
