@@ -5,6 +5,7 @@ Needs Debian's chromium (`make chromium`). `make screenshots` writes the picture
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ import pytest
 from tests.e2e.process import DEMO, ROOT, Server, serving
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: make chromium")
@@ -32,7 +34,7 @@ NAMES: Json = json.loads((DEMO / "names.json").read_text())
 WATCH = """addEventListener('securitypolicyviolation',
   event => console.error('CSP', event.violatedDirective, event.blockedURI))"""
 TOO_WIDE = """() => [...document.querySelectorAll('main *')]
-  .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.events')).map(each => each.outerHTML)"""
+  .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.events, .chips')).map(each => each.outerHTML)"""
 PLANT = """() => { const select = document.querySelector('#user'); select.closest('label').replaceWith(select); }"""
 SIZES = {"light": (1440, 900), "dark": (1440, 900), "phone": (390, 844)}
 
@@ -440,5 +442,6 @@ def test_pictures(browser: Any, server: Server, look: str) -> None:
     tab.page.get_by_role("button", name="Why").first.click()
     tab.page.mouse.move(0, 0)
     tab.page.wait_for_timeout(200)
-    tab.page.screenshot(path=Path(os.environ["SCREENSHOTS"]) / f"explore-{look}.png")
+    raw = Image.open(io.BytesIO(tab.page.screenshot()))
+    raw.convert("RGB").quantize(96).save(Path(os.environ["SCREENSHOTS"]) / f"explore-{look}.png", optimize=True)
     tab.context.close()
