@@ -12,7 +12,7 @@ from model.config import CandidatePositions
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError
 from model.memory import engine_bytes, shortage
-from model.native.build import KernelUnavailable
+from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
 
@@ -27,7 +27,8 @@ class EngineOptions:
 
     `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
     the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off.
-    `threads` 0 leaves torch's choice. Compiled code is kept in `kernel_directory`, by default the user's cache.
+    `threads` 0 leaves torch's choice; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
+    default the user's cache.
     """
 
     device: Device = "auto"
@@ -36,6 +37,7 @@ class EngineOptions:
     candidate_positions: CandidatePositions = "shared"
     cache_bytes: int = 256 * 2**20
     threads: int = 0
+    vectors: Vectors = "auto"
     kernel_directory: Path | None = None
 
 
@@ -70,6 +72,7 @@ def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
         options.candidate_positions,
         cache_bytes=options.cache_bytes,
         threads=options.threads,
+        vectors=options.vectors,
         kernel_directory=options.kernel_directory,
         only_if_fast=options.backend == "auto",
     )
