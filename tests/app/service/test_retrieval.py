@@ -34,6 +34,12 @@ def query(user: int, k: int = 5) -> Query:
     return Query(context, k, Filters(NO_IDS))
 
 
+@pytest.fixture(autouse=True)
+def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate would stop the event loop: no search is computed in it."""
+    monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> RetrievalLoader:
     return retrieving.loader(tmp_path_factory.mktemp("retrieval"))
@@ -162,7 +168,7 @@ def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader) -> None
             await asyncio.sleep(0)
             with pytest.raises(Overloaded, match=r"would wait 4\.00 s"):
                 await service.retrieve(service.served, query(9), DEADLINE)
-            service.settings = Settings(**(limits | {"queue": Queue(max_wait_seconds=0)}))
+            service.searches.settings = Settings(**(limits | {"queue": Queue(max_wait_seconds=0)}))
             tasks.append(search(service, 4))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded, match="2 searches wait already"):
