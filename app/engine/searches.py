@@ -33,7 +33,7 @@ T = TypeVar("T")
 log = structlog.get_logger("app.engine.searches")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Version:
     """What one swap brought. `places`: searches that wait for it and batches that run on it; `retired`: another serves."""
 
@@ -43,8 +43,10 @@ class Version:
     freed: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Search:
+    """One request. Its text would hold all that it leads to, the corpus included."""
+
     query: Query
     version: Version
     key: str | None
@@ -102,9 +104,7 @@ class Searches:
             raise
         finally:
             timer.cancel()
-            for queue in (self._alone, self._queues.get(key, self._alone)):
-                with contextlib.suppress(ValueError):
-                    queue.remove(search)
+            self._drop(search)
             self._leave(version)
             self._rest()
 
@@ -255,6 +255,12 @@ class Searches:
             metrics.user_vectors.labels("cache" if posts.cached else "tower").inc()
             if not search.future.done():
                 search.future.set_result(Found(posts, waited, answers.encode_seconds, answers.search_seconds))
+
+    def _drop(self, search: _Search) -> None:
+        """It ends; where it still waited, it waits no more."""
+        for queue in (self._alone, self._queues.get(search.key, self._alone)):
+            if search in queue:
+                queue.remove(search)
 
     def _leave(self, version: Version) -> None:
         version.places -= 1

@@ -51,8 +51,9 @@ class RetrievalService:
 
     def state(self) -> Changed | None:
         """The corpus that serves as it is now, None without one."""
-        if self._current is None:
-            return None
+        return None if self._current is None else self._state()
+
+    def _state(self) -> Changed:
         engine = self._loaded.engine
         return Changed(self.served.corpus, engine.posts, engine.changes, 0)
 
@@ -155,6 +156,8 @@ class RetrievalService:
         async with self._swapping:
             loaded = self._loaded
             engine = loaded.engine
+            if not engine.changes:
+                return self._state()
             try:
                 async with self._changing:
                     parts, changes = await self.searches.between(lambda: (engine.parts(), engine.changes))
@@ -171,8 +174,7 @@ class RetrievalService:
                 self._since = None
         self._compact_at = self.settings.retrieval.compact_rows
         self.metrics.compactions.labels("success").inc()
-        state = self.state()
-        assert state is not None
+        state = self._state()
         log.info("corpus_compacted", corpus=state.corpus.version, posts=state.posts, changes=state.changes)
         return state
 
