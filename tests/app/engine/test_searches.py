@@ -85,6 +85,21 @@ def test_keys_take_turns() -> None:
     asyncio.run(scenario())
 
 
+def test_more_keys_than_places_take_turns_too() -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        bench = Bench(FakeRetrieval(FakeClock(), before=gate), batch_requests=2)
+        tasks = [bench.ask(0)]
+        await gate.reached()
+        tasks += [bench.ask(10 * key + turn, f"key {key}") for key in (1, 2, 3) for turn in (0, 1)]
+        await asyncio.sleep(0)
+        gate.opened.set()
+        await asyncio.gather(*tasks)
+        assert bench.engine.batches[1:] == [[10, 20], [30, 11], [21, 31]]
+
+    asyncio.run(scenario())
+
+
 def test_a_key_holds_its_share_of_the_room() -> None:
     async def scenario() -> None:
         gate = Gate()
