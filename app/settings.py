@@ -118,8 +118,13 @@ class Batching(Group):
 class Cache(Group):
     """The context cache: keys and values of users seen before."""
 
-    bytes: int = Field(default=256 * MIB, ge=0)
-    """Budget in bytes on the engine's device; 0 turns the cache off."""
+    bytes: int | None = Field(default=None, ge=0)
+    """Budget in bytes on the engine's device; 0 turns the cache off, none is 256 MiB on a CPU and an eighth of a GPU's memory."""
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that it takes where it is on the CPU."""
+        return 256 * MIB if self.bytes is None else self.bytes
 
 
 class Retrieval(Group):
@@ -230,6 +235,13 @@ class Probes(Group):
     """With a port, probes, /info and /metrics answer there, and /metrics no longer on the main one."""
 
 
+class Explore(Group):
+    """The page to play with a ranking."""
+
+    enabled: bool | None = None
+    """Whether /explore is served; when not set, where HOST is a loopback address."""
+
+
 class Grpc(Group):
     """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
 
@@ -328,6 +340,7 @@ class Settings(BaseSettings):
     auth: Auth = Auth()
     admin: Admin = Admin()
     probes: Probes = Probes()
+    explore: Explore = Explore()
     grpc: Grpc = Grpc()
     reload: Reload = Reload()
     logs: Logs = Logs()
@@ -356,6 +369,13 @@ class Settings(BaseSettings):
         """Where to listen: the service, then probes and admin where they have ports of their own."""
         sides = ((side.host, side.port) for side in (self.probes, self.admin) if side.port is not None)
         return [(self.host, self.port), *sides]
+
+    @property
+    def explores(self) -> bool:
+        """Whether /explore and what explains a ranking are served."""
+        if self.explore.enabled is not None:
+            return self.explore.enabled
+        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
 
     def effective(self) -> dict[str, Any]:
         """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""

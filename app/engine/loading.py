@@ -62,12 +62,12 @@ class Steps:
         self._warming()
 
     def go_on(self, *_: object) -> None:
-        """To be called often. Raises EngineError once nobody waits for this load any more."""
+        """To be called often. Raises EngineError once this load was given up."""
         if self._stopped.is_set():
             raise EngineError("the load was given up")
 
     def stop(self) -> None:
-        """Nobody waits for it any more."""
+        """This load is given up: the next `go_on` raises."""
         self._stopped.set()
 
 

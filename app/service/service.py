@@ -221,7 +221,7 @@ class RankingService:
 
     def _refuse(self, refusal: Refusal, *, counted: bool = True) -> None:
         kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
-        if counted or kind is DeadlineExceeded:  # nobody waits for a deadline that has passed
+        if counted or kind is DeadlineExceeded:  # a deadline that has passed is a refusal in any case
             self._refused += 1
             self.metrics.rejected.labels(refusal.reason).inc()
         error = kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
