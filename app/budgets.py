@@ -56,7 +56,7 @@ def most_bytes(settings: Settings, config: ModelConfig) -> dict[str, int]:
         "queue": queue.max_requests * REQUEST_BYTES + queue.max_candidates * CANDIDATE_BYTES + queue.max_context_tokens * token,
         "batches": (budgets.batch_candidates + 2 * limits.max_batch_candidates) * reply,
         "replies": budgets.reply_bytes + 2 * (batching.max_candidates + limits.max_candidates) * reply,
-        "cache": settings.cache.bytes,
+        "cache": settings.cache.host_bytes,
         "log": settings.logs.buffer_bytes,
     }  # fmt: skip
     return parts | {"total": sum(parts.values())}

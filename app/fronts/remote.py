@@ -89,11 +89,15 @@ class NoRetrieval:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 
-    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float) -> Found:
+    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float, key: str | None = None) -> Found:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 
     async def change(self, change: PostChange) -> Changed:
+        """Nothing."""
+        raise CorpusNotLoaded(SINGLE)
+
+    async def compact(self) -> Changed:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 
@@ -189,7 +193,7 @@ class RemoteService:
         link = self._check_able()
         self._loop_clock.request_arrives()
         if self._loop_clock.lag.refuses(len(self._pending)):
-            self._refuse("loop_overrun", "requests arrive faster than they can be read", OVERRUN_RETRY_SECONDS)
+            self._refuse("loop_overrun", "requests arrive faster than they can be answered", OVERRUN_RETRY_SECONDS)
         if self._state.closed:
             self._refuse("queue_full", self._state.closed, self._state.retry_after_seconds)
         if link.congested or len(self._pending) >= self.settings.queue.max_requests:

@@ -17,9 +17,9 @@ from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context, Scores
-from model.native.build import Vectors
+from model.native.build import KernelUnavailable, Vectors
 from model.native.kernel import Kernel, Work, load_kernel
-from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, GRAIN, PANEL, pack, round_up
+from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, GRAIN, PANEL, pack, refusal, round_up
 from model.ranker import Ranker
 from model.selftest import check_isolation
 
@@ -57,6 +57,8 @@ class NativeEngine:
         kernel: Kernel | None = None,
     ) -> None:
         self.config = ranker.config
+        if reason := refusal(self.config):
+            raise KernelUnavailable(reason)
         self._kernel = kernel or load_kernel(kernel_directory, vectors=vectors, only_if_fast=only_if_fast)
         tiles = self._kernel.enable_tiles()
         measured = self._kernel.probe()

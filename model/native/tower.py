@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from model.engine import EngineError
 from model.inputs import Context
-from model.native.build import Vectors
+from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import ContextRows
 from model.native.kernel import Work, load_kernel
-from model.native.packing import GRAIN, PANEL, pack, round_up
+from model.native.packing import GRAIN, PANEL, pack, refusal, round_up
 from model.retrieval.towers import SMALLEST_SQUARE, Towers
 
 
@@ -38,6 +38,8 @@ class NativeTower:
         vectors: Vectors = "auto",
     ) -> None:
         self._config = towers.config
+        if reason := refusal(self._config):
+            raise KernelUnavailable(reason)
         self._kernel = load_kernel(kernel_directory, vectors=vectors, only_if_fast=only_if_fast)
         self._kernel.enable_tiles()
         self._packed = pack(towers, dtype, self._kernel.strip())
