@@ -78,7 +78,7 @@ def most_bytes(settings: Settings, config: ModelConfig) -> dict[str, int]:
         "batches": (budgets.batch_candidates + 2 * limits.max_batch_candidates) * reply,
         "replies": budgets.reply_bytes + 2 * (batching.max_candidates + limits.max_candidates) * reply,
         "explanations": settings.explores * settings.explore.concurrent * _explanation_bytes(settings, config, reply),
-        "cache": settings.cache.bytes,
+        "cache": settings.cache.host_bytes,
         "log": settings.logs.buffer_bytes,
     }  # fmt: skip
     return parts | {"total": sum(parts.values())}

@@ -118,8 +118,13 @@ class Batching(Group):
 class Cache(Group):
     """The context cache: keys and values of users seen before."""
 
-    bytes: int = Field(default=256 * MIB, ge=0)
-    """Budget in bytes on the engine's device; 0 turns the cache off."""
+    bytes: int | None = Field(default=None, ge=0)
+    """Budget in bytes on the engine's device; 0 turns the cache off, none is 256 MiB on a CPU and an eighth of a GPU's memory."""
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that it takes where it is on the CPU."""
+        return 256 * MIB if self.bytes is None else self.bytes
 
 
 class Retrieval(Group):

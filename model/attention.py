@@ -28,7 +28,8 @@ def candidate_attention(
 
     def watch(seen: Seen) -> None:
         query = seen.query[:, length:]
-        weights = attention_weights(query, seen.key, mask, config.attention_multiplier, config.attention_cap)[0]
+        multiplier, cap, form = config.attention_multiplier, config.attention_cap, config.cap_form
+        weights = attention_weights(query, seen.key, mask, multiplier, cap, form)[0]
         itself = weights[:, :, length:].diagonal(dim1=1, dim2=2)[..., None]
         rows.append(torch.cat((weights[:, :, :length], itself), -1).cpu().numpy())
 

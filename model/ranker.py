@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from model.batch import Batch
 from model.config import DWELL_HIDDEN_WIDTH, MAX_DWELL_SECONDS, ModelConfig
-from model.layers import ranking_mask, rms_norm
-from model.trunk import Trunk, Watch, zeros
+from model.layers import ranking_mask
+from model.trunk import Trunk, Watch, declare_norm, normed, zeros
 
 
 class Tables(nn.Module):
@@ -86,21 +86,23 @@ class TokenBuilder(nn.Module):
 class Heads(nn.Module):
     """Final norm, then logits of the discrete actions and, where there are any, sigmoids of the continuous ones, in fp32."""
 
+    norm: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.norm = zeros(config.width)
+        declare_norm(self, "norm", config)
         self.actions = zeros(config.width, config.actions)
         if config.continuous_actions:
             self.continuous = zeros(config.width, config.continuous_actions)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden `[..., D]` to logits `[..., A]` and continuous values in 0 … 1 `[..., Z]`."""
-        normed = rms_norm(hidden, self.norm, self.config.norm_epsilon).float()
-        logits = normed @ self.actions
+        final = normed(self, "norm", hidden, self.config).float()
+        logits = final @ self.actions
         if not self.config.continuous_actions:
             return logits, logits.new_empty(*logits.shape[:-1], 0)
-        return logits, torch.sigmoid(normed @ self.continuous)
+        return logits, torch.sigmoid(final @ self.continuous)
 
 
 class Ranker(nn.Module):

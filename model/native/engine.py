@@ -19,7 +19,7 @@ from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item,
 from model.inputs import Context, Scores
 from model.native.build import KernelUnavailable
 from model.native.kernel import Kernel, Work, load_kernel
-from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, LANES, PANEL, pack, round_up
+from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, LANES, PANEL, pack, refusal, round_up
 from model.ranker import Ranker
 from model.selftest import check_isolation
 
@@ -56,6 +56,8 @@ class NativeEngine:
         kernel: Kernel | None = None,
     ) -> None:
         self.config = ranker.config
+        if reason := refusal(self.config):
+            raise KernelUnavailable(reason)
         self._kernel = kernel or load_kernel(kernel_directory)
         if only_if_fast and self._kernel.vector_bits() < 512:
             raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
