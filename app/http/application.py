@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import InternalError, NotReady
+from app.explore.pages import pages
 from app.http import operations
 from app.http.asgi import HeadAsGet
 from app.http.direct import RankEndpoint
@@ -73,7 +74,7 @@ def create_app(settings: Settings, service: Service) -> Application:
     routers = [operations.probes(service), operations.info(service, settings)]
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
-    routers.append(open_inference(service))
+    routers += [open_inference(service), pages(service, settings)]
     paths = ["/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer"]
     paths += ["/explain"] if settings.explores else []
     app = _application(settings, service, routers, paths, tracer)
@@ -120,6 +121,7 @@ def _application(
         description=DESCRIPTION,
         routes=[Route(path, _not_reached, methods=["POST"]) for path in ranking_paths],  # for 405
         lifespan=lifespan,
+        docs_url=None,  # app.explore has it, without a CDN
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
         exception_handlers=HANDLERS,
