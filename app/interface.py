@@ -97,8 +97,9 @@ class Retrieval(Protocol):
         """What serves new requests. Raises CorpusNotLoaded."""
         ...
 
-    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float) -> Found:
-        """The best posts, from what `served` was for the request. Cancelling it drops the work unless it is being computed.
+    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float, key: str | None = None) -> Found:
+        """The best posts, from what `served` was for the request of this API key. Cancelling it drops the work unless it is being
+        computed.
 
         Raises Overloaded, DeadlineExceeded, EngineDown, or CorpusNotLoaded where `served` is gone.
         """
@@ -107,6 +108,13 @@ class Retrieval(Protocol):
     async def change(self, change: PostChange) -> Changed:
         """Change the corpus that serves, in one step that every search sees whole. It is on the disk when this returns, and seen by
         searches that begin from then on. Raises CorpusNotLoaded, or CheckpointError where it cannot be written: then nothing changed.
+        """
+        ...
+
+    async def compact(self) -> Changed:
+        """Write the corpus that serves anew with its changes, in its place on the disk, and serve that, beside running searches.
+
+        Raises CorpusNotLoaded, ReloadInProgress, or CheckpointError or EngineError where it fails: then the old one serves on.
         """
         ...
 

@@ -142,6 +142,8 @@ class Retrieval(Group):
     """Requests that share one scan of the corpus."""
     max_waiting: int = Field(default=1024, ge=1)
     """Most searches waiting; beyond it, 429."""
+    compact_rows: int = Field(default=50_000, ge=0)
+    """Posts deleted, replaced or new since the corpus was written, after which it is written anew; 0: only when it is asked for."""
 
     @model_validator(mode="after")
     def _whole(self) -> Retrieval:

@@ -91,11 +91,15 @@ class NoRetrieval:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 
-    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float) -> Found:
+    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float, key: str | None = None) -> Found:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 
     async def change(self, change: PostChange) -> Changed:
+        """Nothing."""
+        raise CorpusNotLoaded(SINGLE)
+
+    async def compact(self) -> Changed:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from app.budgets import most_bytes
 from app.engine.loading import Loader, RetrievalLoader
 from app.engine.rank_job import RankJob
+from app.engine.searches import RETRIEVAL_THREAD
 from app.engine.thread import ENGINE_THREAD
 from app.engine.versions import Versions
 from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
@@ -27,7 +28,7 @@ from app.scheduling.loop_lag import Work
 from app.service.lifecycle import Lifecycle, State
 from app.service.loop_clock import LoopClock
 from app.service.plain_path import PLAIN_THREAD, PlainPath
-from app.service.retrieval import RETRIEVAL_THREAD, RetrievalService
+from app.service.retrieval import RetrievalService
 from app.settings import Settings
 from app.telemetry.metrics import BatchReport, Metrics, Snapshot
 from model.inputs import Candidates, Context
@@ -298,7 +299,7 @@ class RankingService:
 
     def snapshot(self) -> Snapshot:
         """For a scrape of the metrics."""
-        current = self.versions.current
+        current, corpus = self.versions.current, self.retrieval.state()
         return Snapshot(
             ready=self.health().ready,
             queue_requests=self.admission.requests,
@@ -307,24 +308,34 @@ class RankingService:
             model=None if current is None else current.model.labels(),
             last_forward_timestamp_seconds=self._last_forward_unix,
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),
+            searches_waiting=self.retrieval.searches.waiting,
+            corpus_posts=None if corpus is None else corpus.posts,
+            corpus_changes=None if corpus is None else corpus.changes,
         )
 
     def _stall(self) -> str:
-        """A sentence when work waits and no forward finishes, else nothing."""
-        silent = self.versions.silent_seconds()
-        stalled = silent > self.settings.queue.stall_seconds
-        return f"The engine has work and has finished no forward for {silent:.1f} s." if stalled else ""
+        """A sentence when work waits and nothing finishes, else nothing."""
+        return self._silence(self.settings.queue.stall_seconds)
+
+    def _silence(self, seconds: float) -> str:
+        """A sentence when a forward or a search has taken longer than that."""
+        if (silent := self.versions.silent_seconds()) > seconds:
+            return f"The engine has work and has finished no forward for {silent:.1f} s."
+        if (silent := self.retrieval.searches.silent_seconds()) > seconds:
+            return f"A search has not finished for {silent:.1f} s."
+        return ""
 
     async def _watchdog(self) -> None:
-        while self.versions.silent_seconds() <= self.settings.queue.stall_exit_seconds:  # time is the event
+        while not (silence := self._silence(self.settings.queue.stall_exit_seconds)):  # time is the event
             await asyncio.sleep(WATCHDOG_SECONDS)
             collect_garbage()
-        self._fatal(f"The engine has finished no forward for {self.settings.queue.stall_exit_seconds:g} s.")
+        self._fatal(silence)
 
     def _fatal(self, reason: str) -> None:
         if self.lifecycle.failure is None:
             self.lifecycle.failure = reason
             self._fail_all(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
+            self.retrieval.searches.abandon(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
             self.on_fatal(reason)
 
     def _fail_all(self, error: Callable[[], ServiceError]) -> None:
