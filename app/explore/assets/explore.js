@@ -109,7 +109,7 @@ const app = {
   },
 
   from(source) {
-    this.remember();
+    this.before = [];
     this.state.source = source;
     this.draw();
     rank();

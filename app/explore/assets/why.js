@@ -4,12 +4,14 @@ import { h } from "./dom.js";
 import { number, percent, words } from "./names.js";
 
 const SHOWN = 7;
+const NOTE = "Each change is the score with this one thing less the score without it; “not covered” is what they do not add up to. Attention is where the model looked, not what moved the score.";
 
 /** The panels below a row. */
 export function why(post, view) {
   const { explained } = view;
   if (explained?.post !== post.post_id) return [terms(post, view)];
-  return [terms(post, view), explained.message ? h("p", { class: "soft" }, explained.message) : reasons(explained, view)];
+  if (explained.message) return [terms(post, view), h("p", { class: "soft" }, `No explanation: ${explained.message}`)];
+  return [terms(post, view), reasons(explained, view), h("p", { class: "soft" }, NOTE)];
 }
 
 /** Each probability times its weight. */
@@ -44,14 +46,15 @@ function reasons({ history, reply }, { names }) {
   const largest = Math.max(Math.abs(events[0]?.value ?? 0), Math.abs(user), Math.abs(change.not_covered.score)) || 1;
   const seen = (share) => (attention ? percent(share) : "");
   return h("table", { class: "reasons" },
-    h("caption", {}, "What moved the score: with it, less without it · and the share of attention that it gets"),
+    h("caption", {}, "What moved the score, and what the model looked at"),
+    h("thead", {}, h("tr", {}, ["", "", "attention", "change", ""].map((text) => (text ? h("th", { scope: "col" }, text) : h("td"))))),
     h("tbody", {},
       line("the user", ["", seen(attention && looked(attention.user))], user, largest),
       events.slice(0, SHOWN).map(({ name, about, value, share }) => line(name, [h("span", { class: "soft about" }, about), seen(share)], value, largest)),
       rest.length > 0 && line(`${rest.length} more events`, ["", seen(rest.reduce((total, { share }) => total + share, 0))], sum(rest), largest, "soft"),
       attention && h("tr", { class: "soft" }, h("th", { scope: "row" }, "the post itself"), h("td"), h("td", {}, seen(looked(attention.itself))), h("td"), h("td")),
       line("not covered", ["", ""], change.not_covered.score, largest, "soft")),
-    h("tfoot", {}, line("all of it", ["", ""], change.everything.score, 0, "", "beside a nobody without history")));
+    h("tfoot", {}, line("all of it", ["", ""], change.everything.score, 0, "", "against nobody, no history")));
 }
 
 function line(name, cells, value, largest, kind = "", last = "") {
