@@ -73,7 +73,7 @@ wrk: ## the C load generator, from Debian; without it what needs it says so
 profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile
 
-test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--backend torch"
+test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--preset all --backend auto"
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000) $(ARGS)
 
 fuzz: $(VENV)/.installed ## odd requests in process, REQUESTS=1000000 of them, for SECONDS=3600 at most
