@@ -43,6 +43,7 @@ class Snapshot:
     model: dict[str, str] | None
     last_forward_timestamp_seconds: float
     device_memory_bytes: int | None
+    engine_steps_down: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,9 @@ class _SnapshotCollector(Collector):
         if now.device_memory_bytes is not None:
             text = "Device memory held by tensors."
             yield GaugeMetricFamily("ranker_device_memory_bytes", text, value=now.device_memory_bytes)
+        if now.engine_steps_down is not None:
+            text = "Faster ways of computing that failed their checks on this device."
+            yield GaugeMetricFamily("ranker_engine_steps_down", text, value=now.engine_steps_down)
 
 
 class _BudgetCollector(Collector):

@@ -86,6 +86,8 @@ class FusedKernels:
     not named runs `narrow`. `launcher` is replaced where launches are to be collected instead of run.
     """
 
+    key_tile = 1  # the kernels mask
+
     def __init__(
         self,
         config: ModelConfig,
