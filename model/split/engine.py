@@ -141,8 +141,10 @@ class SplitEngine:
                 outputs = self._runner.run(plans)
         except torch.AcceleratorError as error:
             raise EngineError(f"the device failed: {error}", sticky=True) from error
+        dropped = {id(state) for item, (state, _) in zip(items, results, strict=True) if not item.context.is_kept}
         for key, state in made.items():
-            self._cache.insert(key, state, state.nbytes)
+            if id(state) not in dropped:
+                self._cache.insert(key, state, state.nbytes)
         scores = self._scores(items, plans, outputs)
         return [Outcome(found, state, result) for found, (state, result) in zip(scores, results, strict=True)]
 
