@@ -180,6 +180,7 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
             "torch" if settings.backend == "dense" else settings.backend,
             settings.retrieval.cache_bytes,
             settings.threads,
+            settings.vectors,
         )
         engine = RetrievalEngine(encoder.towers, stored.corpus, options)
         engine.warm_up()
@@ -205,4 +206,5 @@ def engine_options(settings: Settings) -> EngineOptions:
         candidate_positions=settings.candidate_positions,
         cache_bytes=settings.cache.bytes,
         threads=settings.threads,
+        vectors=settings.vectors,
     )
