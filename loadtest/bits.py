@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
 from model.inputs import Candidates
+from model.native.build import Vectors
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from model.selftest import same_bits
@@ -127,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compositions", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("native", "torch", "auto"), default="native")
+    parser.add_argument("--vectors", choices=get_args(Vectors), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--preset", choices=("all", *PRESETS), default="grok", help="all share the count")
     options = parser.parse_args(arguments)
@@ -139,19 +141,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def make(
             cache_bytes: int, ranker: Ranker = ranker, dtype: Any = dtype, backends: set[str] = backends
         ) -> Engine:
-            chosen = EngineOptions(options.device, dtype, backend=options.backend, cache_bytes=cache_bytes)
+            chosen = EngineOptions(
+                options.device, dtype, backend=options.backend, cache_bytes=cache_bytes, vectors=options.vectors
+            )
             engine = create_engine(ranker, chosen)
             engine.warm_up()
             backends.add(engine.info.backend)
             return engine
 
-        backends: set[str] = set()
         compositions = options.compositions // (2 * len(presets))
         tally = run(make, compositions, options.seed, progress=_say if sys.stderr.isatty() else None)
         failed |= tally.different > 0
         figures = {
             "preset": preset,
             "backend": ", ".join(backends),
+            "vectors": options.vectors,
             "dtype": dtype,
             **{name: getattr(tally, name) for name in tally.__slots__},
         }

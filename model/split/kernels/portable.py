@@ -40,6 +40,8 @@ class PortableKernels:
     `row_sizes` holds the checked counts by weight shape, descending.
     """
 
+    key_tile = KEY_TILE
+
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
         self.config = config
         self.rope = rope
