@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ PATHS = ("/retrieve", "/recommend")
 NEW_POSTS = 10**9
 CLAIMED = 40  # posts that the control says are deleted
 
-Fault = Literal["", "forget", "claim", "half", "lose"]
+Fault = Literal["forget", "claim", "half", "lose"]
 """What a control breaks: the replay misses a change in three; posts are taken for deleted that are not; a swap names the corpus
 alone; a crash takes half of the log with it."""
 
@@ -60,7 +60,7 @@ class Searched:
     oracles: Mapping[str, Oracle]
     admin_port: object
     pace: Pace = Pace()
-    fault: Fault = ""
+    faults: Sequence[Fault] = ()
     serving: str = "a"
     swapping: bool = False
     swaps: int = 0
@@ -151,9 +151,9 @@ class Searched:
         self.operations += len(edit.delete) + len(edit.upsert)
         self.acknowledged[oracle.name] = len(oracle.edits)
         self.gone |= {(oracle.name, post): len(oracle.edits) for post in edit.delete}
-        if self.fault == "forget" and len(oracle.edits) % 3 == 0:
+        if "forget" in self.faults and len(oracle.edits) % 3 == 0:
             oracle.edits[-1] = Edit([], [])
-        if self.fault == "claim":
+        if "claim" in self.faults:
             self.gone |= {(oracle.name, post): len(oracle.edits) for post in live[:CLAIMED]}
 
     async def _compact(self, admin: httpx.AsyncClient) -> None:
@@ -166,7 +166,7 @@ class Searched:
     async def _swap(self, admin: httpx.AsyncClient) -> None:
         self.swapping, other = True, "b" if self.serving == "a" else "a"
         names = {"retrieval": self.oracles[other].towers.name, "corpus": self.oracles[other].corpus.name}
-        if self.fault == "half":
+        if "half" in self.faults:
             del names["retrieval"]
         reply = await admin.post("/admin/reload", json=names)
         is_done = reply.status_code == 200
@@ -195,14 +195,14 @@ def settings_of(root: Path, oracle: Oracle) -> dict[str, Any]:
     }
 
 
-def changes(operations: int, pace: Pace = Pace(), fault: Fault = "") -> list[Row]:
+def changes(operations: int, pace: Pace = Pace(), faults: Sequence[Fault] = ()) -> list[Row]:
     """R1, R2, R3 while so many posts are upserted or deleted."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         oracles = {name: Oracle(name, root, number) for number, name in enumerate("ab")}
         settings = settings_of(root, oracles["a"])
         with real(**settings) as server, asyncio.Runner() as runner:
-            searched = Searched(oracles, settings["admin__port"], pace, fault)
+            searched = Searched(oracles, settings["admin__port"], pace, faults)
             runner.run(_both(searched, server, operations, random.Random(0)))
         different = searched.differing()
     count, moves = len(searched.answers), searched.swaps + searched.compactions
@@ -225,18 +225,18 @@ async def _both(searched: Searched, server: Server, operations: int, draw: rando
         await searching
 
 
-def kills(count: int, fault: Fault = "") -> Row:
+def kills(count: int, faults: Sequence[Fault] = ()) -> Row:
     """R1 with `kill -9` in the midst of changes and compactions: what was acknowledged is there after a start, and nothing by half."""
     draw, different, lost, answered = random.Random(1), 0, 0, 0
     with tempfile.TemporaryDirectory() as directory:
         oracle = Oracle("a", Path(directory), 0)
         for _ in range(count):
             settings = settings_of(oracle.root, oracle)
-            searched = Searched({"a": oracle}, settings["admin__port"], Pace(5, 8), fault)
+            searched = Searched({"a": oracle}, settings["admin__port"], Pace(5, 8), faults)
             searched.acknowledged["a"] = len(oracle.edits)
             with real(**settings) as server, asyncio.Runner() as runner:
                 runner.run(_killed(searched, server, draw))
-            for log in oracle.corpus.glob("changes-*.log") if fault == "lose" else ():
+            for log in oracle.corpus.glob("changes-*.log") if "lose" in faults else ():
                 os.truncate(log, log.stat().st_size // 2)
             after = Searched({"a": oracle}, None)
             with real(**settings) as server, asyncio.Runner() as runner:
