@@ -192,6 +192,15 @@ class Service(Protocol):
         """Score the candidates, in their order. `done` is called once, later, unless the ticket is released before."""
         ...
 
+    async def attention(
+        self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
+    ) -> NDArray[np.float32] | None:
+        """What the candidates attend to, `[L, N, C, 1 + h + 1]`, computed beside the engine: on the user, each event and themselves.
+
+        None where this process cannot compute it. Raises NotReady where `model` is gone, DeadlineExceeded, or EngineDown.
+        """
+        ...
+
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
         ...

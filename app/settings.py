@@ -236,10 +236,18 @@ class Probes(Group):
 
 
 class Explore(Group):
-    """The page to play with a ranking."""
+    """What shows why a ranking is as it is, for people."""
 
     enabled: bool | None = None
-    """Whether /explore is served; when not set, where HOST is a loopback address."""
+    """Whether /explore and /explain answer; when not set, where HOST is a loopback address."""
+    max_candidates: int = Field(default=32, ge=1)
+    """Most candidates that one request may have explained."""
+    max_events: int = Field(default=256, ge=0)
+    """Most history items that an explanation leaves out one by one, the newest."""
+    concurrent: int = Field(default=1, ge=1)
+    """Explanations that are computed at once; a further one gets 429."""
+    deadline_seconds: float = Field(default=10.0, gt=0)
+    """How long an explanation may take. The headers may ask for less."""
 
 
 class Grpc(Group):
@@ -321,6 +329,8 @@ class Settings(BaseSettings):
     """Which engine runs it; `dense` is the slow reference."""
     candidate_positions: Literal["shared", "sequential"] = "shared"
     """`shared`: a score does not depend on the candidate's slot. `sequential`: the published pipeline's numbers."""
+    vectors: Literal["auto", "avx2", "neon"] = "auto"
+    """What the native engine's vectors are; `auto`: the widest that the processor has."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0 leaves the choice to it."""
     fronts: int = Field(default=0, ge=0, le=64)

@@ -19,6 +19,7 @@ from app.explore.pages import pages
 from app.http import operations
 from app.http.asgi import HeadAsGet
 from app.http.direct import RankEndpoint
+from app.http.explain import ExplainEndpoint
 from app.http.negotiation import INFER
 from app.http.observe import Observe, Recorder
 from app.http.open_inference import MODEL, VERSION, open_inference
@@ -74,7 +75,8 @@ def create_app(settings: Settings, service: Service) -> Application:
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
     routers += [open_inference(service), pages(service, settings)]
-    paths = ("/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer")
+    paths = ["/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer"]
+    paths += ["/explain"] if settings.explores else []
     app = _application(settings, service, routers, paths, tracer)
     ranking = app.ranking = Ranking(service, settings)
     app.rank = RankEndpoint(ranking, app.recorder)
@@ -85,7 +87,10 @@ def create_app(settings: Settings, service: Service) -> Application:
         ("POST", "/retrieve"): Observe(RetrieveEndpoint(ranking, settings), app.recorder),
         ("POST", "/recommend"): Observe(RecommendEndpoint(ranking, settings), app.recorder),
     }
-    app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
+    if settings.explores:
+        explain = ExplainEndpoint(ranking, settings.batching, settings.explore)
+        app.endpoints["POST", "/explain"] = Observe(explain, app.recorder)
+    app.openapi = lambda: describe_app(app, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
     return app
 
 

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from app.budgets import most_bytes
 from app.engine.loading import Loader, RetrievalLoader
@@ -25,6 +27,7 @@ from app.scheduling.job import Clock
 from app.scheduling.loop_lag import Work
 from app.service.lifecycle import Lifecycle, State
 from app.service.loop_clock import LoopClock
+from app.service.plain_path import PLAIN_THREAD, PlainPath
 from app.service.retrieval import RetrievalService
 from app.settings import Settings
 from app.telemetry.metrics import BatchReport, Metrics, Snapshot
@@ -70,6 +73,7 @@ class RankingService:
         self.on_fatal: Callable[[str], None] = lambda reason: None
         self.lifecycle = Lifecycle()
         self.retrieval = RetrievalService(retrieval, settings, metrics, clock)
+        self.plain_path = PlainPath()
         self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.admission = Admission(settings.queue, settings.batching, clock, self.versions.running)
         self.loop_clock = LoopClock(clock, self._work)
@@ -118,6 +122,7 @@ class RankingService:
         if self.lifecycle.failure is not None:
             until = self.clock() + 1.0  # its thread may hang for good
         self._fail_all(Draining)
+        self.plain_path.stop()
         finished &= await self.retrieval.stop(max(0.1, until - self.clock()))
         await self.versions.close(max(0.1, until - self.clock()))
         for task in self._tasks:
@@ -267,6 +272,15 @@ class RankingService:
         job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.finish, DeadlineExceeded())
         job.worker.submit(job)
 
+    async def attention(
+        self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
+    ) -> NDArray[np.float32] | None:
+        """What the candidates attend to; as `interface.Service.attention`."""
+        worker = self.versions.find(model)
+        if worker is None:
+            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
+        return await self.plain_path.attention(worker.model, context, candidates, deadline - self.clock())
+
     # health
 
     def health(self) -> Health:
@@ -275,7 +289,9 @@ class RankingService:
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""
-        return any(thread.name.startswith((ENGINE_THREAD, RETRIEVAL_THREAD)) for thread in threading.enumerate())
+        return any(
+            thread.name.startswith((ENGINE_THREAD, RETRIEVAL_THREAD, PLAIN_THREAD)) for thread in threading.enumerate()
+        )
 
     async def exposition(self) -> bytes:
         """Every metric of this process."""
@@ -292,6 +308,7 @@ class RankingService:
             model=None if current is None else current.model.labels(),
             last_forward_timestamp_seconds=self._last_forward_unix,
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),
+            engine_steps_down=None if current is None else current.model.steps_down(),
             searches_waiting=self.retrieval.searches.waiting,
             corpus_posts=None if corpus is None else corpus.posts,
             corpus_changes=None if corpus is None else corpus.changes,

@@ -23,7 +23,7 @@ LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .0
 SIZES = tuple(2.0**power for power in range(13))
 ROWS = tuple(4.0**power for power in range(13))
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
-STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search")
+STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 VECTOR_SOURCES = ("cache", "tower")
@@ -43,6 +43,7 @@ class Snapshot:
     model: dict[str, str] | None
     last_forward_timestamp_seconds: float
     device_memory_bytes: int | None
+    engine_steps_down: int | None = None
     searches_waiting: int = 0
     corpus_posts: int | None = None
     corpus_changes: int | None = None
@@ -203,6 +204,11 @@ class _SnapshotCollector(Collector):
             yield info
         for name, text, gauge in (
             ("device_memory_bytes", "Device memory held by tensors.", now.device_memory_bytes),
+            (
+                "engine_steps_down",
+                "Faster ways of computing that failed their checks on this device.",
+                now.engine_steps_down,
+            ),
             ("search_queue_requests", "Searches that are not begun.", now.searches_waiting),
             ("corpus_posts", "Posts that a search can return.", now.corpus_posts),
             ("corpus_changes", "Changes to the corpus since it was written.", now.corpus_changes),

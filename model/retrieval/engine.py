@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from model.cache import ContextCache, ContextKey
 from model.engine import CacheStats, EngineError
 from model.inputs import Context
-from model.native.build import KernelUnavailable
+from model.native.build import KernelUnavailable, Vectors
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus
@@ -68,6 +68,7 @@ class RetrievalOptions:
     backend: Literal["auto", "native", "torch"] = "auto"
     cache_bytes: int = 16 * 2**20
     threads: int = 0
+    vectors: Vectors = "auto"
     kernel_directory: Path | None = None
 
 
@@ -191,6 +192,7 @@ class RetrievalEngine:
                 self.towers,
                 dtype,
                 threads=options.threads,
+                vectors=options.vectors,
                 kernel_directory=options.kernel_directory,
                 only_if_fast=options.backend == "auto",
             )
@@ -204,7 +206,9 @@ class RetrievalEngine:
         try:
             if options.backend == "torch":
                 raise KernelUnavailable("chosen by the operator")
-            index = NativeIndex(vectors, threads=threads, kernel_directory=options.kernel_directory)
+            index = NativeIndex(
+                vectors, threads=threads, kernel_directory=options.kernel_directory, kind=options.vectors
+            )
             self.notes["search"] = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
             return index
         except KernelUnavailable as error:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from model.attention import attention_bytes, candidate_attention
+from model.attention import candidate_attention
 from model.batch import collate
 from model.layers import rms_norm
 from model.trunk import Seen
@@ -60,16 +57,3 @@ def test_the_position_of_a_slot_moves_the_weights_in_sequential_mode_alone() -> 
     np.testing.assert_allclose(shared[:, :, 3:4], candidate_attention(ranker, context, alone), atol=1e-6)
     sequential = candidate_attention(ranker, context, candidates, "sequential")
     assert np.abs(sequential[:, :, 3] - shared[:, :, 3]).max() > 1e-4
-
-
-def test_it_takes_no_more_memory_than_is_counted() -> None:
-    """And not a fraction of it, where attention weights are what is large."""
-    config = random_config(history_length=500)
-    ranker = random_ranker(config, seed=3)
-    request = random_request(config, 500, 32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        candidate_attention(ranker, *request)
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    steps = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
-    most = max(itertools.accumulate(steps))
-    assert most <= attention_bytes(config, 32) <= 3 * most
