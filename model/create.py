@@ -10,7 +10,7 @@ import torch
 
 from model.config import CandidatePositions
 from model.dense import DenseEngine
-from model.engine import Engine, EngineError
+from model.engine import Engine, EngineError, EngineInfo
 from model.memory import engine_bytes, shortage
 from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
@@ -63,7 +63,19 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
     if options.backend == "dense":
         dtype = _dtype(options.dtype, device)
         return DenseEngine(ranker.to(device), dtype, options.candidate_positions)
-    return _split(ranker, options, device)
+    return _split(ranker, options, device) if options.backend == "torch" else _ladder(ranker, options, device)
+
+
+def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
+    """The fastest way of computing that passes its checks on this card."""
+    from model.split.ladder import LadderEngine, Tried, cuda_rungs
+
+    dtype, positions = _dtype(options.dtype, device), options.candidate_positions
+    info = EngineInfo(str(device), str(dtype).removeprefix("torch."), "torch", positions, {})
+    build = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    tried = Tried(options.kernel_directory or Path.home() / ".cache" / "phoenix-ranking-server", build)
+    rungs = cuda_rungs(ranker, device, dtype, positions, cache_budget(options.cache_bytes, device))
+    return LadderEngine(ranker, rungs, info, tried)
 
 
 def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
