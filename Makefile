@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -57,7 +57,13 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line: ARGS="--vectors avx2"
 	$(BIN)/python -m loadtest.bench $(ARGS)
 
-bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
+kernels: ## the table of all kernels, compiled here without a card: registers, spills, copies, matrix and special instructions
+	$(or $(wildcard $(BIN)/python),python3) -m model.split.kernels.build $(ARGS)
+
+compare-gpu: ## two files of the GPU bench, figure by figure: BEFORE=… AFTER=…
+	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu.compare $(BEFORE) $(AFTER)
+
+bench-gpu: ## the first half hour on one card, in guarded phases, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
 
 bench-front: $(VENV)/.installed wrk ## requests a second beside a bare ASGI function, and impatient callers, by wrk: ARGS="--rounds 9"
