@@ -86,7 +86,7 @@ screenshots: $(VENV)/.installed chromium ## the page in light, dark and on a pho
 profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile
 
-test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--backend torch" or "--vectors avx2"
+test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--preset all --backend auto" or "--vectors avx2"
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000) $(ARGS)
 
 fuzz: $(VENV)/.installed ## odd requests in process, REQUESTS=1000000 of them, for SECONDS=3600 at most

@@ -15,6 +15,7 @@ from loadtest.gpu.watch import WatchedKernels
 from model.config import ModelConfig
 from model.dense import DenseEngine
 from model.engine import Engine, Item
+from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from model.selftest import largest_difference
 from model.split.engine import SplitEngine
@@ -67,10 +68,11 @@ def make_engine(
 
 
 def parity_cases(card: Card) -> dict[str, ModelConfig]:
-    """Small architectures with every feature, and the measured geometries with two layers."""
+    """Small architectures with every feature, one with each other trunk, and the measured geometries with two layers."""
     if card.tiny:
         return {"tiny": small_config(width=64, layers=2)}
     cases = {name: small_config(**overrides) for name, overrides in VARIANTS.items()}
+    cases |= {f"trunk of {name}": with_preset(small_config(), name) for name in PRESETS if name != "grok"}
     return cases | {f"{name}, two layers": replace(config, layers=2) for name, config in GEOMETRIES.items()}
 
 

@@ -20,6 +20,7 @@ from loadtest.gpu.card import Card, Ceilings
 from loadtest.gpu.checks import equal_bits, make_engine, parity, parity_cases, parity_items, small_config, watch
 from loadtest.gpu.faults import hang
 from loadtest.gpu.table import Geometry, tiny
+from loadtest.gpu.watch import WRITTEN
 from model.config import ModelConfig
 from model.split.kernels.contract import Kernels
 from model.split.row_check import rows_are_independent, shape_name
@@ -196,7 +197,7 @@ class TimedKernels:
         self._kernels, self._card = kernels, card
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("embed", "norm", "multiply", "rotate", "attend", "gate"):
+        if name not in WRITTEN:
             return getattr(self._kernels, name)
 
         def timed(*arguments: Any, **options: Any) -> None:

@@ -12,7 +12,15 @@ from model.split.kernels.contract import Kernels
 from model.split.step import CANDIDATES, ROWS, TILE_ROWS
 from model.tolerances import PARITY
 
-WRITTEN = {"embed": (3,), "norm": (3, 5), "multiply": (3,), "rotate": (1, 2), "attend": (4,), "gate": (2,)}
+WRITTEN = {
+    "embed": (3,),
+    "norm": (3, 5),
+    "multiply": (3,),
+    "rotate": (1, 2),
+    "norm_heads": (1,),
+    "attend": (4,),
+    "gate": (2,),
+}
 OVERWRITTEN = {"embed": (3,), "norm": (5,), "multiply": (3,), "attend": (4,), "gate": (2,)}  # nothing of before is read
 
 

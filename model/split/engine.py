@@ -14,7 +14,6 @@ from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
-from model.native.packing import refusal
 from model.ranker import Ranker
 from model.selftest import check_isolation
 from model.split.buckets import BucketRunner
@@ -57,9 +56,6 @@ class SplitEngine:
         replay: bool = True,
     ) -> None:
         config = ranker.config
-        if reason := refusal(config):
-            raise EngineError(f"{reason}, and neither does the torch engine: choose backend 'dense'")
-        assert config.attention_cap is not None
         softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
         self.config = config
         self._device = torch.device(device)

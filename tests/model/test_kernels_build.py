@@ -17,19 +17,31 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
 import json, sys, torch
 from model.split.kernels.build import collect, compile_launch, describe, distinct, launches_a_forward
+from model.presets import with_preset
 from tests.model.builders import random_config
-found = []
 dtype = getattr(torch, sys.argv[1])
+attention = ("attend_tiles",)
 if dtype == torch.bfloat16:
-    whole, attention = {"head_width": 128}, [
-        {"head_width": 16, "context_attention": "bidirectional"}, {"head_width": 32}, {"head_width": 64},
+    cases = [
+        (None, {"head_width": 128, "layers": 2}),
+        (attention, {"head_width": 16, "context_attention": "bidirectional"}),
+        (attention, {"head_width": 32}),
+        (attention, {"head_width": 64}),
+        (("attend_tiles", "norm_head_rows", "gate_rows"), {"preset": "phoenix-2026"}),
+        (("attend_tiles", "norm_rows", "gate_rows"), {"preset": "vanilla"}),
     ]
 else:
-    whole, attention = {"head_width": 64, "has_dwell": False, "has_post_age": False}, [{"head_width": 32}, {"head_width": 128}]
-for overrides in (whole, *attention):
-    shape = {"width": 128, "layers": 2 if overrides is whole else 1, "query_heads": 2, "kv_heads": 1}
-    for launch in distinct(collect(random_config(**shape | overrides), dtype)):
-        if overrides is whole or launch.kernel.fn.__name__ == "attend_tiles":
+    cases = [
+        (None, {"head_width": 64, "layers": 2, "has_dwell": False, "has_post_age": False}),
+        (attention, {"head_width": 32}),
+        (attention, {"head_width": 128}),
+    ]
+found = []
+for kernels, overrides in cases:
+    preset = overrides.pop("preset", "grok")
+    shape = {"width": 128, "layers": 1, "query_heads": 2, "kv_heads": 1}
+    for launch in distinct(collect(with_preset(random_config(**shape | overrides), preset), dtype)):
+        if kernels is None or launch.kernel.fn.__name__ in kernels:
             found.append(describe(launch, compile_launch(launch)))
 counts = [launches_a_forward(random_config(layers=layers)) for layers in (4, 24)]
 print(json.dumps({"kernels": found, "launches": counts}))
@@ -84,6 +96,7 @@ def test_every_kernel_compiles_for_hopper_and_keeps_its_numbers_in_registers(dty
     assert report["launches"] == [9 * 4 + 5, 9 * 24 + 5]
     found = report["kernels"]
     names = {"attend_tiles", "embed_tiles", "gate_rows", "multiply_tiles", "norm_rows", "rotate_rows"}
+    names |= {"norm_head_rows"} if dtype == "bfloat16" else set()
     assert {kernel["kernel"] for kernel in found} == names
     for kernel in found:
         assert kernel["shared_bytes"] <= 227 * 1024, kernel
@@ -121,10 +134,15 @@ from model.engine import Item
 from model.split.graphs import PlainRecorder
 from model.selftest import same_bits
 from model.split.engine import SplitEngine
+from model.presets import with_preset
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 from model.tolerances import PARITY
-for dtype, layers in ((torch.float32, 2), (torch.bfloat16, 1)):
-    config = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
+for dtype, layers, preset in (
+    (torch.float32, 2, "grok"), (torch.bfloat16, 1, "grok"), (torch.float32, 1, "vanilla"),
+    (torch.float32, 1, "phoenix-2026"), (torch.bfloat16, 1, "gemma"),
+):
+    shape = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
+    config = with_preset(shape, preset)
     ranker = random_ranker(config)
     engine = SplitEngine(ranker, "cpu", dtype, cache_bytes=2**20, kernels="fused", capacity=64)
     items = [
