@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import orjson
@@ -54,12 +56,13 @@ class BatchEndpoint:
         except ClientGone:
             ranking.metrics.cancelled.labels("body").inc()
             raise
-        started = time.perf_counter()
+        started, held = time.perf_counter(), time.thread_time()
         items, is_bare = self.decoder.split(ranking.plain(raw, terms))
+        held = time.thread_time() - held
         exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
         deadline = terms.deadline or ranking.deadline(service.default_deadline_seconds)  # one for all, from the start
-        run = Run(ranking, self.batching, deadline, exchange, self.candidates)
+        run = Run(ranking, self.batching, deadline, exchange, self.candidates, held)
         try:
             with Watching(receive):
                 answers = await run.all(items)
@@ -77,13 +80,20 @@ class Run:
     for others nor is refused because of its own requests."""
 
     def __init__(
-        self, ranking: Ranking, batching: Batching, deadline: float | None, exchange: Exchange, budget: Budget
+        self,
+        ranking: Ranking,
+        batching: Batching,
+        deadline: float | None,
+        exchange: Exchange,
+        budget: Budget,
+        held_seconds: float,
     ) -> None:
         self.ranking = ranking
         self.batching = batching
         self.deadline = deadline
         self.exchange = exchange
         self.candidates = 0  # of its requests so far; their places in the budget are given back when all is answered
+        self.held_seconds = held_seconds  # of the event loop, in processor time of its thread, since the last rest
         self._budget = budget
         self._queued: dict[asyncio.Task[Answer], Prepared] = {}
 
@@ -92,11 +102,9 @@ class Run:
         begun: list[Answer | asyncio.Task[Answer]] = []
         try:
             for item in items:
-                before = self.exchange.stages["parse"]
                 begun.append(await self._begin(item))
-                await asyncio.sleep(
-                    rest_seconds(self.exchange.stages["parse"] - before)
-                )  # other callers come in between
+                held, self.held_seconds = self.held_seconds, 0.0
+                await asyncio.sleep(rest_seconds(held))  # other callers come in between
             answers = [answer if isinstance(answer, Answer) else await answer for answer in begun]
             return [answer if answer.again is None else await self._alone(answer.again) for answer in answers]
         finally:
@@ -106,7 +114,8 @@ class Run:
 
     async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
         try:
-            body = self.ranking.decode(lambda words: decode(item, self.ranking.limits, words), self.exchange)
+            with self._holding():
+                body = self.ranking.decode(lambda words: decode(item, self.ranking.limits, words), self.exchange)
             self._count(body.count("candidates"))
         except ServiceError as error:
             return _failed(error)
@@ -122,7 +131,8 @@ class Run:
                 await self._one_ends()
             try:
                 waits = bool(self._queued)
-                job = self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
+                with self._holding():
+                    job = self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
             except Overloaded as error:
                 again = True
                 if not self._queued:
@@ -134,6 +144,14 @@ class Run:
                 task = asyncio.get_running_loop().create_task(self._finish(job, body))
                 self._queued[task] = job
                 return task
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        started = time.thread_time()  # not by the clock: a busy machine holds the loop as well
+        try:
+            yield
+        finally:
+            self.held_seconds += time.thread_time() - started
 
     def _count(self, candidates: int) -> None:
         """Raise TooLarge or Overloaded where the whole call, or all calls, would hold too many."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
-from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
+from app.http.asgi import ClientGone, Watching, exchange_of, read_body, rest, send_reply
 from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Ranking, add_seconds
 from app.http.rank_batch import JSON_HEADER
@@ -59,8 +59,11 @@ class _Endpoint(ABC):
         except ClientGone:
             ranking.metrics.cancelled.labels("body").inc()
             raise
-        started = time.perf_counter()
-        asked = self.ask(ranking.plain(raw, terms), deadline, exchange)
+        started, held = time.perf_counter(), time.thread_time()
+        try:
+            asked = self.ask(ranking.plain(raw, terms), deadline, exchange)
+        finally:
+            rest(scope, time.thread_time() - held)
         try:
             if asked.request.request_id is not None and not exchange.is_named_by_caller:
                 exchange.request_id = asked.request.request_id

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from app.budgets import CHUNK_BYTES, Budget
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.soak.fake_engine import FakeEngine
+from tests.app.retrieving import loader as retrieval
 from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 HALF = (
@@ -25,6 +27,12 @@ def budget(server: Live, name: str, series: str = "used") -> float:
     found = server.service.metrics.registry.get_sample_value(f"ranker_budget_{series}", {"budget": name})
     assert found is not None
     return found
+
+
+def logged(server: Live, path: str, status: int) -> float:
+    """Requests at this path that were counted, and so logged, with this status."""
+    labels = {"method": "POST", "route": path, "code": str(status)}
+    return server.service.metrics.registry.get_sample_value("ranker_http_requests_total", labels) or 0.0
 
 
 def refusals(server: Live, name: str) -> float:
@@ -58,9 +66,11 @@ def half_sent(server: Live, count: int, path: bytes) -> Iterator[list[socket.soc
         yield found
 
 
-@pytest.mark.parametrize("path", [b"/rank", b"/rank/batch"])
-def test_bodies_beyond_the_budget_are_answered_429(path: bytes) -> None:
-    with live(FakeEngine(), budgets={"body_bytes": 250_000}) as server:
+@pytest.mark.parametrize("path", [b"/rank", b"/rank/batch", b"/retrieve"])
+def test_bodies_beyond_the_budget_are_answered_429(path: bytes, tmp_path: Path) -> None:
+    with live(
+        FakeEngine(), retrieval(tmp_path) if path == b"/retrieve" else None, budgets={"body_bytes": 250_000}
+    ) as server:
         with half_sent(server, 6, path) as crowd:
             wait_until(lambda: refusals(server, "body_bytes") >= 4)
             assert 200_000 < budget(server, "body_bytes") <= 250_000
@@ -70,6 +80,7 @@ def test_bodies_beyond_the_budget_are_answered_429(path: bytes) -> None:
                 with suppress(TimeoutError):
                     replies[place] = sock.recv(4096)
             assert sorted(statuses(b"".join(replies))) == [429] * 4
+            assert (logged(server, path.decode(), 429), logged(server, path.decode(), 499)) == (4, 0)
             with connect(server.port) as sock:
                 sock.sendall(rank_request(1))
                 assert statuses(one_reply(sock)) == [200]  # a small one still has room
@@ -154,9 +165,10 @@ def test_without_budgets_all_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 STALLS = {"header_seconds": 5.0, "stall_seconds": 0.4, "body_seconds": 3.0}
 
 
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
 @pytest.mark.parametrize(("pieces", "size", "expected"), [(8, 5000, 200), (8, 100, 408)], ids=["progress", "trickle"])
-def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int, expected: int) -> None:
-    sent = rank_request(1)
+def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int, expected: int, path: str) -> None:
+    sent = post("x", path, rank_body(1) if path == "/rank" else b"[%b]" % rank_body(1))
     head, _, body = sent.partition(b"\r\n\r\n")
     body = b" " * (pieces * size) + body
     head = head.replace(b"Content-Length: ", b"Content-Length: %d\r\nX: " % len(body))
@@ -172,6 +184,7 @@ def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int
         else:
             sock.sendall(body[pieces * size :])
         assert statuses(one_reply(sock)) == [expected]
+        assert logged(server, path, expected) == 1
 
 
 def test_a_body_that_makes_progress_for_ever_is_refused_in_the_end() -> None:
