@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -69,6 +69,13 @@ bench-retrieve: $(VENV)/.installed ## the exact search beside faiss and the memo
 
 wrk: ## the C load generator, from Debian; without it what needs it says so
 	@command -v wrk >/dev/null || apt-get install -y --no-install-recommends wrk || echo "wrk could not be installed"
+
+chromium: ## the browser of the pages' tests, from Debian; without it they are skipped
+	@command -v chromium >/dev/null || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } \
+	  || echo "chromium could not be installed: the tests of the pages will be skipped"
+
+screenshots: $(VENV)/.installed chromium ## the page in light, dark and on a phone, as PNGs in docs/images
+	SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/e2e/test_explore.py -k pictures
 
 profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile

@@ -20,13 +20,16 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 Backend = Literal["auto", "dense", "native", "torch"]
 
+HOST_CACHE_BYTES = 256 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What an operator may choose.
 
     `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
-    the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off.
+    the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off, None is
+    256 MiB on a CPU and an eighth of the device's memory on CUDA, so that a reload has room for a second one.
     `threads` 0 leaves torch's choice. Compiled code is kept in `kernel_directory`, by default the user's cache.
     """
 
@@ -34,7 +37,7 @@ class EngineOptions:
     dtype: Dtype = "auto"
     backend: Backend = "auto"
     candidate_positions: CandidatePositions = "shared"
-    cache_bytes: int = 256 * 2**20
+    cache_bytes: int | None = None
     threads: int = 0
     kernel_directory: Path | None = None
 
@@ -68,7 +71,7 @@ def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
         ranker,
         None if options.dtype == "auto" else getattr(torch, options.dtype),
         options.candidate_positions,
-        cache_bytes=options.cache_bytes,
+        cache_bytes=cache_budget(options.cache_bytes, device),
         threads=options.threads,
         kernel_directory=options.kernel_directory,
         only_if_fast=options.backend == "auto",
@@ -79,7 +82,15 @@ def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engi
     from model.split.engine import SplitEngine  # late: its kernels are of no use where the native engine runs
 
     dtype = _dtype(options.dtype, device)
-    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes=options.cache_bytes)
+    cache_bytes = cache_budget(options.cache_bytes, device)
+    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes=cache_bytes)
+
+
+def cache_budget(wanted: int | None, device: torch.device) -> int:
+    """Bytes of the context cache; by the device's size, not by what is free, so that a reload gets the same."""
+    if wanted is not None:
+        return wanted
+    return torch.cuda.mem_get_info(device)[1] // 8 if device.type == "cuda" else HOST_CACHE_BYTES
 
 
 def _device(wanted: Device) -> torch.device:

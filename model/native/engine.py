@@ -19,7 +19,7 @@ from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item,
 from model.inputs import Context, Scores
 from model.native.build import KernelUnavailable
 from model.native.kernel import Kernel, Work, load_kernel
-from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, LANES, PANEL, pack, round_up
+from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, LANES, PANEL, pack, refusal, round_up
 from model.ranker import Ranker
 from model.selftest import check_isolation
 
@@ -56,6 +56,8 @@ class NativeEngine:
         kernel: Kernel | None = None,
     ) -> None:
         self.config = ranker.config
+        if reason := refusal(self.config):
+            raise KernelUnavailable(reason)
         self._kernel = kernel or load_kernel(kernel_directory)
         if only_if_fast and self._kernel.vector_bits() < 512:
             raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
@@ -120,8 +122,9 @@ class NativeEngine:
         return _Plan(self, items)
 
     def _outcomes(self, plan: _Plan, finite: bool) -> list[Outcome]:
-        for key, (_, keys) in plan.made.items():
-            self._cache.insert(key, keys, keys.buffer.nbytes)
+        for key, (_, keys, is_kept) in plan.made.items():
+            if is_kept:
+                self._cache.insert(key, keys, keys.buffer.nbytes)
         outcomes, stop = [], 0
         logits, probabilities, continuous = plan.scores
         for item, (keys, result) in zip(plan.items, plan.results, strict=True):
@@ -161,7 +164,7 @@ class _Plan:
 
     def __init__(self, engine: NativeEngine, items: Sequence[Item]) -> None:
         self.items = items
-        self.made: dict[ContextKey, tuple[int, Keys]] = {}
+        self.made: dict[ContextKey, tuple[int, Keys, bool]] = {}
         self.results: list[tuple[Keys, CacheResult]] = []
         self._engine = engine
         self._arrays: list[ContextRows] = []  # what the contexts' jobs point into
@@ -191,14 +194,14 @@ class _Plan:
         engine = self._engine
         key = ContextKey.of(item.context, engine.config)
         if key in self.made:
-            job, keys = self.made[key]
+            job, keys, _ = self.made[key]
             return keys, job, "hit"
         found = engine._cache.find(key)
         if found is not None:
             return found, -1, "hit"
         older = engine._cache.find_prefix(key)
         keys, job = self._add_context(item.context, older)
-        self.made[key] = (job, keys)
+        self.made[key] = (job, keys, item.context.is_kept)
         return keys, job, "miss" if older is None else "prefix"
 
     def _add_context(self, context: Context, older: Keys | None) -> tuple[Keys, int]:

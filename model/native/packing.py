@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.batch import slot_period
-from model.config import CandidatePositions, HashSpec
+from model.config import CandidatePositions, HashSpec, ModelConfig
 from model.hashing import hash_functions
 from model.layers import rope_tables
 from model.ranker import Ranker
@@ -51,7 +51,18 @@ ContextJob = structure(
     (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds outputs"),
 )
 CandidateJob = structure("CandidateJob", (Int64, "rows first first_slot keys_count blocks context"), (Pointer, "keys"))
+KERNEL_TAKES = {
+    "norm": "rms", "sandwich": True, "positions": "rope", "cap_form": "tanh", "activation": "gelu_tanh", "gated": True,
+    "biases": False, "input_scale": 1.0, "qk_norm": False,
+}  # fmt: skip
 STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
+
+
+def refusal(config: ModelConfig) -> str | None:
+    """Why the kernel cannot take an architecture, as a sentence; None where it can."""
+    grok = {name: getattr(config, name) == default for name, default in KERNEL_TAKES.items()}
+    others = [name for name, same in grok.items() if not same] + ["attention_cap"] * (config.attention_cap is None)
+    return f"the native kernel does not know this trunk's {', '.join(others)}" if others else None
 
 
 def writer(struct: type[ctypes.Structure]) -> Callable[..., bytes]:

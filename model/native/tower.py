@@ -16,7 +16,7 @@ from model.inputs import Context
 from model.native.build import KernelUnavailable
 from model.native.engine import ContextRows
 from model.native.kernel import Work, load_kernel
-from model.native.packing import LANES, PANEL, pack, round_up
+from model.native.packing import LANES, PANEL, pack, refusal, round_up
 from model.retrieval.towers import SMALLEST_SQUARE, Towers
 
 
@@ -37,6 +37,8 @@ class NativeTower:
         only_if_fast: bool = False,
     ) -> None:
         self._config = towers.config
+        if reason := refusal(self._config):
+            raise KernelUnavailable(reason)
         self._kernel = load_kernel(kernel_directory)
         if only_if_fast and self._kernel.vector_bits() < 512:
             raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")

@@ -91,6 +91,7 @@ class RetrievalEngine:
         """Rows that a search without filters can return."""
         self.changes = 0
         """Calls of `change` so far."""
+        self._gone = 0  # posts that were deleted or replaced
         self._users: ContextCache[NDArray[np.float32]] = ContextCache(options.cache_bytes, prefixes=False)
 
     @property
@@ -138,6 +139,7 @@ class RetrievalEngine:
             sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
         ]
         self.posts -= sum(hidden)
+        self._gone += sum(hidden)
         self.changes += 1
         if len(change.posts):
             self._add(change.posts)
@@ -158,6 +160,16 @@ class RetrievalEngine:
             self.posts -= len(rows)
         self._segments.append(segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)))
         self.posts += len(self._segments[-1].shown_rows())
+
+    def parts(self) -> list[tuple[Corpus, NDArray[np.int64]]]:
+        """What a search without filters can return: corpora and their rows, in the order of equal scores."""
+        return [(segment.corpus, segment.shown_rows()) for segment in self._segments]
+
+    @property
+    def changed_rows(self) -> int:
+        """Rows of the corpus that are gone, and rows that lie beside it: what a compaction would tidy up."""
+        beside = sum(len(segment.corpus) for segment in self._segments[1:])
+        return beside + self._gone
 
     def cache_stats(self) -> CacheStats:
         """Of the user vectors; safe to call from any thread."""

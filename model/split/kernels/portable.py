@@ -171,6 +171,7 @@ class PortableKernels:
     def _weights(self, products: Tensor) -> Tensor:
         """Attention weights `exp(cap · tanh(multiplier · x / cap) − shift)`: logits lie within ± cap, so no running maximum is needed."""
         cap = self.config.attention_cap
+        assert cap is not None
         scale, shift = self.config.attention_multiplier / cap, softmax_shift(cap)
         return elementwise(lambda x: torch.exp(torch.tanh(x * scale) * cap - shift), products)
 
