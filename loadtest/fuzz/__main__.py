@@ -85,7 +85,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
         checkpoint=checkpoint,
         retrieval=Retrieval(checkpoint=TOWERS, corpus=posts),
         logs=Logs(success_sample=0),
-        queue=Queue(max_wait_seconds=0),
+        queue=Queue(max_wait_seconds=0, stall_seconds=60, stall_exit_seconds=120),
         grpc=Grpc(port=0),
         admin=Admin(port=0, token_sha256=DIGEST),  # type: ignore[arg-type]
     )
@@ -115,6 +115,8 @@ async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
         grpc__port=grpc_port,
         logs__level="error",
         queue__max_wait_seconds=0,
+        queue__stall_seconds=60,
+        queue__stall_exit_seconds=120,
     ) as started:
         channel = grpc.aio.insecure_channel(f"{HOST}:{grpc_port}")
         target = Sockets(HOST, started.port, admin_port, channel)
