@@ -54,8 +54,8 @@ test-light: ## what needs no torch, in an environment without it: PYTHON=python3
 demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one machine: minutes of one core
 	$(BIN)/python -m weights train-demo --out weights/demo
 
-bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
-	$(BIN)/python -m loadtest.bench
+bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line: ARGS="--vectors avx2"
+	$(BIN)/python -m loadtest.bench $(ARGS)
 
 bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
@@ -80,7 +80,7 @@ screenshots: $(VENV)/.installed chromium ## the page in light, dark and on a pho
 profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile
 
-test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--backend torch"
+test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--preset all --backend auto" or "--vectors avx2"
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000) $(ARGS)
 
 fuzz: $(VENV)/.installed ## odd requests, REQUESTS=1000000 of them, for SECONDS=3600 at most: in process, or ARGS=--sockets

@@ -336,6 +336,8 @@ class Settings(BaseSettings):
     """Which engine runs it; `dense` is the slow reference."""
     candidate_positions: Literal["shared", "sequential"] = "shared"
     """`shared`: a score does not depend on the candidate's slot. `sequential`: the published pipeline's numbers."""
+    vectors: Literal["auto", "avx2", "neon"] = "auto"
+    """What the native engine's vectors are; `auto`: the widest that the processor has."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0 leaves the choice to it."""
     fronts: int = Field(default=0, ge=0, le=64)

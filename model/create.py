@@ -10,9 +10,9 @@ import torch
 
 from model.config import CandidatePositions
 from model.dense import DenseEngine
-from model.engine import Engine, EngineError
+from model.engine import Engine, EngineError, EngineInfo
 from model.memory import engine_bytes, shortage
-from model.native.build import KernelUnavailable
+from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
 
@@ -30,7 +30,8 @@ class EngineOptions:
     `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
     the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off, None is
     256 MiB on a CPU and an eighth of the device's memory on CUDA, so that a reload has room for a second one.
-    `threads` 0 leaves torch's choice. Compiled code is kept in `kernel_directory`, by default the user's cache.
+    `threads` 0 leaves torch's choice; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
+    default the user's cache.
     """
 
     device: Device = "auto"
@@ -39,6 +40,7 @@ class EngineOptions:
     candidate_positions: CandidatePositions = "shared"
     cache_bytes: int | None = None
     threads: int = 0
+    vectors: Vectors = "auto"
     kernel_directory: Path | None = None
 
 
@@ -61,7 +63,19 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
     if options.backend == "dense":
         dtype = _dtype(options.dtype, device)
         return DenseEngine(ranker.to(device), dtype, options.candidate_positions)
-    return _split(ranker, options, device)
+    return _split(ranker, options, device) if options.backend == "torch" else _ladder(ranker, options, device)
+
+
+def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
+    """The fastest way of computing that passes its checks on this card."""
+    from model.split.ladder import LadderEngine, Tried, cuda_rungs
+
+    dtype, positions = _dtype(options.dtype, device), options.candidate_positions
+    info = EngineInfo(str(device), str(dtype).removeprefix("torch."), "torch", positions, {})
+    build = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    tried = Tried(options.kernel_directory or Path.home() / ".cache" / "phoenix-ranking-server", build)
+    rungs = cuda_rungs(ranker, device, dtype, positions, cache_budget(options.cache_bytes, device))
+    return LadderEngine(ranker, rungs, info, tried)
 
 
 def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
@@ -73,6 +87,7 @@ def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
         options.candidate_positions,
         cache_bytes=cache_budget(options.cache_bytes, device),
         threads=options.threads,
+        vectors=options.vectors,
         kernel_directory=options.kernel_directory,
         only_if_fast=options.backend == "auto",
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
 import torch
 
 from app.interface import PostChange, ServedModel, ServedRetrieval
@@ -43,6 +44,11 @@ class LoadedModel:
             "dtype": info.dtype,
             "device": info.device,
         }
+
+    def steps_down(self) -> int | None:
+        """How many faster ways of computing failed their checks here; None for an engine that has one way."""
+        notes = self.engine.info.notes
+        return len(notes["steps_down"]) if "rung" in notes else None
 
     def device_memory_bytes(self) -> int | None:
         """Held by tensors on the CUDA device; None on a CPU."""
@@ -91,6 +97,8 @@ def checkpoint_loader(path: Path, settings: Settings) -> Loader:
             raise EngineError(
                 f"{path} cannot be loaded: {(str(error) or 'not enough memory').splitlines()[0]}"
             ) from error
+        for step in engine.info.notes.get("steps_down", ()):
+            structlog.get_logger("app").warning("a faster way of computing failed its checks", **step)
         return LoadedModel(checkpoint, engine)
 
     return load
@@ -172,6 +180,7 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
             "torch" if settings.backend == "dense" else settings.backend,
             settings.retrieval.cache_bytes,
             settings.threads,
+            settings.vectors,
         )
         engine = RetrievalEngine(encoder.towers, stored.corpus, options)
         engine.warm_up()
@@ -197,4 +206,5 @@ def engine_options(settings: Settings) -> EngineOptions:
         candidate_positions=settings.candidate_positions,
         cache_bytes=settings.cache.bytes,
         threads=settings.threads,
+        vectors=settings.vectors,
     )

@@ -314,6 +314,7 @@ class RankingService:
             model=None if current is None else current.model.labels(),
             last_forward_timestamp_seconds=self._last_forward_unix,
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),
+            engine_steps_down=None if current is None else current.model.steps_down(),
             searches_waiting=self.retrieval.searches.waiting,
             corpus_posts=None if corpus is None else corpus.posts,
             corpus_changes=None if corpus is None else corpus.changes,

@@ -43,6 +43,7 @@ class Snapshot:
     model: dict[str, str] | None
     last_forward_timestamp_seconds: float
     device_memory_bytes: int | None
+    engine_steps_down: int | None = None
     searches_waiting: int = 0
     corpus_posts: int | None = None
     corpus_changes: int | None = None
@@ -203,6 +204,11 @@ class _SnapshotCollector(Collector):
             yield info
         for name, text, gauge in (
             ("device_memory_bytes", "Device memory held by tensors.", now.device_memory_bytes),
+            (
+                "engine_steps_down",
+                "Faster ways of computing that failed their checks on this device.",
+                now.engine_steps_down,
+            ),
             ("search_queue_requests", "Searches that are not begun.", now.searches_waiting),
             ("corpus_posts", "Posts that a search can return.", now.corpus_posts),
             ("corpus_changes", "Changes to the corpus since it was written.", now.corpus_changes),

@@ -14,13 +14,12 @@ from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
-from model.native.packing import refusal
 from model.ranker import Ranker
 from model.selftest import check_isolation
 from model.split.buckets import BucketRunner
 from model.split.graphs import CudaRecorder, Recorder
 from model.split.kernels.contract import Kernels, softmax_shift
-from model.split.kernels.portable import KEY_TILE, PortableKernels
+from model.split.kernels.portable import PortableKernels
 from model.split.run import PROBE_CANDIDATES, EagerRunner, RowCounts, StepRunner
 from model.split.step import TILE_ROWS, CandidateWork, ContextState, ContextWork, StepPlan, plan_steps
 from model.split.tables import Placement, table_source
@@ -57,9 +56,6 @@ class SplitEngine:
         replay: bool = True,
     ) -> None:
         config = ranker.config
-        if reason := refusal(config):
-            raise EngineError(f"{reason}, and neither does the torch engine: choose backend 'dense'")
-        assert config.attention_cap is not None
         softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
         self.config = config
         self._device = torch.device(device)
@@ -69,14 +65,12 @@ class SplitEngine:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._dtype = dtype
         fused = kernels == "fused" or (kernels == "auto" and self._device.type == "cuda")
-        # keys are padded so that every product of the portable attention has one shape; the Triton kernels mask
-        self._key_tile = 1 if fused else KEY_TILE
         capacity = capacity or default_capacity(config)
         if capacity % TILE_ROWS or capacity < 1 + config.history_length:
             raise EngineError(f"capacity must be a multiple of {TILE_ROWS} and hold a whole context, got {capacity}")
         with self._on_device():
             weights = split_weights(ranker, self._device, dtype)
-            self._kernels = (
+            self._kernels: Kernels = (
                 _fused_kernels(config, weights, dtype, library) if fused else PortableKernels(config, weights.rope)
             )
             source = table_source(ranker, self._device, capacity, placement)
@@ -231,7 +225,7 @@ class SplitEngine:
         """Room for a context's keys and values, those of its known beginning copied in."""
         config = self.config
         length = int(context.user_id != 0) + int(np.count_nonzero(context.post_ids))
-        capacity = -(-length // self._key_tile) * self._key_tile
+        capacity = -(-length // self._kernels.key_tile) * self._kernels.key_tile
         shape = (config.layers, 2, capacity, config.kv_heads, config.head_width)
         # padded keys are multiplied before they are masked, so they must be numbers
         make = torch.empty if capacity == length else torch.zeros

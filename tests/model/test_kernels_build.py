@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
 import json, sys, torch
 from model.split.kernels.build import collect, compile_launch, describe, distinct
+from model.presets import with_preset
 from tests.model.builders import random_config
 found = []
 attention = ("attend_tiles",)
@@ -28,9 +29,12 @@ for dtype, kernels, overrides in (
     (torch.float32, None, {"head_width": 64, "layers": 1, "has_dwell": False, "has_post_age": False}),
     (torch.float32, attention, {"head_width": 32, "layers": 1}),
     (torch.float32, attention, {"head_width": 128, "layers": 1}),
+    (torch.bfloat16, ("attend_tiles", "norm_head_rows", "gate_rows"), {"layers": 1, "preset": "phoenix-2026"}),
+    (torch.bfloat16, ("attend_tiles", "norm_rows", "gate_rows"), {"layers": 1, "preset": "vanilla"}),
 ):
+    preset = overrides.pop("preset", "grok")
     shape = {"width": 128, "layers": 2, "query_heads": 2, "kv_heads": 1}
-    for launch in distinct(collect(random_config(**shape | overrides), dtype)):
+    for launch in distinct(collect(with_preset(random_config(**shape | overrides), preset), dtype)):
         if kernels is None or launch.kernel.fn.__name__ in kernels:
             found.append(describe(launch, compile_launch(launch)))
 print(json.dumps(found))
@@ -81,7 +85,7 @@ def test_every_kernel_compiles_for_hopper_and_keeps_its_numbers_in_registers(tmp
     finished = run(COMPILE, tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     found = json.loads(finished.stdout.splitlines()[-1])
-    names = {"attend_tiles", "embed_tiles", "gate_rows", "multiply_tiles", "norm_rows", "rotate_rows"}
+    names = {"attend_tiles", "embed_tiles", "gate_rows", "multiply_tiles", "norm_head_rows", "norm_rows", "rotate_rows"}
     assert {kernel["kernel"] for kernel in found} == names
     for kernel in found:
         assert kernel["shared_bytes"] <= 227 * 1024, kernel
@@ -119,10 +123,15 @@ from model.engine import Item
 from model.split.graphs import PlainRecorder
 from model.selftest import same_bits
 from model.split.engine import SplitEngine
+from model.presets import with_preset
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 from model.tolerances import PARITY
-for dtype, layers in ((torch.float32, 2), (torch.bfloat16, 1)):
-    config = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
+for dtype, layers, preset in (
+    (torch.float32, 2, "grok"), (torch.bfloat16, 1, "grok"), (torch.float32, 1, "vanilla"),
+    (torch.float32, 1, "phoenix-2026"), (torch.bfloat16, 1, "gemma"),
+):
+    shape = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
+    config = with_preset(shape, preset)
     ranker = random_ranker(config)
     engine = SplitEngine(ranker, "cpu", dtype, cache_bytes=2**20, kernels="fused", capacity=64)
     items = [
