@@ -15,6 +15,7 @@ OTHER = {
     "HTTP/2.0": (b"GET /livez HTTP/2.0\r\nHost: x\r\n\r\n", 505),
     "no version": (b"GET /livez\r\n\r\n", 505),
     "a hundred headers": (GET + b"".join(b"A%d: b\r\n" % n for n in range(200)) + b"\r\n", 431),
+    "a header more than a hundred": (GET + b"".join(b"A%d: b\r\n" % n for n in range(MAX_HEADERS - 1)) + b"\r\n", 431),
     "a long header": (GET + b"A: " + b"b" * 40_000 + b"\r\n\r\n", 431),
     "a long path": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
     "many headers that never end": (GET + b"A: bbbbbbbbbb\r\n" * 10_000, 431),
