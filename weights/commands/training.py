@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from model.config import ModelConfig
+from model.presets import PRESETS, with_preset
 from weights.actions import continuous_outputs, default_score_weights
 from weights.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from weights.commands.console import progress_bar, read_json, refusals, say
@@ -67,6 +68,11 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="JSON file with an architecture; the demo's where not given.")
     ] = None,
+    preset: Annotated[str, typer.Option(help=f"Another trunk for the architecture: {', '.join(PRESETS)}.")] = "",
+    start: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint whose architecture and weights to begin with, such as a grafted one."),
+    ] = None,
     state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds, log and threads: equal checkpoints.")] = 1,
@@ -83,17 +89,26 @@ def train(
             raise CheckpointError("--resume needs --state, the directory of the run to continue.")
         if out.exists() and not replace_existing:
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
+        if start and (config or preset):
+            raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
         settings = with_settings(TrainSettings(seed=seed), set_)
         impressions = read_log(log)
-        architecture = (
-            ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(len(impressions.action_names))
-        )
+        begun = load_checkpoint(start) if start else None
+        if begun:
+            impressions, architecture = aligned(impressions, begun.manifest.action_names), begun.manifest.config
+        else:
+            architecture = (
+                ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(len(impressions.action_names))
+            )
+        if preset:
+            architecture = with_preset(architecture, preset)
         with progress_bar() as bar:
             ranker = run(
                 impressions,
                 architecture,
                 settings,
                 until_ts=until,
+                start=begun.ranker if begun else None,
                 state=state,
                 resume=resume,
                 report=training_report(bar),
