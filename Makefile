@@ -89,8 +89,8 @@ profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as 
 test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--preset all --backend auto" or "--vectors avx2"
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000) $(ARGS)
 
-fuzz: $(VENV)/.installed ## odd requests in process, REQUESTS=1000000 of them, for SECONDS=3600 at most
-	$(BIN)/python -m loadtest.fuzz --requests $(or $(REQUESTS),1000000) --seconds $(or $(SECONDS),3600) --checkpoint "$(CHECKPOINT)"
+fuzz: $(VENV)/.installed ## odd requests, REQUESTS=1000000 of them, for SECONDS=3600 at most: in process, or ARGS=--sockets
+	$(BIN)/python -m loadtest.fuzz --requests $(or $(REQUESTS),1000000) --seconds $(or $(SECONDS),3600) --checkpoint "$(CHECKPOINT)" $(ARGS)
 
 # Load tests: a server has to run (make serve); load-open and load-search start one with URL=start. More: ARGS='--help'.
 URL ?= http://$(HOST):$(PORT)
@@ -118,7 +118,8 @@ soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line 
 	@failed=0; share() { expr $(or $(SECONDS),1800) \* $$1 / 100; }; \
 	$(BIN)/python -m loadtest.soak --seconds $(if $(ARGS),$(or $(SECONDS),1800),$$(share 75)) $(ARGS) || failed=1; \
 	if [ -z '$(ARGS)' ]; then \
-	  $(BIN)/python -m loadtest.fuzz --requests 1000000000 --seconds $$(share 15) || failed=1; \
+	  $(BIN)/python -m loadtest.fuzz --requests 1000000000 --seconds $$(share 10) || failed=1; \
+	  $(BIN)/python -m loadtest.fuzz --sockets --requests 1000000000 --seconds $$(share 5) || failed=1; \
 	  $(BIN)/python -m loadtest.fuzz --only-paths --requests 1000000 --seconds $$(share 5) || failed=1; \
 	  $(BIN)/python -m loadtest.fuzz.checkpoints $$(share 5) || failed=1; \
 	fi; exit $$failed
