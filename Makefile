@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -54,8 +54,8 @@ test-light: ## what needs no torch, in an environment without it: PYTHON=python3
 demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one machine: minutes of one core
 	$(BIN)/python -m weights train-demo --out weights/demo
 
-bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line
-	$(BIN)/python -m loadtest.bench
+bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line: ARGS="--vectors avx2"
+	$(BIN)/python -m loadtest.bench $(ARGS)
 
 bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
@@ -70,10 +70,17 @@ bench-retrieve: $(VENV)/.installed ## the exact search beside faiss and the memo
 wrk: ## the C load generator, from Debian; without it what needs it says so
 	@command -v wrk >/dev/null || apt-get install -y --no-install-recommends wrk || echo "wrk could not be installed"
 
+chromium: ## the browser of the pages' tests, from Debian; without it they are skipped
+	@command -v chromium >/dev/null || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } \
+	  || echo "chromium could not be installed: the tests of the pages will be skipped"
+
+screenshots: $(VENV)/.installed chromium ## the page in light, dark and on a phone, as PNGs in docs/images
+	SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/e2e/test_explore.py -k pictures
+
 profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as Markdown
 	$(BIN)/python -m loadtest.profile
 
-test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--backend torch"
+test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--backend torch" or "--vectors avx2"
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000) $(ARGS)
 
 fuzz: $(VENV)/.installed ## odd requests in process, REQUESTS=1000000 of them, for SECONDS=3600 at most

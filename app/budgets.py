@@ -44,6 +44,27 @@ def rest_seconds(held_seconds: float) -> float:
     return REST_TIMES * held_seconds if held_seconds > REST_FROM_SECONDS else 0.0
 
 
+def attention_bytes(config: ModelConfig, candidates: int) -> int:
+    """The most that attention of so many candidates takes on the plain path: four copies of a layer's fp32 logits, the activations of
+    one layer, and the rows that come of it."""
+    tokens = 1 + config.history_length + candidates
+    logits = 4 * config.query_heads * tokens * tokens
+    activations = tokens * (8 * config.width + 3 * config.ffn_width + 6 * config.query_heads * config.head_width)
+    rows = config.layers * config.query_heads * candidates * (2 + config.history_length)
+    return 4 * (logits + activations + 2 * rows)
+
+
+def _explanation_bytes(settings: Settings, config: ModelConfig, reply: int) -> int:
+    """Of one explanation: attention, the scores of all its contexts, and its reply, of 24 letters a number."""
+    wanted = settings.explore
+    events = min(config.history_length, wanted.max_events)
+    numbers = wanted.max_candidates * (
+        (events + 4) * (1 + config.actions) + config.layers * (3 * config.query_heads + events)
+    )
+    scores = wanted.max_candidates * (events + 3) * reply
+    return attention_bytes(config, wanted.max_candidates) + scores + 24 * numbers
+
+
 def most_bytes(settings: Settings, config: ModelConfig) -> dict[str, int]:
     """The most memory that the process takes beside its code, its model and the engine's work space, by what takes it."""
     limits, queue, budgets, batching = settings.limits, settings.queue, settings.budgets, settings.batching
@@ -56,7 +77,8 @@ def most_bytes(settings: Settings, config: ModelConfig) -> dict[str, int]:
         "queue": queue.max_requests * REQUEST_BYTES + queue.max_candidates * CANDIDATE_BYTES + queue.max_context_tokens * token,
         "batches": (budgets.batch_candidates + 2 * limits.max_batch_candidates) * reply,
         "replies": budgets.reply_bytes + 2 * (batching.max_candidates + limits.max_candidates) * reply,
-        "cache": settings.cache.bytes,
+        "explanations": settings.explores * settings.explore.concurrent * _explanation_bytes(settings, config, reply),
+        "cache": settings.cache.host_bytes,
         "log": settings.logs.buffer_bytes,
     }  # fmt: skip
     return parts | {"total": sum(parts.values())}

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
 from model.inputs import Candidates
+from model.native.build import Vectors
 from model.selftest import same_bits
 from model.synthetic import random_candidates, random_context, random_ranker
 
@@ -124,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compositions", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("native", "torch"), default="native")
+    parser.add_argument("--vectors", choices=get_args(Vectors), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(arguments)
     ranker = random_ranker(small_config())
@@ -132,7 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start = time.perf_counter()
 
         def make(cache_bytes: int, dtype: Any = dtype) -> Engine:
-            chosen = EngineOptions(options.device, dtype, backend=options.backend, cache_bytes=cache_bytes)
+            chosen = EngineOptions(
+                options.device, dtype, backend=options.backend, cache_bytes=cache_bytes, vectors=options.vectors
+            )
             engine = create_engine(ranker, chosen)
             engine.warm_up()
             return engine
@@ -141,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed |= tally.different > 0
         figures = {
             "backend": options.backend,
+            "vectors": options.vectors,
             "dtype": dtype,
             **{name: getattr(tally, name) for name in tally.__slots__},
         }

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 ContextAttention = Literal["causal", "bidirectional"]
 CandidatePositions = Literal["shared", "sequential"]
+Norm = Literal["rms", "layer"]
+Positions = Literal["rope", "sinusoidal"]
+Activation = Literal["gelu_tanh", "gelu", "silu"]
+CapForm = Literal["tanh", "softsign"]
 
 MAX_POST_AGE_MINUTES = 4800
 MAX_DWELL_SECONDS = 30.0
@@ -28,6 +32,16 @@ LARGEST = {
 MAX_HASHES = 16  # hash functions of one entity
 MAX_CONTEXT_NUMBERS = 2**33  # keys and values of one full context: 16 GiB in bf16
 MAX_FACTOR = 1e30  # float32 still holds such a factor, and its inverse, with room to multiply
+MAX_FFN_WIDTH = LARGEST["widening"] * LARGEST["width"]
+
+CHOICES = {
+    "context_attention": get_args(ContextAttention), "norm": get_args(Norm), "positions": get_args(Positions),
+    "activation": get_args(Activation), "cap_form": get_args(CapForm),
+}  # fmt: skip
+# What later trunks have and Grok has not: left out of a manifest at its default, so that those of Grok stay as they are.
+TRUNK_OPTIONS = (
+    "norm", "sandwich", "positions", "cap_form", "activation", "gated", "biases", "explicit_ffn_width", "input_scale", "qk_norm",
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -82,7 +96,7 @@ class ModelConfig:
     continuous_actions: int = 0  # Z
     widening: float = 2.0
     attention_multiplier: float = 0.125
-    attention_cap: float = 30.0
+    attention_cap: float | None = 30.0  # bounds the attention logits; None: no bound
     rope_base: float = 10000.0
     norm_epsilon: float = 1e-5
     product_surfaces: int = 16
@@ -91,16 +105,25 @@ class ModelConfig:
     post_age_granularity_minutes: int = 60
     right_anchored: bool = False
     context_attention: ContextAttention = "causal"
+    norm: Norm = "rms"  # `layer` has a bias and subtracts the mean
+    sandwich: bool = True  # a norm after attention and FFN too, before each residual addition
+    positions: Positions = "rope"  # `sinusoidal`: added to the tokens
+    cap_form: CapForm = "tanh"  # cap · tanh(x / cap); `softsign`: x / (1 + |x| / cap)
+    activation: Activation = "gelu_tanh"
+    gated: bool = True
+    biases: bool = False  # of every linear map of the trunk
+    explicit_ffn_width: int | None = None  # F, where `widening` does not give it
+    input_scale: float = 1.0  # of the tokens, before the first layer
+    qk_norm: bool = False  # RMSNorm of every head's query and key, before RoPE
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
             if not 0 < getattr(self, name) <= largest:
                 raise ConfigError(f"{name} must be positive and at most {largest}, got {_short(getattr(self, name))}")
-        for name in ("attention_cap", "rope_base", "norm_epsilon"):
-            if not 1 / MAX_FACTOR <= getattr(self, name) <= MAX_FACTOR:
-                raise ConfigError(
-                    f"{name} must lie in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {_short(getattr(self, name))}"
-                )
+        for name in ("attention_cap", "rope_base", "norm_epsilon", "input_scale"):
+            factor = getattr(self, name)
+            if not (1 / MAX_FACTOR <= factor <= MAX_FACTOR if factor is not None else name == "attention_cap"):
+                raise ConfigError(f"{name} must lie in {1 / MAX_FACTOR:g} … {MAX_FACTOR:g}, got {_short(factor)}")
         if not abs(self.attention_multiplier) <= MAX_FACTOR:
             raise ConfigError(
                 f"attention_multiplier must be at most {MAX_FACTOR:g} either way, got {_short(self.attention_multiplier)}"
@@ -111,10 +134,7 @@ class ModelConfig:
             )
         if self.query_heads % self.kv_heads:
             raise ConfigError(f"query_heads ({self.query_heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.head_width % 2:
-            raise ConfigError(f"head_width must be even for RoPE, got {self.head_width}")
-        if self.context_attention not in ("causal", "bidirectional"):
-            raise ConfigError(f"context_attention must be 'causal' or 'bidirectional', got {self.context_attention!r}")
+        self._check_trunk()
         numbers = 2 * self.layers * self.kv_heads * self.head_width * (1 + self.history_length)
         if numbers > MAX_CONTEXT_NUMBERS:
             raise ConfigError(
@@ -122,9 +142,26 @@ class ModelConfig:
                 f"at most {MAX_CONTEXT_NUMBERS} are supported"
             )
 
+    def _check_trunk(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r:.64}")
+        if self.head_width % 2:
+            raise ConfigError(f"head_width must be even, got {self.head_width}")
+        if self.positions == "sinusoidal" and self.width % 2:
+            raise ConfigError(f"width must be even for sinusoidal positions, got {self.width}")
+        if self.attention_cap is None and self.cap_form != "tanh":
+            raise ConfigError(f"cap_form {self.cap_form!r} needs an attention_cap")
+        if self.explicit_ffn_width is not None and not 0 < self.explicit_ffn_width <= MAX_FFN_WIDTH:
+            raise ConfigError(
+                f"explicit_ffn_width must be positive and at most {MAX_FFN_WIDTH}, got {_short(self.explicit_ffn_width)}"
+            )
+
     @property
     def ffn_width(self) -> int:
-        """F: two thirds of the widened width, rounded up to a multiple of 8."""
+        """F: the explicit one, or two thirds of the widened width, rounded up to a multiple of 8."""
+        if self.explicit_ffn_width is not None:
+            return self.explicit_ffn_width
         width = int(self.widening * self.width) * 2 // 3
         return -(-width // 8) * 8
 
@@ -139,8 +176,9 @@ class ModelConfig:
         return MAX_POST_AGE_MINUTES // self.post_age_granularity_minutes + 2
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` inverts it."""
-        return asdict(self)
+        """Plain JSON values; `from_dict` inverts it. Options of the trunk are left out where they are Grok's."""
+        grok = {field.name: field.default for field in fields(self) if field.name in TRUNK_OPTIONS}
+        return {name: value for name, value in asdict(self).items() if name not in grok or value != grok[name]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -184,7 +222,10 @@ def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]
 
 def _check_type(value: Any, annotation: str, where: str) -> None:
     wanted: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
-    types = wanted.get(annotation)
+    kind, _, optional = annotation.partition(" | ")
+    types = wanted.get(kind)
+    if optional and value is None:
+        return
     if types and (not isinstance(value, types) or (isinstance(value, bool) and annotation != "bool")):
         raise ConfigError(f"{where} must be of type {annotation}, got {type(value).__name__}")
 

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from model.batch import Batch
 from model.config import DWELL_HIDDEN_WIDTH, MAX_DWELL_SECONDS, ModelConfig
-from model.layers import ranking_mask, rms_norm
-from model.trunk import Trunk, zeros
+from model.layers import ranking_mask
+from model.trunk import Trunk, Watch, declare_norm, normed, zeros
 
 
 class Tables(nn.Module):
@@ -86,21 +86,23 @@ class TokenBuilder(nn.Module):
 class Heads(nn.Module):
     """Final norm, then logits of the discrete actions and, where there are any, sigmoids of the continuous ones, in fp32."""
 
+    norm: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.norm = zeros(config.width)
+        declare_norm(self, "norm", config)
         self.actions = zeros(config.width, config.actions)
         if config.continuous_actions:
             self.continuous = zeros(config.width, config.continuous_actions)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden `[..., D]` to logits `[..., A]` and continuous values in 0 … 1 `[..., Z]`."""
-        normed = rms_norm(hidden, self.norm, self.config.norm_epsilon).float()
-        logits = normed @ self.actions
+        final = normed(self, "norm", hidden, self.config).float()
+        logits = final @ self.actions
         if not self.config.continuous_actions:
             return logits, logits.new_empty(*logits.shape[:-1], 0)
-        return logits, torch.sigmoid(normed @ self.continuous)
+        return logits, torch.sigmoid(final @ self.continuous)
 
 
 class Ranker(nn.Module):
@@ -114,19 +116,24 @@ class Ranker(nn.Module):
         self.trunk = Trunk(config)
         self.heads = Heads(config)
 
-    def forward(self, batch: Batch, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Score every candidate of a padded batch with the dense mask; the trunk runs in `dtype`.
+    def forward(
+        self, batch: Batch, dtype: torch.dtype = torch.float32, watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score every candidate of a padded batch with the dense mask; the trunk runs in `dtype`, and tells `watch` of each layer.
 
         Returns logits fp32 `[B, C, A]` and continuous values fp32 `[B, C, Z]`; those of padded slots mean nothing.
         """
         hidden, valid = self.embed(batch)
-        context = 1 + batch.history_post_rows.shape[1]
-        candidates = batch.candidate_post_rows.shape[1]
-        bidirectional = self.config.context_attention == "bidirectional"
-        mask = ranking_mask(context, candidates, bidirectional=bidirectional, device=hidden.device) & valid[:, None, :]
-        hidden = self.trunk(hidden.to(dtype), batch.positions, mask)
+        context = hidden.shape[1] - batch.candidate_post_rows.shape[1]
+        hidden = self.trunk(hidden.to(dtype), batch.positions, self.mask(context, valid), watch)
         logits, continuous = self.heads(hidden[:, context:])
         return logits, continuous
+
+    def mask(self, context: int, valid: Tensor) -> Tensor:
+        """Which key each row sees, bool `[B, T, T]`, with a context of that many tokens. `valid` as `embed` returns it."""
+        bidirectional = self.config.context_attention == "bidirectional"
+        candidates = valid.shape[1] - context
+        return ranking_mask(context, candidates, bidirectional=bidirectional, device=valid.device) & valid[:, None, :]
 
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The token sequence fp32 `[B, T, D]` and which tokens may be seen as keys, bool `[B, T]`.

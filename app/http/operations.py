@@ -33,9 +33,13 @@ def probes(service: Service) -> APIRouter:
 
     @router.get("/readyz", summary="Requests may be sent here", responses=NOT_NOW)
     async def readyz() -> dict[str, str]:
-        """503 with the reason while loading, warming or draining, or when the engine has work and finishes none of it."""
+        """503 with the reason while loading, warming or draining, or when the engine has work and finishes none of it.
+
+        On CUDA `engine` names the way of computing that passed its checks.
+        """
         check_ready(service)
-        return {"status": "ready"}
+        rung = service.model.engine.notes.get("rung")
+        return {"status": "ready"} | ({"engine": str(rung)} if rung else {})
 
     @router.get("/startupz", summary="Warm-up is done", responses=NOT_NOW)
     async def startupz() -> dict[str, str]:

@@ -14,6 +14,7 @@ from app.errors import Overloaded, ServiceError, TooLarge
 from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
 from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Prepared, Ranking
+from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
 from app.request.body import BatchDecoder, Typed
 from app.request.wires import JSON, OBJECTS
@@ -73,19 +74,17 @@ class BatchEndpoint:
 
 
 class Run:
-    """The requests of one call. About one forward's worth of them is queued at a time, so that a batch neither fills the queue
-    for others nor is refused because of its own requests."""
+    """The requests of one call."""
 
     def __init__(
         self, ranking: Ranking, batching: Batching, deadline: float | None, exchange: Exchange, budget: Budget
     ) -> None:
         self.ranking = ranking
-        self.batching = batching
         self.deadline = deadline
         self.exchange = exchange
         self.candidates = 0  # of its requests so far; their places in the budget are given back when all is answered
         self._budget = budget
-        self._queued: dict[asyncio.Task[Answer], Prepared] = {}
+        self._window = Window(batching)
 
     async def all(self, items: list[bytes]) -> list[Answer]:
         """How each of them ended, in order. Cancelling it drops what was not computed."""
@@ -100,9 +99,7 @@ class Run:
             answers = [answer if isinstance(answer, Answer) else await answer for answer in begun]
             return [answer if answer.again is None else await self._alone(answer.again) for answer in answers]
         finally:
-            for task in self._queued:
-                task.cancel()
-            await asyncio.gather(*self._queued, return_exceptions=True)  # leaves nothing in the queue
+            await self._window.close()
 
     async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
         try:
@@ -119,23 +116,14 @@ class Run:
         return begun if isinstance(begun, Answer) else await begun
 
     async def _queue(self, body: Typed, again: bool = False) -> Answer | asyncio.Task[Answer]:
-        while True:
-            while self._is_enough():
-                await self._one_ends()
-            try:
-                waits = bool(self._queued)
-                job = self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
-            except Overloaded as error:
-                again = True
-                if not self._queued:
-                    return _failed(error)
-                await self._one_ends()
-            except ServiceError as error:
-                return _failed(error)
-            else:
-                task = asyncio.get_running_loop().create_task(self._finish(job, body))
-                self._queued[task] = job
-                return task
+        def admit(*, again: bool, waits: bool) -> Prepared:
+            return self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
+
+        try:
+            job = await self._window.admit(admit, again=again)
+        except ServiceError as error:
+            return _failed(error)
+        return self._window.begin(self._finish(job, body), len(job.candidates), 1 + len(job.context))
 
     def _count(self, candidates: int) -> None:
         """Raise TooLarge or Overloaded where the whole call, or all calls, would hold too many."""
@@ -149,7 +137,7 @@ class Run:
         try:
             result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
         except Overloaded as error:  # by an engine process; in one process `prepare` is refused
-            return _failed(error, body if len(self._queued) > 1 else None)
+            return _failed(error, body if len(self._window) > 1 else None)
         except ServiceError as error:
             return _failed(error)
         pieces = []
@@ -157,18 +145,6 @@ class Run:
             pieces.append(piece)
             await asyncio.sleep(0)
         return Answer(b"".join(pieces), job.model, result)
-
-    def _is_enough(self) -> bool:
-        jobs = self._queued.values()
-        return (
-            sum(len(job.candidates) for job in jobs) >= self.batching.max_candidates
-            or sum(1 + len(job.context) for job in jobs) >= self.batching.max_context_tokens
-        )
-
-    async def _one_ends(self) -> None:
-        done, _ = await asyncio.wait(self._queued, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            del self._queued[task]
 
 
 def _failed(error: ServiceError, again: Typed | None = None) -> Answer:

@@ -68,7 +68,7 @@ class _Endpoint(ABC):
                 ranking.metrics.history_truncated.inc()
             exchange.stages["parse"] = time.perf_counter() - started
             with Watching(receive):
-                found = await self.service.retrieval.retrieve(asked.served, asked.query, deadline)
+                found = await self.service.retrieval.retrieve(asked.served, asked.query, deadline, exchange.key)
                 exchange.stages |= {
                     "queue": found.queue_seconds, "encode": found.encode_seconds, "search": found.search_seconds
                 }  # fmt: skip

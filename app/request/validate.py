@@ -17,9 +17,9 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from app.request.body import Body, CandidateArrays, HistoryArrays, Wishes
+from app.request.body import Body, CandidateArrays, ExplainBody, HistoryArrays, Wishes
 from app.request.contract import MAX_ID, is_request_id
-from app.request.explain import explain, request_rule
+from app.request.explain import explain, explanation_rule, request_rule
 from app.request.ids import read_ids
 from app.request.vocabulary import Vocabulary
 
@@ -96,6 +96,15 @@ def check(body: Body, vocabulary: Vocabulary) -> Request:
     with suppress(ValueError, OverflowError, KeyError):
         return _checked(body, vocabulary)
     raise explain(msgspec.to_builtins(body), request_rule(vocabulary))
+
+
+def check_explain(body: ExplainBody, vocabulary: Vocabulary) -> tuple[Request, NDArray[np.int64]]:
+    """As `check`, with the places of the candidates to explain, int64 `[n]`: of each the first with that post id."""
+    with suppress(ValueError, OverflowError, KeyError):
+        request = _checked(body, vocabulary)
+        first = {post: place for place, post in reversed([*enumerate(request.candidates.post_ids.tolist())])}
+        return request, np.array([first[post] for post in read_ids(body.explain).tolist()], np.int64)
+    raise explain(msgspec.to_builtins(body), explanation_rule(vocabulary))
 
 
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from loadtest.gpu.card import Card
 from model.batch import collate
 from model.engine import Item
-from model.layers import gated_ffn, linear, rms_norm, rope_tables, rotate
+from model.layers import activate, linear, rms_norm, rope_tables, rotate
 from model.ranker import Ranker
 
 
@@ -67,6 +67,7 @@ class FlexRanker:
         norm, *projections, output, post_norm, ffn_norm, ffn_gate, ffn_value, ffn_output, ffn_post_norm = weights
         config, epsilon = self._ranker.config, self._ranker.config.norm_epsilon
         cap = config.attention_cap
+        assert cap is not None  # every geometry that is measured is Grok's
         normed = rms_norm(hidden, norm, epsilon)
         heads = [linear(normed, weight).unflatten(-1, (-1, config.head_width)) for weight in projections]
         query, key = (rotate(x, cos, sin).transpose(1, 2) for x in heads[:2])
@@ -85,7 +86,8 @@ class FlexRanker:
         )
         hidden = hidden + rms_norm(linear(mixed.transpose(1, 2).flatten(-2), output), post_norm, epsilon)
         normed = rms_norm(hidden, ffn_norm, epsilon)
-        mixed = gated_ffn(normed, ffn_gate, ffn_value, ffn_output)
+        hidden_ffn = activate(linear(normed, ffn_gate), "gelu_tanh") * linear(normed, ffn_value)
+        mixed = linear(hidden_ffn, ffn_output)
         return hidden + rms_norm(mixed, ffn_post_norm, epsilon)
 
 

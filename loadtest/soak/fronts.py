@@ -104,10 +104,10 @@ def spare_waits(server: Server) -> bool:
     """Whether a process that is neither a front nor the engine process has nothing more to do."""
     supervisor = server.process.pid
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    spares = {int(child) for child in children} - {process_of(server, front) for front in (1, 2, None)}
-    before = {spare: _scheduled(spare) for spare in spares}
+    others = {int(child) for child in children} - {process_of(server, front) for front in (1, 2, None)}
+    before = {process: _scheduled(process) for process in others}
     time.sleep(ASLEEP_SECONDS)
-    return any(_scheduled(spare) == seen for spare, seen in before.items())
+    return any(_scheduled(process) == seen for process, seen in before.items())
 
 
 def _scheduled(process: int) -> list[str]:

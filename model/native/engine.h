@@ -48,11 +48,11 @@ class Engine {
   public:
     Engine(const Model& model, Index threads)
         : m_(model),
-          padded_(round_up(m_.width, LANES)),
+          padded_(round_up(m_.width, GRAIN)),
           out_columns_(round_up(padded_, PANEL)),
           queries_(m_.query_heads * m_.head_width),
           qkv_columns_(round_up((m_.query_heads + 2 * m_.kv_heads) * m_.head_width, PANEL)),
-          value_width_(round_up(m_.head_width, LANES)),
+          value_width_(round_up(m_.head_width, GRAIN)),
           half_panels_((m_.ffn_width + 31) / 32),
           head_columns_(round_up(m_.actions + m_.continuous, PANEL)),
           pool_(threads) {
@@ -66,7 +66,7 @@ class Engine {
   private:
     struct Scratch {  // what one thread needs for one tile
         explicit Scratch(const Engine& e)
-            : tokens(allocate<float>(MAX_TILE_ROWS * (e.widest_entity() * e.m_.width + LANES))),
+            : tokens(allocate<float>(MAX_TILE_ROWS * (e.widest_entity() * e.m_.width + GRAIN))),
               hidden(allocate<float>(MAX_TILE_ROWS * e.padded_)),
               wide(allocate<float>(MAX_TILE_ROWS * std::max({e.qkv_columns_, e.out_columns_, e.head_columns_}))),
               normed(allocate<T>(MAX_TILE_ROWS * e.padded_)),

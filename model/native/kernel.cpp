@@ -34,12 +34,12 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
         const Index limit = m_.bidirectional ? total_rows : job.start + tile.first + 1;
         const T* previous_keys = layer_keys - layer_elements;
         for (Index n = 0; n < m_.query_heads; ++n) {
-            alignas(64) float denominators[MAX_TILE_ROWS * LANES] = {};
+            alignas(64) float denominators[MAX_TILE_ROWS * GRAIN] = {};
             std::fill_n(s.sums.get(), tile.rows * value_width_, 0.0f);
             const T* head_keys = previous_keys + n / group * elements;
             attend(queries + n * width, tile.rows, head_keys, job.blocks, limit, m_.bidirectional ? 0 : 1, s, denominators);
             for (Index r = 0; r < tile.rows; ++r) {
-                const float factor = 1.0f / total(load(denominators + r * LANES));
+                const float factor = 1.0f / total(denominators + r * GRAIN);
                 const float* sums = s.sums.get() + r * value_width_;
                 T* mixed = s.mixed.get() + r * queries_ + n * width;
                 each(
@@ -63,9 +63,10 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
             T* keys = layer_keys + g * elements + block * PANEL * width;
             T* values = layer_keys + g * elements + job.blocks * PANEL * width + block * PANEL * value_width_;
             for (Index i = 0; i < width; ++i) {
-                keys[(i / STEP * PANEL + place) * STEP + i % STEP] = s.keys.get()[r * kv + g * width + i];
-                const Index chunk = i / PANEL * PANEL, chunk_width = std::min(PANEL, value_width_ - chunk);
-                values[chunk * PANEL + (place / STEP * chunk_width + i - chunk) * STEP + place % STEP] =
+                keys[(place / STRIP * width + i / STEP * STEP) * STRIP + place % STRIP * STEP + i % STEP] =
+                    s.keys.get()[r * kv + g * width + i];
+                const Index strip = i / STRIP * STRIP, strip_width = std::min(STRIP, value_width_ - strip);
+                values[strip * PANEL + (place / STEP * strip_width + i - strip) * STEP + place % STEP] =
                     s.values.get()[r * kv + g * width + i];
             }
         }
@@ -91,14 +92,14 @@ bool Engine<T>::candidate_tile(const CandidateJob& job, const Candidates& all, c
         for (Index n = 0; n < m_.query_heads; ++n) {
             const Index g = n / group;
             const T* head_keys = static_cast<const T*>(job.keys) + (layer * m_.kv_heads + g) * elements;
-            alignas(64) float denominators[MAX_TILE_ROWS * LANES] = {};
+            alignas(64) float denominators[MAX_TILE_ROWS * GRAIN] = {};
             std::fill_n(s.sums.get(), tile.rows * value_width_, 0.0f);
             attend(s.queries.get() + n * width, tile.rows, head_keys, job.blocks, job.keys_count, 0, s, denominators);
             mark(OWN_KEY);
             for (Index r = 0; r < tile.rows; ++r) {  // the candidate's own key, the diagonal of the mask
                 const T *query = s.queries.get() + r * queries_ + n * width, *key = s.keys.get() + r * kv + g * width;
                 const float own = capped(broadcast(dot(query, key, width)))[0], weight = widen(narrow<T>(own));
-                const float factor = 1.0f / (total(load(denominators + r * LANES)) + own);
+                const float factor = 1.0f / (total(denominators + r * GRAIN) + own);
                 const T* value = s.values.get() + r * kv + g * width;
                 const float* sums = s.sums.get() + r * value_width_;
                 T* mixed = s.mixed.get() + r * queries_ + n * width;
@@ -240,14 +241,11 @@ Status scored(Body body) noexcept {
 
 extern "C" {
 
-// Bits of the vectors the kernel was compiled for; below 512 it is right, but slower than torch's own products.
-std::int64_t ranker_vector_bits() noexcept {
-#if defined(__AVX512F__)
-    return 512;
-#else
-    return 128;
-#endif
-}
+// The vectors that the kernel was compiled for; "plain" is right, but slower than torch's own products.
+const char* ranker_vectors() noexcept { return ranker::VECTORS; }
+
+// The columns that lie together in a packed matrix.
+std::int64_t ranker_strip() noexcept { return ranker::STRIP; }
 
 // The members of every struct that crosses this border.
 const ranker::Member* ranker_members() noexcept { return ranker::MEMBERS; }

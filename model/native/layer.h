@@ -8,9 +8,9 @@ namespace ranker {
 // 1 / sqrt(mean(x²) + ε); the padding beyond `width` is zero and adds nothing.
 template <class T>
 float Engine<T>::norm_factor(const float* row) const {
-    Vec squares = {};
-    for (Index i = 0; i < padded_; i += LANES) squares = fma(load(row + i), load(row + i), squares);
-    return 1.0f / std::sqrt(total(squares) / float(m_.width) + m_.norm_epsilon);
+    const float squares = sum(
+        padded_, [&](long i, Vec so_far) { return fma(load(row + i), load(row + i), so_far); }, [](long) { return 0.0f; });
+    return 1.0f / std::sqrt(squares / float(m_.width) + m_.norm_epsilon);
 }
 
 template <class T>
@@ -90,19 +90,21 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
     for (Index b = 0; b * PANEL < last_limit; ++b) {
         const MaskedReads masked((b + 1) * PANEL > first_limit);
         mark(LOGITS);
-        product<T, 4, false>(queries, queries_, rows, head_keys + b * PANEL * m_.head_width, m_.head_width, s.logits.get(), PANEL);
+        multiply(queries, queries_, rows, head_keys + b * PANEL * m_.head_width, m_.head_width, PANEL, s.logits.get(), PANEL);
         mark(SOFTMAX);
         for (Index r = 0; r < rows; ++r) {
             const Index seen = first_limit + r * limit_step - b * PANEL;
-            Vec denominator = load(denominators + r * LANES);
-            for (Index j = 0; j < PANEL; j += LANES) {
-                Vec weight = capped(load(s.logits.get() + r * PANEL + j));
-                if (seen < j + LANES)
-                    for (Index i = 0; i < LANES; ++i) weight[i] = j + i < seen ? weight[i] : 0.0f;
-                denominator += weight;
-                narrow_store(s.weights.get() + r * PANEL + j, weight);
+            for (Index p = 0; p < GRAIN; p += LANES) {
+                Vec denominator = load(denominators + r * GRAIN + p);
+                for (Index j = p; j < PANEL; j += GRAIN) {
+                    Vec weight = capped(load(s.logits.get() + r * PANEL + j));
+                    if (seen < j + LANES)
+                        for (Index i = 0; i < LANES; ++i) weight[i] = j + i < seen ? weight[i] : 0.0f;
+                    denominator += weight;
+                    narrow_store(s.weights.get() + r * PANEL + j, weight);
+                }
+                store(denominators + r * GRAIN + p, denominator);
             }
-            store(denominators + r * LANES, denominator);
         }
         mark(VALUES);
         accumulate(s.weights.get(), PANEL, rows, head_values + b * PANEL * value_width_, PANEL, value_width_, s.sums.get(),
@@ -121,8 +123,8 @@ void Engine<T>::finish_layer(const Layer& layer, float* hidden, Index rows, Scra
     const Index ffn = half_panels_ * 32;
     for (Index p = 0; p < half_panels_; ++p) {
         mark(GATE);
-        product<T, 4, false>(s.normed.get(), padded_, rows, static_cast<const T*>(layer.gate_value) + p * padded_ * PANEL, padded_,
-                           s.wide.get(), PANEL);
+        multiply(s.normed.get(), padded_, rows, static_cast<const T*>(layer.gate_value) + p * padded_ * PANEL, padded_, PANEL,
+                 s.wide.get(), PANEL);
         mark(GELU);
         for (Index r = 0; r < rows; ++r)
             for (Index i = 0; i < 32; i += LANES) {

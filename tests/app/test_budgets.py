@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
-from app.budgets import Budget, most_bytes, rest_seconds
-from app.settings import Budgets, Cache, Limits, Queue, Settings
+from app.budgets import Budget, attention_bytes, most_bytes, rest_seconds
+from app.settings import Budgets, Cache, Explore, Limits, Queue, Settings
 from loadtest.machine import ROOT
+from model.attention import candidate_attention
+from tests.model.builders import random_config, random_ranker, random_request
 from weights.checkpoint import load_manifest
 
 CONFIG = load_manifest(ROOT / "weights/demo").config
@@ -36,6 +40,7 @@ def test_the_page_states_the_sum_and_its_parts() -> None:
     [
         {"budgets": Budgets(connections=4096)}, {"budgets": Budgets(body_bytes=2**30)}, {"budgets": Budgets(reply_bytes=2**30)},
         {"budgets": Budgets(batch_candidates=2**20)}, {"cache": Cache(bytes=2**30)}, {"queue": Queue(max_requests=10**5)},
+        {"explore": Explore(concurrent=2)}, {"explore": Explore(max_candidates=64)},
         {"queue": Queue(max_context_tokens=2**20)}, {"limits": Limits(max_values=10**6)}, {"limits": Limits(max_batch_candidates=2**16)},
     ],
     ids=str,
@@ -47,3 +52,16 @@ def test_whatever_may_grow_grows_the_sum(changed: dict[str, object]) -> None:
 def test_only_a_caller_that_held_the_loop_rests() -> None:
     assert rest_seconds(0.001) == 0
     assert rest_seconds(0.010) == pytest.approx(0.040)
+
+
+def test_attention_takes_no_more_memory_than_is_counted() -> None:
+    """And not a fraction of it, where attention weights are what is large."""
+    config = random_config(history_length=500)
+    ranker = random_ranker(config, seed=3)
+    request = random_request(config, 500, 32)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        candidate_attention(ranker, *request)
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    steps = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    most = max(itertools.accumulate(steps))
+    assert most <= attention_bytes(config, 32) <= 3 * most

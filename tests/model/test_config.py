@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from loadtest.geometries import GEOMETRIES
-from model.config import LARGEST, ConfigError, HashSpec, ModelConfig
+from model.config import LARGEST, TRUNK_OPTIONS, ConfigError, HashSpec, ModelConfig
+from model.presets import PRESETS, with_preset
 from tests.model.builders import random_config
 
 
@@ -19,9 +20,19 @@ def test_ffn_width_is_two_thirds_rounded_up_to_eight(width: int, widening: float
     assert random_config(width=width, widening=widening).ffn_width == expected
 
 
-def test_survives_json() -> None:
-    config = random_config(right_anchored=True, context_attention="bidirectional")
+@pytest.mark.parametrize("name", PRESETS)
+def test_survives_json(name: str) -> None:
+    config = with_preset(random_config(context_attention="bidirectional"), name)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_what_grok_lacks_is_not_written() -> None:
+    """Digests are taken over these values: a manifest from before there were other trunks must not change."""
+    written = list(random_config().to_dict())
+    assert written[-3:] == ["post_age_granularity_minutes", "right_anchored", "context_attention"]
+    assert len(written) == 23
+    assert set(written).isdisjoint(TRUNK_OPTIONS)
+    assert random_config(sandwich=False, input_scale=8.0).to_dict().keys() - written == {"sandwich", "input_scale"}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +47,19 @@ def test_survives_json() -> None:
         ({"attention_multiplier": float("nan")}, r"attention_multiplier must be at most 1e\+30 either way"),
         ({"rope_base": 10**300}, "rope_base must lie in 1e-30 … 1e.30, got 10000000000000000000…$"),
         ({"kv_heads": 3}, "multiple of kv_heads"),
-        ({"head_width": 15}, "must be even"),
+        ({"head_width": 15}, "head_width must be even, got 15"),
+        ({"norm": "batch"}, "norm must be 'rms' or 'layer', got 'batch'"),
+        ({"positions": "alibi"}, "positions must be 'rope' or 'sinusoidal', got 'alibi'"),
+        ({"activation": "relu" * 100}, "activation must be 'gelu_tanh' or 'gelu' or 'silu', got 'relu[relu]{59}$"),
+        ({"cap_form": "clip"}, "cap_form must be 'tanh' or 'softsign', got 'clip'"),
+        ({"cap_form": "softsign", "attention_cap": None}, "cap_form 'softsign' needs an attention_cap"),
+        ({"attention_cap": "30"}, r"attention_cap must be of type float \| None, got str"),
+        ({"positions": "sinusoidal", "width": 63}, "width must be even for sinusoidal positions, got 63"),
+        ({"gated": 1}, "gated must be of type bool, got int"),
+        ({"input_scale": 0.0}, "input_scale must lie in 1e-30 … 1e.30, got 0.0"),
+        ({"input_scale": None}, "input_scale must be of type float, got NoneType"),
+        ({"explicit_ffn_width": 0}, "explicit_ffn_width must be positive and at most 4194304, got 0"),
+        ({"explicit_ffn_width": 2**23}, "explicit_ffn_width must be positive and at most 4194304, got 8388608"),
         ({"context_attention": "sideways"}, "must be 'causal' or 'bidirectional'"),
         ({"user_hashes": 5}, "user_hashes must be an object"),
         ({"history_length": 10**6}, "history_length must be positive and at most 32768, got 1000000"),

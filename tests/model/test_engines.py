@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
 from model.hashing import hash_rows
 from model.inputs import Candidates
+from model.native.build import Vectors
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
 from model.selftest import check_isolation, same_bits
@@ -23,6 +25,7 @@ from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
 
 Build = Callable[..., Engine]
+NARROWER: Vectors = "avx2" if platform.machine() == "x86_64" else "neon"
 
 
 def native(
@@ -31,13 +34,20 @@ def native(
     return NativeEngine(ranker, dtype, positions, cache_bytes=cache_bytes)
 
 
+def narrow(
+    ranker: Ranker, dtype: torch.dtype = torch.bfloat16, positions: Any = "shared", cache_bytes: int = 0
+) -> Engine:
+    """The native engine with narrower vectors than this processor's, as most processors have."""
+    return NativeEngine(ranker, dtype, positions, cache_bytes=cache_bytes, vectors=NARROWER)
+
+
 def split(
     ranker: Ranker, dtype: torch.dtype = torch.float32, positions: Any = "shared", cache_bytes: int = 0
 ) -> Engine:
     return SplitEngine(ranker, "cpu", dtype, positions, cache_bytes, capacity=512)
 
 
-ENGINES = pytest.mark.parametrize("build", [native, split])
+ENGINES = pytest.mark.parametrize("build", [native, narrow, split])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 VARIANTS: dict[str, dict[str, Any]] = {
     "may": {},
@@ -98,7 +108,7 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("build", "compositions", "pool"), [(native, 1000, 100), (split, 60, 12)])
+@pytest.mark.parametrize(("build", "compositions", "pool"), [(native, 1000, 100), (narrow, 300, 100), (split, 60, 12)])
 def test_no_bit_depends_on_the_batch(build: Build, dtype: torch.dtype, compositions: int, pool: int) -> None:
     """Random batches, orders, repeats, chunks, cache hits, grown histories and evictions: the scores of each candidate alone."""
     ranker = random_ranker(small_config())

@@ -225,6 +225,27 @@ def test_only_products_with_the_reference_bits_are_used() -> None:
     assert same.choose_products([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "library"}}
 
 
+def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "7")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = (True, True)
+    fused.settle_library()
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_bf16_reduced_precision_reduction_split_k
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "7", "what an operator has set stays"
+
+
+def test_without_the_library_only_own_products_are_tried() -> None:
+    bench = make_bench("fused", torch.bfloat16)
+    weights = split_weights(bench.ranker, torch.device("cpu"), torch.bfloat16)
+    for library, kind in ((True, "library"), (False, "wide")):
+        kernels = fused.FusedKernels(bench.config, weights, torch.bfloat16, library=library)
+        kernels._equals_narrow = lambda kind, weight, size: True
+        assert kernels.choose_products([torch.zeros(32, 32).bfloat16()], [256]) == {"32x32": {"256": kind}}
+
+
 @KINDS
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("variant", ["may", "january"])

@@ -19,16 +19,34 @@ import json, sys, torch
 from model.split.kernels.build import collect, compile_launch, describe, distinct
 from tests.model.builders import random_config
 found = []
+attention = ("attend_tiles",)
 for dtype, kernels, overrides in (
-    (torch.bfloat16, None, {"head_width": 128, "query_heads": 2, "kv_heads": 1}),
-    (torch.bfloat16, ("attend_tiles",), {"head_width": 16, "context_attention": "bidirectional", "layers": 1}),
-    (torch.bfloat16, ("attend_tiles",), {"head_width": 32, "layers": 1}),
+    (torch.bfloat16, None, {"head_width": 128}),
+    (torch.bfloat16, attention, {"head_width": 16, "context_attention": "bidirectional", "layers": 1}),
+    (torch.bfloat16, attention, {"head_width": 32, "layers": 1}),
+    (torch.bfloat16, attention, {"head_width": 64, "layers": 1}),
     (torch.float32, None, {"head_width": 64, "layers": 1, "has_dwell": False, "has_post_age": False}),
+    (torch.float32, attention, {"head_width": 32, "layers": 1}),
+    (torch.float32, attention, {"head_width": 128, "layers": 1}),
 ):
-    for launch in distinct(collect(random_config(**{"width": 128, "layers": 2} | overrides), dtype)):
+    shape = {"width": 128, "layers": 2, "query_heads": 2, "kv_heads": 1}
+    for launch in distinct(collect(random_config(**shape | overrides), dtype)):
         if kernels is None or launch.kernel.fn.__name__ in kernels:
             found.append(describe(launch, compile_launch(launch)))
 print(json.dumps(found))
+"""
+
+SPILLING = """
+import json, torch
+from dataclasses import asdict, replace
+from model.split.kernels.build import collect, compile_launch, distinct, read_code
+from tests.model.builders import random_config
+config = random_config(head_width=64, query_heads=2, kv_heads=1, layers=1, width=128)
+launches = distinct(collect(config, torch.float32))
+launch = next(launch for launch in launches if launch.kernel.fn.__name__ == "attend_tiles")
+launch = replace(launch, constants=tuple(sorted((dict(launch.constants) | {"PRECISION": "ieee", "TILE_KEYS": 64}).items())))
+compiled = compile_launch(launch)
+print(json.dumps(asdict(read_code(compiled.asm["cubin"])) | {"ptx": compiled.asm["ptx"].count("st.local")}))
 """
 
 BROKEN = """
@@ -55,7 +73,11 @@ def run(source: str, directory: Path, **environment: str) -> subprocess.Complete
     )
 
 
-def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+# Bytes of stack a thread, where it cannot be none: the fp32 engine at the widest head is there to be compared with.
+STACK_BYTES = {("embed_tiles", 0): 768, ("attend_tiles", 128): 256}
+
+
+def test_every_kernel_compiles_for_hopper_and_keeps_its_numbers_in_registers(tmp_path: Path) -> None:
     finished = run(COMPILE, tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     found = json.loads(finished.stdout.splitlines()[-1])
@@ -63,11 +85,25 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     assert {kernel["kernel"] for kernel in found} == names
     for kernel in found:
         assert kernel["shared_bytes"] <= 227 * 1024, kernel
-        assert kernel["local_memory"] == 0, "registers spill to memory"
-        matrix = kernel["kernel"] in ("attend_tiles", "multiply_tiles") and kernel["dtype"] == "*bf16"
-        if matrix:
-            assert kernel["wgmma"] > 0, "bf16 products must use Hopper's matrix units"
-            assert kernel["wide_loads"] > 0, "operands must be loaded 16 bytes at a time"
+        width = kernel["constants"].get("HEAD_WIDTH", 0) if kernel["kernel"] == "attend_tiles" else 0
+        allowed = STACK_BYTES.get((kernel["kernel"], width), 0) if kernel["dtype"] == "fp32" else 0
+        assert kernel["stack_bytes"] <= allowed, kernel
+        assert allowed or kernel["spills"] == 0, kernel
+        assert 8 < kernel["registers"] <= 255
+        if kernel["kernel"] in ("attend_tiles", "multiply_tiles") and kernel["dtype"] == "bf16":
+            assert kernel["matrix"] > 0, "bf16 products must use Hopper's matrix units"
+            assert kernel["wide_copies"] > 0, "operands must be loaded 16 bytes at a time"
+            assert kernel["narrow_copies"] == 0, kernel
+
+
+def test_numbers_that_leave_the_registers_are_seen(tmp_path: Path) -> None:
+    """The fp32 attention as it was. PTX knows nothing of it: registers are given out later."""
+    finished = run(SPILLING, tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    code = json.loads(finished.stdout.splitlines()[-1])
+    assert code["stack_bytes"] > 1000
+    assert code["spills"] > 100
+    assert code["ptx"] == 0
 
 
 def test_a_kernel_that_does_not_compile_is_caught(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from model.layers import attention, gated_ffn, ranking_mask, rms_norm, rope_tables, rotate
+from model.layers import activate, attention, ranking_mask, rms_norm, rope_tables, rotate
 
 
 def test_rms_norm_scale_is_a_plain_factor() -> None:
@@ -63,8 +63,10 @@ def test_mask_is_the_picture() -> None:
 
 
 def test_gate_is_the_tanh_gelu_not_erf() -> None:
-    x, one = torch.tensor([[1.7]]), torch.ones(1, 1)
-    expected = 0.5 * 1.7 * (1 + math.tanh(math.sqrt(2 / math.pi) * (1.7 + 0.044715 * 1.7**3))) * 1.7
-    erf = 0.5 * 1.7 * (1 + math.erf(1.7 / math.sqrt(2))) * 1.7
-    actual = gated_ffn(x, one, one, one).item()
+    x = torch.tensor([[1.7]])
+    expected = 0.5 * 1.7 * (1 + math.tanh(math.sqrt(2 / math.pi) * (1.7 + 0.044715 * 1.7**3)))
+    erf = 0.5 * 1.7 * (1 + math.erf(1.7 / math.sqrt(2)))
+    actual = activate(x, "gelu_tanh").item()
     assert abs(actual - expected) < 1e-6 < abs(actual - erf)
+    assert abs(activate(x, "gelu").item() - erf) < 1e-6
+    assert abs(activate(x, "silu").item() - 1.7 / (1 + math.exp(-1.7))) < 1e-6

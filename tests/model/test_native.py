@@ -19,13 +19,14 @@ from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
 from model.hashing import hash_rows
-from model.native import packing
+from model.native import build, packing
 from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
 from model.selftest import check_isolation, same_bits
 from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
+from tests.model.test_engines import NARROWER, VARIANTS
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -108,10 +109,34 @@ def test_tile_registers_by_emulation(width: int) -> None:
 
 
 def test_without_wide_vectors_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "vector_bits", lambda self: 128)
+    monkeypatch.setattr(Kernel, "vectors", lambda self: "plain")
     engine = create_engine(random_ranker(random_config()), EngineOptions(device="cpu"))
     assert engine.info.backend == "torch"
-    assert "AVX-512" in engine.info.notes["fallback"]
+    assert "AVX2" in engine.info.notes["fallback"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_fp32_has_the_same_bits_at_every_width_of_vectors(variant: dict[str, Any]) -> None:
+    """A product is one chain of fma, a sum along a row sixteen running sums, whatever the width."""
+    ranker = random_ranker(random_config(**variant))
+    widest, narrower = NativeEngine(ranker, torch.float32), NativeEngine(ranker, torch.float32, vectors=NARROWER)
+    assert narrower.info.notes["vectors"] == NARROWER
+    for count in (1, 7, 100):
+        item = Item(*random_request(ranker.config, ranker.config.history_length, count))
+        ours, theirs = narrower.forward([item])[0], widest.forward([item])[0]
+        assert same_bits(ours.scores, theirs.scores)
+
+
+def test_vectors_that_the_processor_lacks_are_refused_with_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is compiled for them: an unknown instruction would end the process."""
+    monkeypatch.setattr(build, "_processor", lambda: "flags\t\t: fpu sse2 avx avx2 f16c")
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled"))
+    ranker = random_ranker(random_config())
+    with pytest.raises(KernelUnavailable, match="no avx2 vectors: it lacks bmi2, fma"):
+        create_engine(ranker, EngineOptions(device="cpu", backend="native", vectors="avx2"))
+    assert (
+        "no neon vectors" in create_engine(ranker, EngineOptions(device="cpu", vectors="neon")).info.notes["fallback"]
+    )
 
 
 def test_without_a_compiler_auto_takes_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from loadtest.bits import Compositions, small_config
 from model.engine import Item, Outcome
-from model.native.build import FLAGS
+from model.native.build import FLAGS, MARCH
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
 from model.synthetic import random_ranker
@@ -47,7 +47,15 @@ def sanitized(tmp_path: Path) -> Sanitized:
             text = (sources / file).read_text()
             assert text.count(before) == 1, "the place for the planted fault has gone"
             (sources / file).write_text(text.replace(before, after))
-        command = ["g++", *FLAGS, "-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined"]
+        command = [
+            "g++",
+            *FLAGS,
+            MARCH["auto"],
+            "-O1",
+            "-g",
+            f"-fsanitize={sanitizers}",
+            "-fno-sanitize-recover=undefined",
+        ]
         subprocess.run([*command, sources / "kernel.cpp", "-o", library], check=True, timeout=110)
         found = [
             subprocess.run(["g++", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()

@@ -1,12 +1,16 @@
-"""Compiles every kernel that an engine would launch; needs no GPU and runs nothing on one.
+"""Compiles every kernel that an engine would launch, and reads from the machine code what each takes; needs no GPU.
 
-`python -m model.split.kernels.build` prints each kernel's registers, shared memory and matrix instructions.
+`python -m model.split.kernels.build` prints the table: registers, stack, spills, wide copies, matrix and special instructions.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,19 +120,70 @@ def compile_launch(launch: Launch, target: GPUTarget = HOPPER) -> Any:
     return triton.compile(source, target=target, options=dict(launch.options))
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What one kernel's machine code takes and holds. Counts are of instructions, each once, whatever loop it stands in.
+
+    `spills`: loads and stores of the stack; `stack_bytes`: of one thread. `wide_copies`: of 16 bytes at once from global
+    memory; `narrow_copies`: of less, into shared memory. `matrix`: on the units of Hopper and later; `matrix_old`: of earlier
+    ones. `special`: exponentials, reciprocals, hyperbolic tangents.
+    """
+
+    registers: int
+    stack_bytes: int
+    spills: int
+    wide_copies: int
+    narrow_copies: int
+    matrix: int
+    matrix_old: int
+    special: int
+
+
+COUNTED = {
+    "spills": r"LDL|STL",
+    "wide_copies": r"LDGSTS\S*\.128|LDG\S*\.128|UTMALDG|UBLKCP",
+    "narrow_copies": r"LDGSTS(?!\S*\.128)",
+    "matrix": r"HGMMA|QGMMA|UTC\w*MMA",
+    "matrix_old": r"HMMA|IMMA|DMMA",
+    "special": r"MUFU",
+}
+
+
+def read_code(cubin: bytes) -> Code:
+    """What stands in the machine code of one kernel, as NVIDIA's own tools, which come with Triton, read it."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        assembly = _output(tools / "nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise ValueError(f"no resource usage in {usage!r}")
+    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)", assembly, re.M)
+    counts = {name: sum(re.match(pattern, each) is not None for each in names) for name, pattern in COUNTED.items()}
+    return Code(int(found[1]), int(found[2]), **counts)
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def describe(launch: Launch, compiled: Any) -> dict[str, Any]:
-    """Name, types, shared memory in bytes, and which matrix instructions the assembly uses."""
-    assembly = compiled.asm["ptx"]
+    """Name, types, constants, shared memory in bytes, and `Code`."""
     return {
         "kernel": launch.kernel.fn.__name__,
-        "dtype": launch.signature[0][1],
+        "dtype": _activations(launch),
         "constants": dict(launch.constants),
         "shared_bytes": compiled.metadata.shared,
-        "wgmma": assembly.count("wgmma.mma_async"),
-        "mma": assembly.count("mma.sync"),
-        "wide_loads": assembly.count(".v4.b32") + assembly.count("cp.async.cg"),
-        "local_memory": assembly.count("st.local"),
+        **asdict(read_code(compiled.asm["cubin"])),
     }
+
+
+def _activations(launch: Launch) -> str:
+    """The narrowest floating type among the pointers: what the engine computes in."""
+    types = {name.removeprefix("*") for _, name in launch.signature}
+    return "bf16" if "bf16" in types else "fp32"
 
 
 def main() -> None:

@@ -50,8 +50,11 @@ class Step:
 class Kernels(Protocol):
     """Operations on flat rows. `rows` is how many to run, at least as many as the step has; rows past the step's own hold
     garbage before and after. `tail` restricts an operation to candidates, which come first. No row ever influences another
-    but through `attend`, and a row's bits depend neither on `rows`, nor on its place, nor on its neighbours.
+    but through `attend`, and a row's bits depend neither on `rows`, nor on its place, nor on its neighbours. States have
+    room for a multiple of `key_tile` tokens.
     """
+
+    key_tile: int
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
         """residual fp32 `[rows, D]` = the tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -85,16 +86,28 @@ class FusedKernels:
     not named runs `narrow`. `launcher` is replaced where launches are to be collected instead of run.
     """
 
+    key_tile = 1  # the kernels mask
+
     def __init__(
-        self, config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, launcher: Launcher = launch
+        self,
+        config: ModelConfig,
+        weights: SplitWeights,
+        dtype: torch.dtype,
+        launcher: Launcher = launch,
+        *,
+        library: bool = True,
     ) -> None:
         self.config = config
+        self._library = library
+        if weights.heads.is_cuda:
+            settle_library()
         self.products: dict[tuple[tuple[int, ...], int], ProductKind] = {}
         self._rope = weights.rope
         self._launch = launcher
         # bf16 engines round tokens to bf16 soon after, so TF32 products lose nothing that would be kept
         self._token_precision = "tf32" if dtype == torch.bfloat16 else "ieee"
         self._slot_offsets: Tensor | None = None
+        assert config.attention_cap is not None
         self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap)
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
@@ -243,10 +256,11 @@ class FusedKernels:
             KV_HEADS=config.kv_heads,
             HEAD_WIDTH=config.head_width,
             HEAD_BLOCK=max(16, _power_of_two(config.head_width)),
-            PRECISION="ieee",
+            # three products in TF32 are as exact as one in fp32, and leave the numbers in the matrix units: no spills
+            PRECISION="tf32x3",
             WIDEN=INTERPRETED,
             TILE_ROWS=TILE_ROWS,
-            TILE_KEYS=TILE_KEYS,
+            TILE_KEYS=TILE_KEYS if query.dtype == torch.bfloat16 else TILE_KEYS // 2,
             num_warps=4,
             num_stages=2,
             **self._softmax,
@@ -271,7 +285,7 @@ class FusedKernels:
         chosen: dict[str, dict[str, str]] = {}
         for weight in weights:
             for size in sizes:
-                wanted = _preferred(size, weight.dtype)
+                wanted = _preferred(size, weight.dtype, library=self._library)
                 kind = next((kind for kind in wanted if self._equals_narrow(kind, weight, size)), NARROW)
                 self.products[tuple(weight.shape), size] = kind
                 chosen.setdefault(shape_name(weight), {})[str(size)] = kind
@@ -299,11 +313,24 @@ class FusedKernels:
         return compiled_variants()
 
 
-def _preferred(rows: int, dtype: torch.dtype) -> tuple[ProductKind, ...]:
+def _preferred(rows: int, dtype: torch.dtype, *, library: bool) -> tuple[ProductKind, ...]:
     """Kinds to try before `narrow`: the library from where it fills the device, big tiles for bf16 only."""
     if rows < 256:
         return ()
-    return ("library", "wide") if dtype == torch.bfloat16 else ("library",)
+    kinds: tuple[ProductKind, ...] = ("library", "wide") if dtype == torch.bfloat16 else ("library",)
+    return kinds if library else kinds[1:]
+
+
+def settle_library() -> None:
+    """Have cuBLAS keep one order of additions where it can: no split of the inner axis, no reduction in bf16, one workspace.
+
+    What is set already stays. Effective in a process that has multiplied nothing yet.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    if torch.backends.cuda.is_built():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def _cdiv(a: int, b: int) -> int:

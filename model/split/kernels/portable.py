@@ -39,6 +39,8 @@ class PortableKernels:
     `row_sizes` holds the checked counts by weight shape, descending.
     """
 
+    key_tile = KEY_TILE
+
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
         self.config = config
         self.rope = rope
@@ -171,6 +173,7 @@ class PortableKernels:
     def _weights(self, products: Tensor) -> Tensor:
         """Attention weights `exp(cap · tanh(multiplier · x / cap) − shift)`: logits lie within ± cap, so no running maximum is needed."""
         cap = self.config.attention_cap
+        assert cap is not None
         scale, shift = self.config.attention_multiplier / cap, softmax_shift(cap)
         return elementwise(lambda x: torch.exp(torch.tanh(x * scale) * cap - shift), products)
 

@@ -1,4 +1,4 @@
-"""What runs before a model serves: a load that nobody waits for stops, and a want of memory is a sentence."""
+"""What runs before a model serves: a load that was given up stops, and a want of memory is a sentence."""
 
 from __future__ import annotations
 
