@@ -30,7 +30,7 @@ from model.inputs import Candidates, Context, Scores
 from model.native.build import KernelUnavailable, build_kernel
 from weights.format.manifest import Manifest
 
-MOST_ROWS = 4096  # about 1 ms of writing: a longer reply is written in pieces
+MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
 HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
 
 Int64, Pointer, Text, Object = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.py_object
@@ -47,7 +47,7 @@ class _Checkpoint(ctypes.Structure):
         *((name, Int64) for name in ("max_candidates", "max_history", "max_values", "max_time")),
         *((name, ctypes.c_double) for name in ("max_action_value", "max_dwell_seconds")),
         ("names", Int64),
-        *((name, Pointer) for name in ("name", "column", "key", "scale", "power")),
+        *((name, Pointer) for name in ("name", "column", "key", "scale")),
     )
 
 
@@ -70,19 +70,6 @@ def load_library() -> ctypes.PyDLL | None:
     return library
 
 
-@functools.cache
-def _powers() -> ctypes.Array[ctypes.c_uint64]:
-    """⌈10^k · 2^(63 − ⌊log₂ 10^k⌋)⌉ for k = −31 … 45."""
-
-    def power(k: int) -> int:
-        top, bottom = 10 ** max(k, 0), 10 ** max(-k, 0)
-        log = top.bit_length() - 1 if k >= 0 else -bottom.bit_length()  # no power of ten but 1 is one of two
-        rounded_up: int = -(-(top << 63 + max(-log, 0)) // (bottom << max(log, 0)))
-        return rounded_up
-
-    return (ctypes.c_uint64 * 77)(*map(power, range(-31, 46)))
-
-
 class Codec:
     """Reads requests and writes replies in the words of one checkpoint. Belongs to one thread."""
 
@@ -98,7 +85,6 @@ class Codec:
             (Int64 * len(names))(*vocabulary.index.values()),
             (Text * len(continuous))(*(orjson.dumps(output.name) for output in continuous)),
             (ctypes.c_float * len(continuous))(*(output.scale for output in continuous)),
-            _powers(),
         )
         words = _Checkpoint(
             *(config.actions, config.product_surfaces, config.history_length, 60 * config.post_age_granularity_minutes),

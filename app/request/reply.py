@@ -29,6 +29,7 @@ class ReplyFormat:
     """What all replies of one checkpoint have in common.
 
     `scales` float32 `[Z]`: continuous outputs in their units. `before_continuous`: what is written before each of them.
+    `head`: what a reply in JSON with every action begins with.
     `codec` writes most replies, if there is one.
     """
 
@@ -37,14 +38,16 @@ class ReplyFormat:
     continuous_names: tuple[str, ...]
     scales: NDArray[np.float32]
     before_continuous: tuple[bytes, ...]
+    head: bytes
     codec: Codec | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> ReplyFormat:
         """From a checkpoint's manifest, without a codec."""
         names = tuple(output.name for output in manifest.continuous)
+        model = {"name": manifest.name, "version": manifest.version}
         return cls(
-            model={"name": manifest.name, "version": manifest.version},
+            model=model,
             action_names=manifest.action_names,
             continuous_names=names,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
@@ -52,6 +55,7 @@ class ReplyFormat:
                 b"%b%b:" % (b"," if place else b'],"continuous":{', orjson.dumps(name))
                 for place, name in enumerate(names)
             ),
+            head=_head(model, manifest.action_names),
         )
 
 
@@ -173,6 +177,10 @@ def render(
         yield before + _candidates(rows, slice(start, start + ROWS_IN_A_PIECE), form)
         before = b","
     yield b"]" + end
+
+
+def _head(model: Mapping[str, str], names: Sequence[str]) -> bytes:
+    return b'%b,"candidates":' % orjson.dumps({"model": model, "actions": names})[:-1]
 
 
 def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -117,7 +117,7 @@ class RequestLog:
             return
         fields["event"], fields["level"], fields["time"] = "request", level, _now()
         fields.update(output.process)
-        line = output.render(None, level, _shorten(None, level, fields)) + "\n"
+        line = output.render(None, level, fields) + "\n"  # no text here is long
         if succeeded and isinstance(output.stream, Sink):
             output.stream.write_droppable(line)
         else:

@@ -31,7 +31,7 @@ class Codec {
 public:
     const Checkpoint words;
 
-    explicit Codec(const Checkpoint& given) : words(given), decimal(given.power) {
+    explicit Codec(const Checkpoint& given) : words(given) {
         for (Int place = 0; place < given.names; ++place) columns[given.name[place]] = given.column[place];
     }
 
@@ -64,16 +64,15 @@ public:
         Int width = given.wanted ? given.wanted_count : words.actions;
         size_t row_bytes = 128 + DOUBLE_BYTES + (width + words.continuous) * FLOAT_BYTES;
         for (Int place = 0; place < words.continuous; ++place) row_bytes += std::strlen(words.key[place]) + 2;
-        char* out = room(given.head.size() + given.tail.size() + rows * row_bytes + 512 + 64 * words.continuous);
-        out = Decimal::put(out, given.head);
+        char* out = room(given.head.size() + given.tail.size() + rows * row_bytes + SPARE_BYTES + 512 + 64 * words.continuous);
+        out = put(out, given.head);
         out = given.is_columnar ? arrays(out, given) : objects(out, given);
-        return Decimal::put(out, given.tail) - scratch.data();
+        return put(out, given.tail) - scratch.data();
     }
 
     const char* data() const { return scratch.data(); }
 
 private:
-    Decimal decimal;
     std::unordered_map<string_view, Int> columns;
     std::vector<char> scratch;
     std::vector<double> scores;
@@ -127,28 +126,28 @@ private:
     char* probabilities(char* out, const Scored& given, Int row) const {
         const float* from = given.probabilities + row * words.actions;
         if (!given.wanted)
-            return list(out, words.actions, [&](char* out, Int action) { return decimal.write(out, from[action]); });
-        return list(out, given.wanted_count, [&](char* out, Int place) { return decimal.write(out, from[given.wanted[place]]); });
+            return list(out, words.actions, [&](char* out, Int action) { return codec::write(out, from[action]); });
+        return list(out, given.wanted_count, [&](char* out, Int place) { return codec::write(out, from[given.wanted[place]]); });
     }
 
     char* continuous(char* out, const Scored& given, Int row, Int place) const {
-        return decimal.write(out, given.continuous[row * words.continuous + place] * words.scale[place]);
+        return codec::write(out, given.continuous[row * words.continuous + place] * words.scale[place]);
     }
 
     char* objects(char* out, const Scored& given) const {
         *out++ = '[';
         for (Int row : chosen) {
-            out = id(Decimal::put(out, "{\"post_id\":"), given, row);
-            out = decimal.write(Decimal::put(out, ",\"score\":"), scores[row]);
-            out = std::to_chars(Decimal::put(out, ",\"rank\":"), out + 64, ranks[row]).ptr;
-            out = probabilities(Decimal::put(out, ",\"probabilities\":["), given, row);
-            out = Decimal::put(out, "],\"continuous\":{");
+            out = id(put(out, "{\"post_id\":"), given, row);
+            out = codec::write(put(out, ",\"score\":"), scores[row]);
+            out = std::to_chars(put(out, ",\"rank\":"), out + 64, ranks[row]).ptr;
+            out = probabilities(put(out, ",\"probabilities\":["), given, row);
+            out = put(out, "],\"continuous\":{");
             out = list(out, words.continuous, [&](char* out, Int place) {
-                out = Decimal::put(out, words.key[place]);
+                out = put(out, words.key[place]);
                 *out++ = ':';
                 return continuous(out, given, row, place);
             });
-            out = Decimal::put(out, "}},");
+            out = put(out, "}},");
         }
         out[-1] = ']';
         return out;
@@ -156,28 +155,28 @@ private:
 
     char* arrays(char* out, const Scored& given) const {
         Int rows = chosen.size();
-        out = Decimal::put(out, "{\"post_id\":[");
+        out = put(out, "{\"post_id\":[");
         out = list(out, rows, [&](char* out, Int place) { return id(out, given, chosen[place]); });
-        out = Decimal::put(out, "],\"score\":[");
-        out = list(out, rows, [&](char* out, Int place) { return decimal.write(out, scores[chosen[place]]); });
-        out = Decimal::put(out, "],\"rank\":[");
+        out = put(out, "],\"score\":[");
+        out = list(out, rows, [&](char* out, Int place) { return codec::write(out, scores[chosen[place]]); });
+        out = put(out, "],\"rank\":[");
         out = list(out, rows, [&](char* out, Int place) { return std::to_chars(out, out + 24, ranks[chosen[place]]).ptr; });
-        out = Decimal::put(out, "],\"probabilities\":[");
+        out = put(out, "],\"probabilities\":[");
         out = list(out, rows, [&](char* out, Int place) {
             *out++ = '[';
             out = probabilities(out, given, chosen[place]);
             *out++ = ']';
             return out;
         });
-        out = Decimal::put(out, "],\"continuous\":{");
+        out = put(out, "],\"continuous\":{");
         out = list(out, words.continuous, [&](char* out, Int output) {
-            out = Decimal::put(out, words.key[output]);
-            out = Decimal::put(out, ":[");
+            out = put(out, words.key[output]);
+            out = put(out, ":[");
             out = list(out, rows, [&](char* out, Int place) { return continuous(out, given, chosen[place], output); });
             *out++ = ']';
             return out;
         });
-        return Decimal::put(out, "}}");
+        return put(out, "}}");
     }
 };
 

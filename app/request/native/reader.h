@@ -24,7 +24,6 @@ struct Checkpoint {
     const Int* column;        // of each name
     const char* const* key;   // of each continuous output, with quotes
     const float* scale;       // of each continuous output
-    const uint64_t* power;    // see Decimal
 };
 
 class Posts {
