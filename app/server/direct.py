@@ -123,7 +123,8 @@ class Call:
         if self._size > handler.max_body_bytes:
             handler.too_long()
             return
-        whole, is_short = body[0] if len(body) == 1 else b"".join(body), self._size < SHORT_BYTES
+        whole = body[0] if len(body) == 1 else b"".join(body)
+        is_short = self._size < SHORT_BYTES and not any(name == b"content-encoding" for name, _ in self._fields)
         started = 0.0 if is_short else time.thread_time()  # not by the clock: a busy machine holds the loop as well
         handler.finish(whole)
         self._protocol.release(self)
