@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 
-from app.errors import NotFound
 from app.interface import Service
 from app.settings import Settings
 from weights.format.manifest import MANIFEST_NAME
@@ -61,11 +59,10 @@ def pages(service: Service, settings: Settings) -> APIRouter:
     async def page(name: str, request: Request) -> Response:
         return await files.get_response(name, request.scope)
 
-    async def from_checkpoint(name: str, request: Request) -> Response:
-        path = await anyio.to_thread.run_sync(
-            find_beside, settings.checkpoint, name, service.model.manifest.digest
-        )  # a disk may be slow
-        return files.file_response(path, os.stat(path), request.scope)
+    async def checkpoint(request: Request) -> Response:
+        digest = service.model.manifest.digest
+        found = await anyio.to_thread.run_sync(carried, settings.checkpoint, digest)  # a disk may be slow
+        return Response(orjson.dumps(found), headers=HEADERS, media_type="application/json")
 
     async def root(request: Request) -> Response:
         if settings.explores:
@@ -80,19 +77,23 @@ def pages(service: Service, settings: Settings) -> APIRouter:
     if settings.explores:
         routes += [
             Route("/explore", partial(page, "explore.html")),
-            *(Route(f"/explore/{name}", partial(from_checkpoint, name)) for name in ("example.json", "names.json")),
+            Route("/explore/checkpoint.json", checkpoint),
         ]
     return APIRouter(routes=routes)
 
 
-def find_beside(directory: Path, name: str, digest: str) -> Path:
-    """A file in a checkpoint's directory. Raises NotFound where there is none, or where the directory holds another checkpoint than
-    the one of this digest: names of one world must not label another."""
+def carried(directory: Path, digest: str) -> dict[str, Any]:
+    """The example and the names beside a checkpoint's manifest, each None where there is none that can be read.
+
+    Both are None where the directory holds another checkpoint than the one of this digest: names of one world must not label another.
+    """
+    manifest = _read(directory / MANIFEST_NAME)
+    is_it = isinstance(manifest, dict) and manifest.get("digest") == digest
+    return {name: _read(directory / f"{name}.json") if is_it else None for name in ("example", "names")}
+
+
+def _read(path: Path) -> Any:
     try:
-        held = json.loads((directory / MANIFEST_NAME).read_bytes())["digest"]
-    except (OSError, ValueError, TypeError, KeyError):
-        held = None
-    path = directory / name
-    if held != digest or not path.is_file():
-        raise NotFound("The checkpoint that serves carries no such file.")
-    return path
+        return orjson.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -85,8 +85,8 @@ class RetrievalEngine:
         self.towers = towers
         self.options = options
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-        self._tower = self._make_tower(dtype)
-        self.notes: dict[str, Any] = {"user_tower": self._tower.notes}
+        self.tower = self._make_tower(dtype)
+        self.notes: dict[str, Any] = {"user_tower": self.tower.notes}
         self._segments = [Segment(corpus, self._make_index(corpus.vectors, options.threads))]
         self.posts = len(corpus) - int(corpus.hidden.sum())
         """Rows that a search without filters can return."""
@@ -179,7 +179,7 @@ class RetrievalEngine:
     def close(self) -> None:
         """Free the indexes, the user tower and the cache."""
         self._users.clear()
-        self._tower.close()
+        self.tower.close()
         for segment in self._segments:
             segment.close()
 
@@ -224,7 +224,7 @@ class RetrievalEngine:
         cached = [key in known for key in keys]
         missing = {key: context for key, context in zip(keys, contexts, strict=True) if key not in known}
         if missing:
-            for key, vector in zip(missing, self._tower.encode(list(missing.values())), strict=True):
+            for key, vector in zip(missing, self.tower.encode(list(missing.values())), strict=True):
                 self._users.find_prefix(key)  # counts the miss
                 self._users.insert(key, vector, vector.nbytes)
                 known[key] = vector

@@ -14,7 +14,6 @@ from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
-from model.native.packing import refusal
 from model.ranker import Ranker
 from model.selftest import check_isolation
 from model.split.buckets import BucketRunner
@@ -57,9 +56,6 @@ class SplitEngine:
         replay: bool = True,
     ) -> None:
         config = ranker.config
-        if reason := refusal(config):
-            raise EngineError(f"{reason}, and neither does the torch engine: choose backend 'dense'")
-        assert config.attention_cap is not None
         softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
         self.config = config
         self._device = torch.device(device)
@@ -164,6 +160,24 @@ class SplitEngine:
         if self._stream is not None:
             self._stream.synchronize()  # what follows is queued on the caller's stream
         return torch.inference_mode()(again)
+
+    @torch.inference_mode()
+    def run_through(self, kernels: Kernels, items: Sequence[Item]) -> None:
+        """Compute the items once, unrecorded, by other kernels on the same weights; for checks. Raises EngineError as `rehearse`."""
+        if not isinstance(self._runner, BucketRunner):
+            raise EngineError("only an engine that runs in padded sizes can be run through")
+        own, self._kernels = self._kernels, kernels  # states get room for what they need
+        self._trunk.kernels = kernels
+        try:
+            with self._on_device():
+                works: list[Work] = []
+                for number, item in enumerate(items):
+                    context, state, _ = self._context_of(item, {})
+                    works.append((context, number, item.candidates, state))
+                for plan in plan_steps(works, self._capacity):
+                    self._runner.run_plain(plan)
+        finally:
+            self._kernels = self._trunk.kernels = own
 
     def late_compilations(self) -> int:
         """Kernels compiled and graphs recorded since `warm_up`: none, or readiness was declared too early."""

@@ -5,6 +5,8 @@ Needs Debian's chromium (`make chromium`). `make screenshots` writes the picture
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import shlex
@@ -19,9 +21,12 @@ from typing import Any
 import httpx
 import pytest
 
+from app.settings import Auth, Settings
+from tests.app.serving import listening, port_of
 from tests.e2e.process import DEMO, ROOT, Server, serving
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: make chromium")
@@ -32,7 +37,7 @@ NAMES: Json = json.loads((DEMO / "names.json").read_text())
 WATCH = """addEventListener('securitypolicyviolation',
   event => console.error('CSP', event.violatedDirective, event.blockedURI))"""
 TOO_WIDE = """() => [...document.querySelectorAll('main *')]
-  .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.events')).map(each => each.outerHTML)"""
+  .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.events, .chips')).map(each => each.outerHTML)"""
 PLANT = """() => { const select = document.querySelector('#user'); select.closest('label').replaceWith(select); }"""
 SIZES = {"light": (1440, 900), "dark": (1440, 900), "phone": (390, 844)}
 
@@ -63,11 +68,11 @@ def browser() -> Iterator[Any]:
 class Explorer:
     """One tab, everything that it complained of, and every address that it asked."""
 
-    def __init__(self, browser: Any, server: Server, **options: Any) -> None:
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
         self.page = self.context.new_page()
         self.page.set_default_timeout(5000)
-        self.url = server.url
+        self.url = url
         self.complaints: list[str] = []
         self.asked: list[str] = []
         self.page.add_init_script(WATCH)
@@ -116,7 +121,7 @@ class Explorer:
 
 @pytest.fixture(scope="module")
 def tab(browser: Any, server: Server) -> Iterator[Explorer]:
-    explorer = Explorer(browser, server, viewport={"width": 1440, "height": 900})
+    explorer = Explorer(browser, server.url, viewport={"width": 1440, "height": 900})
     yield explorer
     explorer.context.close()
     assert explorer.complaints == []
@@ -281,7 +286,7 @@ def test_the_link_restores_the_state(tab: Explorer, browser: Any, server: Server
     tab.page.wait_for_timeout(300)  # the link follows 120 ms after
     tab.page.locator("#link").click()
     link = tab.page.evaluate("navigator.clipboard.readText()")
-    other = Explorer(browser, server)
+    other = Explorer(browser, server.url)
     other.open(link.removeprefix(server.url))
     for side in (0, 1):
         assert other.shown(side) == tab.shown(side)
@@ -331,6 +336,58 @@ def test_the_terms_of_a_score_add_up_to_it(tab: Explorer) -> None:
     assert sum(terms) == pytest.approx(tab.shown()[0][2], abs=0.005)
 
 
+@pytest.mark.parametrize("source", ["of the request", "of the corpus"])
+def test_what_moved_a_score_is_what_explain_says(tab: Explorer, client: httpx.Client, source: str) -> None:
+    tab.of_the_request() if source == "of the request" else tab.open()
+    tab.page.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_selector(".reasons")
+    tab.settle(lambda: tab.page.locator("#events .remove").first.click())
+    opened = tab.page.locator("li:has(.detail:not([hidden]))").first.evaluate("row => ({...row.dataset})")
+    post, score = opened["post"], float(opened["score"])
+    tab.page.wait_for_function("() => document.querySelector('.reasons').innerText.includes('9 more events')")
+    sent = tab.sent()
+    rest = {key: sent[key] for key in ("user_id", "history", "impression_ts")}
+    candidates = sent.get("candidates") or [found_post(client, sent, post)]
+    reply = client.post("/explain", json=rest | {"candidates": candidates, "explain": [post]}).json()["candidates"][0]
+    assert reply["score"] == score
+    rows = tab.page.locator(".reasons tr").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
+    )
+    told = {row[0]: float(row[3].replace("−", "-")) for row in rows if len(row) > 3 and row[3] not in ("", "change")}
+    change = reply["change"]
+    assert told["the user"] == pytest.approx(change["user"]["score"], abs=6e-4)
+    assert told["not covered"] == pytest.approx(change["not_covered"]["score"], abs=6e-4)
+    assert told["all of it"] == pytest.approx(change["everything"]["score"], abs=6e-4)
+    largest = max(range(16), key=lambda place: abs(change["events"]["score"][place]))
+    name = NAMES["authors"][sent["history"][largest]["author_id"]]["name"]
+    assert [name, f"{change['events']['score'][largest]:.3f}".replace("-", "−")] == [rows[2][0], rows[2][3]]
+    shares = [float(row[2].removesuffix(" %")) for row in rows if row[2].endswith("%")]
+    assert sum(shares) == pytest.approx(100, abs=3), "attention on the user, the events and the post, each rounded"
+
+
+def found_post(client: httpx.Client, sent: Json, post: str) -> Json:
+    """A post of the corpus as a candidate."""
+    posts = client.post("/retrieve", json=sent).json()["posts"]
+    return next(
+        {key: each[key] for key in ("post_id", "author_id", "created_at")} for each in posts if each["post_id"] == post
+    )
+
+
+def test_a_checkpoint_without_names_behind_a_key(browser: Any) -> None:
+    """Around a fake engine: the page begins with the example of the API's description, and asks for the key."""
+    keys = {"me": hashlib.sha256(b"open sesame").hexdigest()}
+    with listening(settings=Settings(port=0, auth=Auth(keys=keys))) as server:
+        tab = Explorer(browser, f"http://127.0.0.1:{port_of(server)}")
+        tab.page.goto(f"{tab.url}/explore")
+        tab.page.locator("#key").fill("open sesame")
+        tab.settle(lambda: tab.page.get_by_role("button", name="Use it").click())
+        assert {post for post, _, _ in tab.shown()} == {"90", "9223372036854775808"}
+        assert "author 7" in tab.page.locator(".posts").inner_text()
+        assert all("401" in said for said in tab.complaints)
+        assert "sesame" not in tab.page.url
+        tab.context.close()
+
+
 def test_it_is_used_by_keyboard_alone_and_keeps_its_place(tab: Explorer, client: httpx.Client) -> None:
     tab.of_the_request()
     like = tab.page.locator(ROW).get_by_role("button", name="Like")
@@ -351,7 +408,7 @@ def test_it_is_used_by_keyboard_alone_and_keeps_its_place(tab: Explorer, client:
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_moves_are_animated_unless_less_motion_is_asked_for(browser: Any, server: Server, motion: str) -> None:
-    tab = Explorer(browser, server, reduced_motion=motion).of_the_request()
+    tab = Explorer(browser, server.url, reduced_motion=motion).of_the_request()
     tab.settle(lambda: tab.page.locator("#events .remove").first.click())
     moving = tab.page.evaluate("document.getAnimations().length")
     assert (moving > 0) == (motion == "no-preference")
@@ -379,9 +436,10 @@ def test_axe_finds_no_serious_fault(browser: Any, server: Server, look: str) -> 
     width, height = SIZES[look]
     scheme = "dark" if look == "dark" else "light"
     tab = Explorer(
-        browser, server, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+        browser, server.url, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
     )
     tab.of_the_request().page.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_selector(".reasons")
     assert tab.page.evaluate(TOO_WIDE) == []
     if look == "light":
         tab.settle(lambda: tab.page.get_by_role("button", name="Compare").click())
@@ -400,7 +458,7 @@ def test_axe_finds_what_is_planted(tab: Explorer) -> None:
 
 
 def test_the_description_of_the_api_needs_nothing_from_elsewhere(browser: Any, server: Server) -> None:
-    tab = Explorer(browser, server).open("/docs")
+    tab = Explorer(browser, server.url).open("/docs")
     tab.page.wait_for_selector(".opblock-summary-path")
     paths = tab.page.locator(".opblock-summary-path").evaluate_all("found => found.map(each => each.dataset.path)")
     assert {"/rank", "/recommend", "/info"} <= set(paths)
@@ -415,7 +473,7 @@ def test_the_description_of_the_api_needs_nothing_from_elsewhere(browser: Any, s
 
 
 def test_what_breaks_the_policy_is_seen(browser: Any, server: Server) -> None:
-    tab = Explorer(browser, server).open()
+    tab = Explorer(browser, server.url).open()
     tab.page.evaluate(
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
     )
@@ -433,12 +491,13 @@ def test_pictures(browser: Any, server: Server, look: str) -> None:
     width, height = SIZES[look]
     scheme = "dark" if look == "dark" else "light"
     tab = Explorer(
-        browser, server, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+        browser, server.url, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
     )
     tab.of_the_request()
     tab.settle(lambda: tab.page.locator("#events .remove").first.click())
     tab.page.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_selector(".reasons")
     tab.page.mouse.move(0, 0)
-    tab.page.wait_for_timeout(200)
-    tab.page.screenshot(path=Path(os.environ["SCREENSHOTS"]) / f"explore-{look}.png")
+    raw = Image.open(io.BytesIO(tab.page.screenshot()))
+    raw.convert("RGB").quantize(96).save(Path(os.environ["SCREENSHOTS"]) / f"explore-{look}.png", optimize=True)
     tab.context.close()

@@ -29,16 +29,6 @@ export async function call(path, body) {
   return { value, milliseconds: performance.now() - started };
 }
 
-/** The same, null where there is none. */
-export async function found(path) {
-  try {
-    return (await call(path)).value;
-  } catch (refused) {
-    if (refused.status === 404) return null;
-    throw refused;
-  }
-}
-
 /** Runs `task` now, or once more when it has ended: one at a time, and the last call is never lost. */
 export function latest(task) {
   let running = null, again = false;

@@ -1,11 +1,11 @@
 // The page: one state, drawn again at each change, and ranked by the service.
 
-import { call, found, latest } from "./api.js";
+import { call, latest } from "./api.js";
 import { byId } from "./dom.js";
 import { drawLevers } from "./levers.js";
 import { Names, number, words } from "./names.js";
 import { balance, RankedList } from "./ranking.js";
-import { body, normal, pack, unpack } from "./state.js";
+import { body, FOR_RETRIEVAL, normal, pack, unpack } from "./state.js";
 import { drawTimeline, eventWith, liked } from "./timeline.js";
 import { askForKey, drawSource, drawTools } from "./tools.js";
 
@@ -17,8 +17,10 @@ const app = {
   state: null,
   names: null,
   info: null,
+  carried: null, // by the checkpoint: an example and names, each of them perhaps null
   replies: [], // the last of each side
   held: null, // the reply of A that stays
+  explained: [], // of each side, what /explain said of the post whose row is open
   before: [], // rank by post, before the last gesture
   chosen: {},
   gesture: { key: "", at: 0 },
@@ -75,6 +77,7 @@ const app = {
     if (what === "why") {
       this.state.open = this.state.open === post.key ? null : post.key;
       this.drawLists();
+      explainSoon(0);
       keepLink();
       return;
     }
@@ -106,7 +109,7 @@ const app = {
   },
 
   from(source) {
-    this.remember();
+    this.before = [];
     this.state.source = source;
     this.draw();
     rank();
@@ -139,10 +142,8 @@ const app = {
 
   drawLists() {
     const { state, names } = this, two = this.replies.length === 2;
-    const views = this.replies.map((reply, side) => ({ reply, posts: this.shown(side),
-      weights: this.weights(state.sides[side]), impression: state.sides[side].impression_ts }));
-    const all = views.flatMap(({ posts, reply, weights }) => posts.map((post) => ({ post, reply, weights })));
-    const sums = all.map(({ post, reply, weights }) => balance(post, reply.actions, weights));
+    const views = this.replies.map((reply, side) => ({ reply, posts: this.shown(side) }));
+    const sums = views.flatMap(({ posts, reply }) => posts.map((post) => balance(post, reply.actions, reply.weights)));
     const most = (what) => Math.max(...sums.map((sum) => sum[what]), 1e-9), reach = { gain: most("gain"), loss: most("loss") };
     const ofA = new Map(views[0].posts.map(({ key, place }) => [key, place]));
     while (lists.length < views.length) {
@@ -153,10 +154,11 @@ const app = {
     }
     byId("lists").className = two ? "two" : "";
     lists.forEach((list, side) => (side < views.length ? list.element.isConnected || byId("lists").append(list.element) : list.element.remove()));
-    views.forEach(({ posts, reply, weights, impression }, side) => {
+    views.forEach(({ posts, reply }, side) => {
       const model = reply.model ?? reply.models.ranker;
       const title = two ? `${"AB"[side]} · ${model.name} ${model.version}${this.held && !side ? ", held" : ""}` : "";
-      lists[side].show(title, posts, { names, actions: reply.actions, weights, reach, impression, open: state.open, before: two && side ? ofA : this.before[side] });
+      lists[side].show(title, posts, { names, actions: reply.actions, weights: reply.weights, reach, impression: reply.sent.impression_ts,
+        open: state.open, explained: this.explained[side], before: two && side ? ofA : this.before[side] });
     });
     const count = this.replies[state.side].candidates.length, rows = views[state.side].posts.length;
     byId("legend").textContent = `${rows < count ? `${rows} of ${count} posts. ` : ""}Small bars: the probabilities of ${this.actions.map(words).join(", ")}, by their square roots. ` +
@@ -167,9 +169,10 @@ const app = {
 const lists = [];
 const withK = (request) => ({ k: START_K, ...request });
 
-/** Ask for one side's ranking, and who wrote the posts where the reply does not say it. */
+/** Ask for one side's ranking, and who wrote the posts where the reply does not say it. The reply keeps what it answers. */
 async function ask(side) {
   const sent = body(app.state, side), asked = await call(app.state.source, sent);
+  Object.assign(asked.value, { sent, weights: app.weights(sent) });
   if (app.state.source === "recommend" && asked.value.candidates.some((post) => !app.names.posts.has(String(post.post_id)))) {
     const { weights, ...posts } = sent;
     app.names.learn((await call("retrieve", posts)).value.posts);
@@ -193,6 +196,7 @@ const rank = latest(async () => {
     byId("pace").textContent = `${number(Object.values(stages).reduce((sum, stage) => sum + stage, 0), 1)} ms in the service, ${number(last.milliseconds, 0)} ms in all`;
     byId("problem").hidden = true;
     app.drawLists();
+    explainSoon(200);
     say();
     keepLink();
     document.body.dataset.ranked = Number(document.body.dataset.ranked ?? 0) + 1;
@@ -200,6 +204,31 @@ const rank = latest(async () => {
     tell(refused, rank);
   }
 });
+
+/** Ask why the open row's post stands where it stands: of that post alone where it is of the corpus, since its scores are its own. */
+const explain = latest(async () => {
+  for (const side of app.replies.keys()) {
+    const post = app.shown(side).find(({ key }) => key === app.state.open);
+    if (!post || (app.held && !side)) continue;
+    const { sent } = app.replies[side], { post_id, author_id, created_at = 0 } = post;
+    const candidates = sent.candidates ?? [{ post_id, author_id, created_at }];
+    const question = Object.entries({ ...sent, candidates, explain: [post_id] }).filter(([name]) => !FOR_RETRIEVAL.includes(name));
+    try {
+      const { value } = await call("explain", Object.fromEntries(question));
+      app.explained[side] = { post: post_id, history: sent.history, reply: value };
+    } catch (refused) {
+      app.explained[side] = { post: post_id, message: refused.message };
+      if (refused.status === 429) explainSoon(1000 * (refused.retryAfter ?? 1));
+    }
+    app.drawLists();
+  }
+});
+
+let explaining = 0;
+function explainSoon(milliseconds) {
+  clearTimeout(explaining);
+  if (app.state.open !== null) explaining = setTimeout(explain, milliseconds);
+}
 
 /** Show why there is no ranking, and ask again where that can help. */
 function tell(refused, again) {
@@ -234,14 +263,14 @@ async function restore() {
   const given = location.hash.slice(1);
   app.state = given ? await unpack(given).catch(() => null) : null;
   if (!app.state) {
-    const example = (await found("explore/example.json")) ?? (await firstExample());
-    const request = withK(normal(example, app.actions));
+    const request = withK(normal(app.carried.example ?? (await firstExample()), app.actions));
     app.state = { source: app.canRetrieve ? "recommend" : "rank", sides: [request], side: 0, open: null, onePer: true, start: request.impression_ts };
   }
   if (!app.canRetrieve && app.state.source === "recommend") app.state.source = "rank";
   app.replies = [];
   app.before = [];
   app.held = null;
+  app.explained = [];
   for (const request of app.state.sides) app.names.learn([...request.history, ...request.candidates]);
   app.draw();
   await rank();
@@ -257,7 +286,8 @@ async function firstExample() {
 async function start() {
   try {
     app.info = (await call("info")).value;
-    app.names = new Names(await found("explore/names.json"), app.info.retrieval?.corpus.topics);
+    app.carried = (await call("explore/checkpoint.json")).value;
+    app.names = new Names(app.carried.names, app.info.retrieval?.corpus.topics);
     await restore();
   } catch (refused) {
     tell(refused, start);

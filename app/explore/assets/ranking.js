@@ -16,7 +16,7 @@ export class RankedList {
     this.element = h("div", { class: "list" }, this.title, this.list);
   }
 
-  /** Show a reply's posts. `view` has what is needed beside them: names, actions, weights, reach, before, open, impression. */
+  /** Show a reply's posts. `view` has what is needed beside them: names, actions, weights, reach, before, open, explained, impression. */
   show(title, posts, view) {
     this.title.textContent = title;
     this.title.hidden = !title;
@@ -66,7 +66,7 @@ class Row {
 
   fill(post, view) {
     this.post = post;
-    const { names, actions, weights } = view;
+    const { names } = view;
     const author = names.author(post.author_id), topic = names.topic(post);
     const before = view.before?.get(this.key), moved = before === undefined ? 0 : before - post.place;
     Object.assign(this.element.dataset, { post: post.post_id, rank: post.rank, score: post.score });
@@ -90,7 +90,7 @@ class Row {
     const open = view.open === this.key;
     this.why.setAttribute("aria-expanded", open);
     this.detail.hidden = !open;
-    if (open) this.detail.replaceChildren(...why(post, view, actions, weights));
+    if (open) this.detail.replaceChildren(...why(post, view));
   }
 
   drawBars(post, { actions, weights }) {

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from app.errors import NotFound
-from app.explore.pages import POLICY, WHAT_THERE_IS, find_beside
+from app.explore.pages import POLICY, WHAT_THERE_IS, carried
 from app.settings import Explore, Settings
 
 serving = pytest.importorskip("tests.app.serving", reason="needs torch")
@@ -81,7 +80,7 @@ def test_without_the_page_the_root_lists_what_there_is(without: TestClient) -> N
         assert path in known or without.get(path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/explore", "/assets/explore.js", "/explore/names.json", "/explore/example.json"])
+@pytest.mark.parametrize("path", ["/explore", "/assets/explore.js", "/explore/checkpoint.json"])
 def test_what_is_off_is_not_there(without: TestClient, path: str) -> None:
     assert without.get(path).json()["code"] == "not_found"
     assert without.get("/docs").status_code == 200
@@ -114,12 +113,20 @@ def test_the_page_is_on_where_the_host_is_loopback_unless_it_is_said(host: str, 
 
 def test_names_of_another_checkpoint_are_not_shown(tmp_path: Path) -> None:
     digest = json.loads((DEMO / "manifest.json").read_text())["digest"]
-    assert find_beside(DEMO, "names.json", digest) == DEMO / "names.json"
-    with pytest.raises(NotFound):
-        find_beside(DEMO, "names.json", "0" * 64)
+    nothing = {"example": None, "names": None}
+    own = {name: json.loads((DEMO / f"{name}.json").read_text()) for name in nothing}
+    assert carried(DEMO, digest) == own
+    assert carried(DEMO, "0" * 64) == nothing
     shutil.copy(DEMO / "manifest.json", tmp_path)
-    with pytest.raises(NotFound):
-        find_beside(tmp_path, "names.json", digest)
+    assert carried(tmp_path, digest) == nothing
+    (tmp_path / "names.json").write_text("{")
+    shutil.copy(DEMO / "example.json", tmp_path)
+    assert carried(tmp_path, digest) == nothing | {"example": own["example"]}
     (tmp_path / "manifest.json").write_text("[]")
-    with pytest.raises(NotFound):
-        find_beside(tmp_path, "names.json", digest)
+    assert carried(tmp_path, digest) == nothing
+
+
+def test_a_checkpoint_without_names_has_none(client: TestClient) -> None:
+    reply = client.get("/explore/checkpoint.json")
+    assert reply.json() == {"example": None, "names": None}, "the fake engine's checkpoint is not the demo"
+    assert reply.headers["cache-control"] == "no-cache"
