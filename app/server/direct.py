@@ -32,8 +32,8 @@ class Handler(Protocol):
         """Too much is being read for all callers."""
         ...
 
-    def abandon(self) -> None:
-        """The client has disconnected: nobody reads a reply."""
+    def abandon(self, answered: tuple[int, str] | None = None) -> None:
+        """Nobody reads a reply: the client has disconnected, or the connection has refused the request, with status and code."""
         ...
 
 
@@ -107,12 +107,12 @@ class Call:
         if self._handler is not None:
             self._finish()
 
-    def disconnect(self) -> None:
-        """Nobody reads a reply any more."""
+    def disconnect(self, answered: tuple[int, str] | None = None) -> None:
+        """Nobody reads a reply any more; `answered` as of `Handler.abandon`."""
         self.disconnected = True
         self._protocol.observer.refusals.forget(self._write)
         if self._handler is not None and not self.response_started:
-            self._handler.abandon()
+            self._handler.abandon(answered)
 
     def _finish(self) -> None:
         handler, body = self._handler, self._body

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from app.server import protocol
 from app.server.deadline import Deadline
 from app.server.direct import Call
 from app.server.protocol import StrictProtocol
-from loadtest.generate.payload import rank_request
+from loadtest.generate.payload import post, rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from tests.app.fakes import Gate
+from tests.app.retrieving import loader as retrieval
 from tests.reliability.live import Live, connect, exchange, live, one_reply, read_all, statuses, wait_until
 
 
@@ -162,6 +164,18 @@ def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) 
         reply = exchange(server.port, b"HEAD" + head)
         assert statuses(reply) == [500]
         assert reply.endswith(b"\r\n\r\n")
+
+
+def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body, rests = post("x", "/retrieve", b'{"user_id":1}'), []
+    monkeypatch.setattr(protocol, "rest_seconds", lambda held: rests.append(held) or 0.05)
+    with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port, 30) as sock:
+        began = time.monotonic()
+        for sent, status in ((body, 200), (body.replace(b"user_id", b"userXid"), 422), (body, 200)):
+            sock.sendall(sent)
+            assert statuses(one_reply(sock)) == [status]
+        assert time.monotonic() - began > 2 * 0.05
+    assert len(rests) == 3, "a refused one rests as well"
 
 
 def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
