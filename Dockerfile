@@ -45,6 +45,7 @@ RUN useradd --uid 10001 --user-group --create-home --home-dir /home/ranker --she
 ENV PATH=/opt/ranker/bin:$PATH \
     HOME=/home/ranker \
     PYTHONDONTWRITEBYTECODE=1 \
+    TRITON_CACHE_DIR=/home/ranker/.cache/triton \
     RANKER_HOST=0.0.0.0 \
     RANKER_PORT=8000 \
     RANKER_CHECKPOINT=/weights

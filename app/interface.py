@@ -97,8 +97,9 @@ class Retrieval(Protocol):
         """What serves new requests. Raises CorpusNotLoaded."""
         ...
 
-    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float) -> Found:
-        """The best posts, from what `served` was for the request. Cancelling it drops the work unless it is being computed.
+    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float, key: str | None = None) -> Found:
+        """The best posts, from what `served` was for the request of this API key. Cancelling it drops the work unless it is being
+        computed.
 
         Raises Overloaded, DeadlineExceeded, EngineDown, or CorpusNotLoaded where `served` is gone.
         """
@@ -107,6 +108,13 @@ class Retrieval(Protocol):
     async def change(self, change: PostChange) -> Changed:
         """Change the corpus that serves, in one step that every search sees whole. It is on the disk when this returns, and seen by
         searches that begin from then on. Raises CorpusNotLoaded, or CheckpointError where it cannot be written: then nothing changed.
+        """
+        ...
+
+    async def compact(self) -> Changed:
+        """Write the corpus that serves anew with its changes, in its place on the disk, and serve that, beside running searches.
+
+        Raises CorpusNotLoaded, ReloadInProgress, or CheckpointError or EngineError where it fails: then the old one serves on.
         """
         ...
 
@@ -182,6 +190,15 @@ class Service(Protocol):
 
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
         """Score the candidates, in their order. `done` is called once, later, unless the ticket is released before."""
+        ...
+
+    async def attention(
+        self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
+    ) -> NDArray[np.float32] | None:
+        """What the candidates attend to, `[L, N, C, 1 + h + 1]`, computed beside the engine: on the user, each event and themselves.
+
+        None where this process cannot compute it. Raises NotReady where `model` is gone, DeadlineExceeded, or EngineDown.
+        """
         ...
 
     def health(self) -> Health:

@@ -70,6 +70,10 @@ class Budgets(Group):
     """Bytes of replies that clients have left unread; beyond it, who has done so longest is cut off."""
     batch_candidates: int = Field(default=65_536, ge=1)
     """Candidates in all calls of /rank/batch that are being answered; a request that goes beyond gets 429 in its place."""
+    excluded_ids: int = Field(default=2**20, ge=1)
+    """Post ids that all searches which wait exclude, by name or as history; a request that goes beyond gets 429."""
+    changes: int = Field(default=4, ge=1)
+    """Changes of posts that wait or are made; a further one gets 429."""
 
 
 class Queue(Group):
@@ -118,8 +122,13 @@ class Batching(Group):
 class Cache(Group):
     """The context cache: keys and values of users seen before."""
 
-    bytes: int = Field(default=256 * MIB, ge=0)
-    """Budget in bytes on the engine's device; 0 turns the cache off."""
+    bytes: int | None = Field(default=None, ge=0)
+    """Budget in bytes on the engine's device; 0 turns the cache off, none is 256 MiB on a CPU and an eighth of a GPU's memory."""
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that it takes where it is on the CPU."""
+        return 256 * MIB if self.bytes is None else self.bytes
 
 
 class Retrieval(Group):
@@ -137,6 +146,8 @@ class Retrieval(Group):
     """Requests that share one scan of the corpus."""
     max_waiting: int = Field(default=1024, ge=1)
     """Most searches waiting; beyond it, 429."""
+    compact_rows: int = Field(default=50_000, ge=0)
+    """Posts deleted, replaced or new since the corpus was written, after which it is written anew; 0: only when it is asked for."""
 
     @model_validator(mode="after")
     def _whole(self) -> Retrieval:
@@ -228,8 +239,26 @@ class Probes(Group):
     """With a port, probes, /info and /metrics answer there, and /metrics no longer on the main one."""
 
 
+class Explore(Group):
+    """What shows why a ranking is as it is, for people."""
+
+    enabled: bool | None = None
+    """Whether /explore and /explain answer; when not set, where HOST is a loopback address."""
+    max_candidates: int = Field(default=32, ge=1)
+    """Most candidates that one request may have explained."""
+    max_events: int = Field(default=256, ge=0)
+    """Most history items that an explanation leaves out one by one, the newest."""
+    concurrent: int = Field(default=1, ge=1)
+    """Explanations that are computed at once; a further one gets 429."""
+    deadline_seconds: float = Field(default=10.0, gt=0)
+    """How long an explanation may take. The headers may ask for less."""
+
+
 class Grpc(Group):
     """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
+
+    max_calls: int = Field(default=64, ge=1)
+    """Calls at once; further ones are refused unread."""
 
     host: str = "127.0.0.1"
     """Address to bind."""
@@ -307,6 +336,8 @@ class Settings(BaseSettings):
     """Which engine runs it; `dense` is the slow reference."""
     candidate_positions: Literal["shared", "sequential"] = "shared"
     """`shared`: a score does not depend on the candidate's slot. `sequential`: the published pipeline's numbers."""
+    vectors: Literal["auto", "avx2", "neon"] = "auto"
+    """What the native engine's vectors are; `auto`: the widest that the processor has."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0 leaves the choice to it."""
     fronts: int = Field(default=0, ge=0, le=64)
@@ -326,6 +357,7 @@ class Settings(BaseSettings):
     auth: Auth = Auth()
     admin: Admin = Admin()
     probes: Probes = Probes()
+    explore: Explore = Explore()
     grpc: Grpc = Grpc()
     reload: Reload = Reload()
     logs: Logs = Logs()
@@ -354,6 +386,13 @@ class Settings(BaseSettings):
         """Where to listen: the service, then probes and admin where they have ports of their own."""
         sides = ((side.host, side.port) for side in (self.probes, self.admin) if side.port is not None)
         return [(self.host, self.port), *sides]
+
+    @property
+    def explores(self) -> bool:
+        """Whether /explore and what explains a ranking are served."""
+        if self.explore.enabled is not None:
+            return self.explore.enabled
+        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
 
     def effective(self) -> dict[str, Any]:
         """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""

@@ -1,17 +1,18 @@
 """Random compositions of batches against the same candidates scored alone: how many bits differ. The answer must be none.
 
-`python -m loadtest.bits --compositions 100000` prints one JSON line. Calls the engine directly, no HTTP.
+`python -m loadtest.bits --compositions 100000` prints one JSON line a trunk and dtype. Calls the engine directly, no HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
 from model.inputs import Candidates
+from model.native.build import Vectors
+from model.presets import PRESETS, with_preset
+from model.ranker import Ranker
 from model.selftest import same_bits
 from model.synthetic import random_candidates, random_context, random_ranker
 
@@ -123,24 +127,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compositions", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=("native", "torch"), default="native")
+    parser.add_argument("--backend", choices=("native", "torch", "auto"), default="native")
+    parser.add_argument("--vectors", choices=get_args(Vectors), default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--preset", choices=("all", *PRESETS), default="grok", help="all share the count")
     options = parser.parse_args(arguments)
-    ranker = random_ranker(small_config())
+    presets = PRESETS if options.preset == "all" else (options.preset,)
     failed = False
-    for dtype in ("float32", "bfloat16"):
-        start = time.perf_counter()
+    for preset, dtype in itertools.product(presets, ("float32", "bfloat16")):
+        ranker = random_ranker(with_preset(small_config(), preset))
+        start, backends = time.perf_counter(), set[str]()
 
-        def make(cache_bytes: int, dtype: Any = dtype) -> Engine:
-            chosen = EngineOptions(options.device, dtype, backend=options.backend, cache_bytes=cache_bytes)
+        def make(
+            cache_bytes: int, ranker: Ranker = ranker, dtype: Any = dtype, backends: set[str] = backends
+        ) -> Engine:
+            chosen = EngineOptions(
+                options.device, dtype, backend=options.backend, cache_bytes=cache_bytes, vectors=options.vectors
+            )
             engine = create_engine(ranker, chosen)
             engine.warm_up()
+            backends.add(engine.info.backend)
             return engine
 
-        tally = run(make, options.compositions // 2, options.seed, progress=_say if sys.stderr.isatty() else None)
+        compositions = options.compositions // (2 * len(presets))
+        tally = run(make, compositions, options.seed, progress=_say if sys.stderr.isatty() else None)
         failed |= tally.different > 0
         figures = {
-            "backend": options.backend,
+            "preset": preset,
+            "backend": ", ".join(backends),
+            "vectors": options.vectors,
             "dtype": dtype,
             **{name: getattr(tally, name) for name in tally.__slots__},
         }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import gevent
@@ -15,7 +16,7 @@ from locust import FastHttpUser, LoadTestShape, between, events, task
 
 from loadtest.generate.bad_requests import bad_requests
 from loadtest.generate.distributions import SizeBand, Sizes
-from loadtest.generate.traffic import RankRequest, Traffic, TrafficSettings, fresh_seed
+from loadtest.generate.traffic import RETRIEVING, RankRequest, Traffic, TrafficSettings, fresh_seed
 from loadtest.servers.target import fit_traffic
 
 HEADERS = {"Content-Type": "application/json"}
@@ -41,6 +42,7 @@ class Session:
         mixed = TrafficSettings(seed=seed + 500_000, candidates=MIXED_SIZES, max_candidates=1024)
         self.traffic = Traffic(fit_traffic(TrafficSettings(seed=seed), info))
         self.mixed = Traffic(fit_traffic(mixed, info))
+        self.has_corpus = bool(info.get("retrieval"))
 
 
 shared = Session()
@@ -116,6 +118,42 @@ class MixedSizes(RankingUser):
     @task
     def vary(self) -> None:
         self.rank(next(shared.mixed), "mixed sizes")
+
+
+class Discovery(RankingUser):
+    """Asks for posts and for posts with scores, where the server has a corpus; else does nothing."""
+
+    weight = 2
+    wait_time = between(0.2, 1.0)
+
+    @task
+    def discover(self) -> None:
+        page = next(shared.traffic)
+        for path in RETRIEVING if shared.has_corpus else ():
+            self.find(page, path)
+
+    def find(self, page: RankRequest, path: str) -> None:
+        """Every post is one of the best, in order, and there are as many as asked for or as the corpus has."""
+        body = page.for_path(path)
+        with self.client.post(path, data=body, headers=HEADERS, name=path, catch_response=True) as reply:
+            if reply.status_code == 429 and "Retry-After" in (reply.headers or {}):
+                reply.failure(f"{MISSED}: rejected (429)")
+            elif reply.status_code != 200:
+                reply.failure(f"status {reply.status_code}")
+            elif not is_complete(orjson.loads(reply.content), page.candidates):
+                reply.failure("not the best posts")
+            elif reply.request_meta["response_time"] > (slo_ms := self.environment.parsed_options.slo_ms):
+                reply.failure(f"{MISSED}: slower than {slo_ms:g} ms")
+            else:
+                reply.success()
+
+
+def is_complete(content: Mapping[str, Any], count: int) -> bool:
+    """Whether a reply of /retrieve or /recommend holds as many posts as there are, each once and best first."""
+    rows = content.get("posts", content.get("candidates", []))
+    scores = [row["score"] for row in rows]
+    wanted = min(count, content["visible"])
+    return len({row["post_id"] for row in rows}) == len(rows) == wanted and scores == sorted(scores, reverse=True)
 
 
 class BadClient(RankingUser):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.batch import collate
-from model.config import CandidatePositions, ModelConfig
+from model.config import CandidatePositions
 from model.inputs import Candidates, Context
 from model.layers import attention_weights
 from model.ranker import Ranker
@@ -37,13 +37,3 @@ def candidate_attention(
     mask: Tensor = ranker.mask(length, valid)[:, length:]
     ranker(batch, watch=watch)
     return np.stack(rows)
-
-
-def attention_bytes(config: ModelConfig, candidates: int) -> int:
-    """The most memory that `candidate_attention` takes for a full history: four copies of a layer's fp32 logits, the activations of
-    one layer, and the rows that it returns."""
-    tokens = 1 + config.history_length + candidates
-    logits = 4 * config.query_heads * tokens * tokens
-    activations = tokens * (8 * config.width + 3 * config.ffn_width + 6 * config.query_heads * config.head_width)
-    rows = config.layers * config.query_heads * candidates * (2 + config.history_length)
-    return 4 * (logits + activations + 2 * rows)

@@ -10,9 +10,9 @@ import torch
 
 from model.config import CandidatePositions
 from model.dense import DenseEngine
-from model.engine import Engine, EngineError
+from model.engine import Engine, EngineError, EngineInfo
 from model.memory import engine_bytes, shortage
-from model.native.build import KernelUnavailable
+from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
 
@@ -20,22 +20,27 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 Backend = Literal["auto", "dense", "native", "torch"]
 
+HOST_CACHE_BYTES = 256 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What an operator may choose.
 
     `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
-    the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off.
-    `threads` 0 leaves torch's choice. Compiled code is kept in `kernel_directory`, by default the user's cache.
+    the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off, None is
+    256 MiB on a CPU and an eighth of the device's memory on CUDA, so that a reload has room for a second one.
+    `threads` 0 leaves torch's choice; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
+    default the user's cache.
     """
 
     device: Device = "auto"
     dtype: Dtype = "auto"
     backend: Backend = "auto"
     candidate_positions: CandidatePositions = "shared"
-    cache_bytes: int = 256 * 2**20
+    cache_bytes: int | None = None
     threads: int = 0
+    vectors: Vectors = "auto"
     kernel_directory: Path | None = None
 
 
@@ -58,7 +63,19 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
     if options.backend == "dense":
         dtype = _dtype(options.dtype, device)
         return DenseEngine(ranker.to(device), dtype, options.candidate_positions)
-    return _split(ranker, options, device)
+    return _split(ranker, options, device) if options.backend == "torch" else _ladder(ranker, options, device)
+
+
+def _ladder(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
+    """The fastest way of computing that passes its checks on this card."""
+    from model.split.ladder import LadderEngine, Tried, cuda_rungs
+
+    dtype, positions = _dtype(options.dtype, device), options.candidate_positions
+    info = EngineInfo(str(device), str(dtype).removeprefix("torch."), "torch", positions, {})
+    build = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    tried = Tried(options.kernel_directory or Path.home() / ".cache" / "phoenix-ranking-server", build)
+    rungs = cuda_rungs(ranker, device, dtype, positions, cache_budget(options.cache_bytes, device))
+    return LadderEngine(ranker, rungs, info, tried)
 
 
 def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engine:
@@ -68,8 +85,9 @@ def _native(ranker: Ranker, options: EngineOptions, device: torch.device) -> Eng
         ranker,
         None if options.dtype == "auto" else getattr(torch, options.dtype),
         options.candidate_positions,
-        cache_bytes=options.cache_bytes,
+        cache_bytes=cache_budget(options.cache_bytes, device),
         threads=options.threads,
+        vectors=options.vectors,
         kernel_directory=options.kernel_directory,
         only_if_fast=options.backend == "auto",
     )
@@ -79,7 +97,15 @@ def _split(ranker: Ranker, options: EngineOptions, device: torch.device) -> Engi
     from model.split.engine import SplitEngine  # late: its kernels are of no use where the native engine runs
 
     dtype = _dtype(options.dtype, device)
-    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes=options.cache_bytes)
+    cache_bytes = cache_budget(options.cache_bytes, device)
+    return SplitEngine(ranker, device, dtype, options.candidate_positions, cache_bytes=cache_bytes)
+
+
+def cache_budget(wanted: int | None, device: torch.device) -> int:
+    """Bytes of the context cache; by the device's size, not by what is free, so that a reload gets the same."""
+    if wanted is not None:
+        return wanted
+    return torch.cuda.mem_get_info(device)[1] // 8 if device.type == "cuda" else HOST_CACHE_BYTES
 
 
 def _device(wanted: Device) -> torch.device:

@@ -19,6 +19,7 @@ class Context:
     `post_ids, author_ids`: uint64 `[h]`. `actions`: float32 `[h, A]`, the action values, 1 where set.
     `surfaces`: int64 `[h]`. `dwell_seconds`: float32 `[h]`, 0 where unknown.
     A user id or post id of 0 is padding: that token influences nothing, yet its place in the sequence stays taken.
+    `is_kept`: whether the context cache may keep it; not where nobody will ask for it again.
     """
 
     user_id: int
@@ -27,6 +28,7 @@ class Context:
     actions: NDArray[np.float32]
     surfaces: NDArray[np.int64]
     dwell_seconds: NDArray[np.float32]
+    is_kept: bool = True
 
     def __len__(self) -> int:
         return len(self.post_ids)
@@ -71,6 +73,12 @@ class Candidates:
 
     def __len__(self) -> int:
         return len(self.post_ids)
+
+    def rows(self, places: NDArray[np.int64]) -> Candidates:
+        """Some of them, as a list of their own: their slots are forgotten."""
+        return Candidates(
+            self.post_ids[places], self.author_ids[places], self.surfaces[places], self.age_buckets[places]
+        )
 
     def chunk(self, start: int, stop: int) -> Candidates:
         """Candidates `start … stop - 1`, as views, remembering their slots."""

@@ -1,15 +1,19 @@
-"""Checks on a live engine that a candidate's bits do not depend on the batch. Run at warm-up, on random requests."""
+"""Checks on a live engine, on random requests: bits do not depend on the batch, and numbers are the definition's. Run at warm-up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from model.config import ModelConfig
+from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
 from model.inputs import Candidates, Context, Scores
+from model.ranker import Ranker
 from model.synthetic import random_request
+from model.tolerances import PARITY
 
 CANDIDATE_COUNTS = (1, 7, 63, 100)
 
@@ -35,6 +39,42 @@ def check_isolation(engine: Engine, candidate_counts: Sequence[int] = CANDIDATE_
             compared += 1
         compared += 1
     return {"comparisons": compared, "different_bits": 0}
+
+
+class Definition:
+    """What the plain definition says, in fp32 where the ranker lies, to a few random requests; computed when first asked for."""
+
+    def __init__(self, ranker: Ranker) -> None:
+        config = ranker.config
+        sizes = ((min(config.history_length, 70), 9), (0, 1))  # more keys than fit into one tile
+        self._ranker = ranker
+        self._items = [Item(*random_request(config, *size, seed)) for seed, size in enumerate(sizes, 11)]
+        self._expected: list[Scores] | None = None
+
+    def check(self, engine: Engine) -> float:
+        """The largest difference of a logit. Raises EngineError beyond the tolerance of the engine's dtype, to which twice what the
+        definition itself loses in that dtype is added: weights of large logits lose more.
+        """
+        if self._expected is None:
+            self._expected = self._scores(torch.float32, engine)
+        dtype: torch.dtype = getattr(torch, engine.info.dtype)
+        found = [outcome.scores for outcome in engine.forward(self._items)]
+        worst, allowed = largest_difference(found, self._expected), PARITY[dtype].logits
+        if not worst <= allowed and dtype != torch.float32:
+            allowed += 2 * largest_difference(self._scores(dtype, engine), self._expected)
+        if not worst <= allowed:
+            raise EngineError(f"logits differ from the definition's by {worst:.3g}, more than {allowed:.3g}")
+        return worst
+
+    def _scores(self, dtype: torch.dtype, engine: Engine) -> list[Scores]:
+        definition = DenseEngine(self._ranker, dtype, engine.info.candidate_positions)
+        return [outcome.scores for outcome in definition.forward(self._items)]
+
+
+def largest_difference(found: Sequence[Scores], expected: Sequence[Scores]) -> float:
+    """Of any logit; NaN where one is none."""
+    pairs = zip(found, expected, strict=True)
+    return float(np.max([np.abs(ours.logits - theirs.logits).max() for ours, theirs in pairs]))
 
 
 def same_bits(first: Scores, second: Scores) -> bool:

@@ -19,7 +19,15 @@ import pytest
 from tests.e2e.process import DEMO, ROOT, serving
 
 PACKAGES = ("app", "loadtest", "model", "weights")
-DATA = {".cpp", ".h", ".j2"}  # what the packages read beside their modules: the kernel's sources, the report's template
+DATA = {
+    ".cpp",
+    ".h",
+    ".j2",
+    ".html",
+    ".css",
+    ".js",
+    ".svg",
+}  # what the packages read beside their modules: kernel, report, pages
 
 
 def tracked() -> list[str]:
@@ -32,7 +40,12 @@ def tracked() -> list[str]:
 
 def belongs(path: str) -> bool:
     """Whether the wheel needs a file: modules and their data, no checkpoints or results; the client has a wheel of its own."""
-    return not path.startswith("app/client/") and path.split("/")[0] in PACKAGES and Path(path).suffix in {".py"} | DATA
+    return (
+        not path.startswith("app/client/")
+        and "/results/" not in path
+        and path.split("/")[0] in PACKAGES
+        and Path(path).suffix in {".py"} | DATA
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +117,11 @@ def test_the_installed_wheel_is_what_runs_and_ranks(installed: Path, elsewhere: 
     with serving(DEMO, str(installed), "-m", "app", root=elsewhere) as server:
         reply = httpx.post(f"{server.url}/rank", json=body, timeout=30)
         info = httpx.get(f"{server.url}/info").json()
+        pages = [
+            httpx.get(f"{server.url}/{path}").status_code
+            for path in ("explore", "assets/explore.js", "docs", "assets/docs.js")
+        ]
     assert reply.status_code == 200
     assert sorted(each["rank"] for each in reply.json()["candidates"]) == list(range(1, len(body["candidates"]) + 1))
+    assert pages == [200] * 4
     assert info["backend"] == "native"  # the kernel's sources came along

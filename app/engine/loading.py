@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
 import torch
 
 from app.interface import PostChange, ServedModel, ServedRetrieval
@@ -17,8 +18,9 @@ from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, NewPosts
 from weights.checkpoint import Checkpoint, CheckpointError, Encoder, load_checkpoint, load_encoder
 from weights.corpus.changes import ChangeLog, no_posts
+from weights.corpus.compaction import Compaction, Part, load_changed
 from weights.corpus.importer import encode
-from weights.corpus.store import load_corpus
+from weights.corpus.store import StoredCorpus
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,11 @@ class LoadedModel:
             "dtype": info.dtype,
             "device": info.device,
         }
+
+    def steps_down(self) -> int | None:
+        """How many faster ways of computing failed their checks here; None for an engine that has one way."""
+        notes = self.engine.info.notes
+        return len(notes["steps_down"]) if "rung" in notes else None
 
     def device_memory_bytes(self) -> int | None:
         """Held by tensors on the CUDA device; None on a CPU."""
@@ -90,6 +97,8 @@ def checkpoint_loader(path: Path, settings: Settings) -> Loader:
             raise EngineError(
                 f"{path} cannot be loaded: {(str(error) or 'not enough memory').splitlines()[0]}"
             ) from error
+        for step in engine.info.notes.get("steps_down", ()):
+            structlog.get_logger("app").warning("a faster way of computing failed its checks", **step)
         return LoadedModel(checkpoint, engine)
 
     return load
@@ -103,6 +112,7 @@ class LoadedRetrieval:
     served: ServedRetrieval
     log: ChangeLog
     encoder: Encoder
+    stored: StoredCorpus
 
     def record(self, change: PostChange) -> Change:
         """Encode the new posts and write the change to the log; it is on the disk then. In any thread, one at a time.
@@ -118,6 +128,42 @@ class LoadedRetrieval:
         self.log.append(recorded)
         return recorded
 
+    def compact(self, parts: Sequence[Part], changes: int) -> CompactedRetrieval:
+        """Write the corpus anew, as its engine's `parts` after so many changes, and make an engine of that. It serves nobody yet.
+
+        In any thread, one at a time. Raises CheckpointError or EngineError; the old corpus stays in force then.
+        """
+        compaction = Compaction(self.stored.path.resolve(), self.stored.manifest, self.log)
+        written = compaction.write(parts, changes)
+        try:
+            engine = RetrievalEngine(self.encoder.towers, written.corpus, self.engine.options)
+            engine.warm_up()
+        except BaseException:
+            compaction.drop()
+            raise
+        return CompactedRetrieval(engine, self.encoder, written, compaction)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompactedRetrieval:
+    """A corpus that was written anew, with its warm engine, and that is not in force yet."""
+
+    engine: RetrievalEngine
+    encoder: Encoder
+    written: StoredCorpus
+    compaction: Compaction
+
+    def commit(self, changes: Sequence[Change]) -> LoadedRetrieval:
+        """Put it in force, on the disk too, with what has changed since. Raises CheckpointError; then the old corpus stays in force."""
+        for change in changes:
+            self.engine.change(change)
+        try:
+            log = self.compaction.commit(self.written.manifest, changes)
+        except BaseException:
+            self.engine.close()
+            raise
+        return _loaded(self.engine, self.encoder, self.written, log)
+
 
 RetrievalLoader = Callable[[], LoadedRetrieval]
 """Runs in a thread beside those that serve."""
@@ -128,23 +174,27 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
 
     def load() -> LoadedRetrieval:
         encoder = load_encoder(checkpoint)
-        stored = load_corpus(corpus, encoder.manifest)
+        stored, log, changes = load_changed(corpus, encoder.manifest)
         options = RetrievalOptions(
             settings.retrieval.dtype,
             "torch" if settings.backend == "dense" else settings.backend,
             settings.retrieval.cache_bytes,
             settings.threads,
+            settings.vectors,
         )
         engine = RetrievalEngine(encoder.towers, stored.corpus, options)
         engine.warm_up()
-        log = ChangeLog(corpus, stored.manifest)
-        for change in log.read():
+        for change in changes:
             engine.change(change)
-        hidden, duplicates = int(stored.corpus.hidden.sum()), stored.corpus.duplicates
-        served = ServedRetrieval(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
-        return LoadedRetrieval(engine, served, log, encoder)
+        return _loaded(engine, encoder, stored, log)
 
     return load
+
+
+def _loaded(engine: RetrievalEngine, encoder: Encoder, stored: StoredCorpus, log: ChangeLog) -> LoadedRetrieval:
+    hidden, duplicates = int(stored.corpus.hidden.sum()), stored.corpus.duplicates
+    served = ServedRetrieval(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
+    return LoadedRetrieval(engine, served, log, encoder, stored)
 
 
 def engine_options(settings: Settings) -> EngineOptions:
@@ -156,4 +206,5 @@ def engine_options(settings: Settings) -> EngineOptions:
         candidate_positions=settings.candidate_positions,
         cache_bytes=settings.cache.bytes,
         threads=settings.threads,
+        vectors=settings.vectors,
     )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+import structlog
+
 from app.engine.loading import LoadedModel, Loader, Steps
 from app.scheduling.forecast import ForwardTime
 from app.scheduling.job import Clock
@@ -75,7 +77,10 @@ class EngineThread:
                 result = error
             self._post(on_result, result, self._clock())
             del work, items, on_result, result  # what they hold would live until the next batch
-        model.engine.close()
+        try:
+            model.engine.close()
+        except Exception as error:  # a device that is lost: whoever waits for the end is told all the same
+            structlog.get_logger("app").error("an engine could not be closed", exc_info=error)
 
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and nothing waits for this

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from app.errors import (
     CorpusNotLoaded,
@@ -89,11 +91,15 @@ class NoRetrieval:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 
-    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float) -> Found:
+    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float, key: str | None = None) -> Found:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 
     async def change(self, change: PostChange) -> Changed:
+        """Nothing."""
+        raise CorpusNotLoaded(SINGLE)
+
+    async def compact(self) -> Changed:
         """Nothing."""
         raise CorpusNotLoaded(SINGLE)
 
@@ -262,6 +268,12 @@ class RemoteService:
             )
         )  # fmt: skip
         self._is_sent(place.version)
+
+    async def attention(
+        self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
+    ) -> NDArray[np.float32] | None:
+        """None: no link carries it."""
+        return None
 
     def drop(self, place: Place) -> None:
         """For `Place.release`."""

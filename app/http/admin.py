@@ -18,7 +18,7 @@ from app.http.asgi import Headers, read_body
 from app.http.negotiation import BATCH, is_compressed, wire_of
 from app.http.observe import Observe, Recorder
 from app.http.problems import HANDLERS
-from app.interface import CheckpointNotFound, ReloadInProgress, Reloads, Service
+from app.interface import Changed, CheckpointNotFound, ReloadInProgress, Reloads, Service
 from app.request import strict_json
 from app.request.posts import read_change
 from app.settings import Admin
@@ -28,7 +28,7 @@ from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
 
-RELOAD, POSTS = "/admin/reload", "/admin/posts"
+RELOAD, POSTS, COMPACT = "/admin/reload", "/admin/posts", "/admin/posts/compact"
 MAX_BODY_BYTES = 4096
 NOT_BELOW_ROOT = "No checkpoint or corpus of that name lies below the configured root."
 MAX_CHANGE_BYTES = 4 * 2**20
@@ -59,7 +59,8 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Sta
     """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again; with
     `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out.
 
-    `POST /admin/posts` with `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}` changes the corpus.
+    `POST /admin/posts` with `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}` changes the corpus,
+    `POST /admin/posts/compact` without a body writes it anew with its changes.
     """
     auth = AdminAuth(settings)
 
@@ -90,20 +91,31 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Sta
             changed = await service.retrieval.change(wanted)
         except CheckpointError as error:
             raise ReloadRefused(str(error)) from error
-        corpus = {
-            "name": changed.corpus.name,
-            "version": changed.corpus.version,
-            "posts": changed.posts,
-            "changes": changed.changes,
-        }
-        content = {"corpus": corpus, "upserted": len(wanted.upsert.post_ids), "deleted": changed.deleted}
-        return Response(orjson.dumps(content), media_type="application/json")
+        return _changed(changed, upserted=len(wanted.upsert.post_ids), deleted=changed.deleted)
 
+    async def compact(request: Request) -> Response:
+        auth.check(request)
+        if await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES):
+            raise InvalidRequest([("", "must be empty")])
+        try:
+            return _changed(await service.retrieval.compact())
+        except ReloadInProgress:
+            raise ReloadBusy(retry_after_seconds=5.0) from None
+        except (CheckpointError, EngineError) as error:
+            raise ReloadRefused(str(error)) from error
+
+    calls = {RELOAD: reload, POSTS: posts, COMPACT: compact}
     return Starlette(
-        routes=[Route(RELOAD, reload, methods=["POST"]), Route(POSTS, posts, methods=["POST"])],
+        routes=[Route(path, call, methods=["POST"]) for path, call in calls.items()],
         exception_handlers=HANDLERS,
-        middleware=[Middleware(Observe, recorder=Recorder(service.metrics, {RELOAD, POSTS}, RequestLog()))],
+        middleware=[Middleware(Observe, recorder=Recorder(service.metrics, calls, RequestLog()))],
     )
+
+
+def _changed(state: Changed, **counts: int) -> Response:
+    names = {"name": state.corpus.name, "version": state.corpus.version}
+    corpus = names | {"posts": state.posts, "changes": state.changes}
+    return Response(orjson.dumps({"corpus": corpus, **counts}), media_type="application/json")
 
 
 def _described(**manifests: Manifest | CorpusManifest) -> Response:

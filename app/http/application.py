@@ -15,9 +15,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import InternalError, NotReady
+from app.explore.pages import pages
 from app.http import operations
 from app.http.asgi import HeadAsGet
 from app.http.direct import RankEndpoint
+from app.http.explain import ExplainEndpoint
 from app.http.negotiation import INFER
 from app.http.observe import Observe, Recorder
 from app.http.open_inference import MODEL, VERSION, open_inference
@@ -72,8 +74,9 @@ def create_app(settings: Settings, service: Service) -> Application:
     routers = [operations.probes(service), operations.info(service, settings)]
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
-    routers.append(open_inference(service))
-    paths = ("/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer")
+    routers += [open_inference(service), pages(service, settings)]
+    paths = ["/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer"]
+    paths += ["/explain"] if settings.explores else []
     app = _application(settings, service, routers, paths, tracer)
     ranking = app.ranking = Ranking(service, settings)
     app.rank = RankEndpoint(ranking, app.recorder)
@@ -84,7 +87,10 @@ def create_app(settings: Settings, service: Service) -> Application:
         ("POST", "/retrieve"): Observe(RetrieveEndpoint(ranking, settings), app.recorder),
         ("POST", "/recommend"): Observe(RecommendEndpoint(ranking, settings), app.recorder),
     }
-    app.openapi = lambda: describe_app(app, _action_names(service))  # type: ignore[method-assign]
+    if settings.explores:
+        explain = ExplainEndpoint(ranking, settings.batching, settings.explore)
+        app.endpoints["POST", "/explain"] = Observe(explain, app.recorder)
+    app.openapi = lambda: describe_app(app, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
     return app
 
 
@@ -115,6 +121,7 @@ def _application(
         description=DESCRIPTION,
         routes=[Route(path, _not_reached, methods=["POST"]) for path in ranking_paths],  # for 405
         lifespan=lifespan,
+        docs_url=None,  # app.explore has it, without a CDN
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
         exception_handlers=HANDLERS,

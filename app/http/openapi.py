@@ -33,6 +33,8 @@ from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
 from app.request.contract import (
     BatchReply,
+    ExplainReply,
+    ExplainRequest,
     Problem,
     RankBatch,
     RankReply,
@@ -64,12 +66,12 @@ HEADERS_OUT = {
 }
 
 
-def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
-    """The whole document. The examples use these action names."""
+def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -> dict[str, Any]:
+    """The whole document. The examples use these action names; `explores`: /explain is there."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     models: list[type[BaseModel]] = [
         RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
-        RecommendRequest, RecommendReply, Problem,
+        RecommendRequest, RecommendReply, Problem, *((ExplainRequest, ExplainReply) if explores else ()),
     ]  # fmt: skip
     refs, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
@@ -125,6 +127,18 @@ def describe_app(app: FastAPI, action_names: Sequence[str]) -> dict[str, Any]:
         ref[RecommendReply],
         [CorpusNotLoaded],
     )
+    if explores:
+        asked = {
+            name: {"summary": example["summary"], "value": example["value"] | {"explain": [90]}}
+            for name, example in examples.items()
+        }
+        paths["/explain"] = _operation(
+            "Explain why candidates stand where they stand",
+            "What each event, the user and all of it together change in the scores, as /rank says it of the request without them; and what "
+            "the model attends to, in float32 by the plain definition. Attention is not an explanation, so both stand side by side.",
+            _body(ref[ExplainRequest], asked),
+            ref[ExplainReply],
+        )
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document

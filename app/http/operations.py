@@ -33,9 +33,13 @@ def probes(service: Service) -> APIRouter:
 
     @router.get("/readyz", summary="Requests may be sent here", responses=NOT_NOW)
     async def readyz() -> dict[str, str]:
-        """503 with the reason while loading, warming or draining, or when the engine has work and finishes none of it."""
+        """503 with the reason while loading, warming or draining, or when the engine has work and finishes none of it.
+
+        On CUDA `engine` names the way of computing that passed its checks.
+        """
         check_ready(service)
-        return {"status": "ready"}
+        rung = service.model.engine.notes.get("rung")
+        return {"status": "ready"} | ({"engine": str(rung)} if rung else {})
 
     @router.get("/startupz", summary="Warm-up is done", responses=NOT_NOW)
     async def startupz() -> dict[str, str]:
@@ -98,7 +102,7 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
         "engine": engine.notes,
         "retrieval": _retrieval(service),
         "limits": settings.limits.model_dump(mode="json"),
-        "memory_bytes": most_bytes(settings, manifest.config),
+        "memory_bytes": _most_bytes(service, settings),
         "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},
         "build": {
             "version": version("phoenix-ranking-server"),
@@ -106,6 +110,14 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
             "torch": version("torch"),
         },
     }
+
+
+def _most_bytes(service: Service, settings: Settings) -> dict[str, int]:
+    try:
+        found = service.retrieval.served
+    except CorpusNotLoaded:
+        return most_bytes(settings, service.model.manifest.config)
+    return most_bytes(settings, service.model.manifest.config, found.manifest.config, found.corpus.posts)
 
 
 def _retrieval(service: Service) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
 from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import MAX_TOPIC_LETTERS, Rule, explain, request_rule
+from app.request.explain import MAX_TOPIC_LETTERS, Rule, explain, explanation_rule, request_rule
 from app.request.ids import MAX_ID_DIGITS
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.vocabulary import Vocabulary
@@ -66,18 +66,23 @@ HistoryItem, HistoryArrays = _shapes("HistoryItem", product_surface=Surface, act
 Candidate, CandidateArrays = _shapes("Candidate", product_surface=Surface, created_at=Time)
 
 
-class Body(Strict):
+class Wishes(Strict):
+    """What a request says of its reply."""
+
+    weights: Weights | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    actions_wanted: list[str] | UnsetType = UNSET
+    request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
+    reply: Literal["objects", "columns"] | UnsetType = UNSET
+
+
+class Body(Wishes, kw_only=True):
     """A request whose types are right. Ids, names and lengths are still to be checked."""
 
     user_id: Id
     candidates: list[Candidate] | CandidateArrays  # type: ignore[valid-type]
     history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
     impression_ts: Time | UnsetType = UNSET
-    weights: Weights | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    actions_wanted: list[str] | UnsetType = UNSET
-    request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
-    reply: Literal["objects", "columns"] | UnsetType = UNSET
 
     timeout_seconds: ClassVar[None] = None  # a header says it
 
@@ -89,10 +94,16 @@ class Body(Strict):
         return 0 if items is UNSET else len(items)
 
 
+class ExplainBody(Body, kw_only=True):
+    """A request with the post ids of the candidates to explain."""
+
+    explain: Annotated[list[Id], Meta(min_length=1)]
+
+
 SHORT_BYTES = 2**14  # nothing in a body of that length is slow
 
 T = TypeVar("T")
-_BODY = msgspec.json.Decoder(Body)
+_BODY, _EXPLAIN = msgspec.json.Decoder(Body), msgspec.json.Decoder(ExplainBody)
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -104,6 +115,16 @@ def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> B
     check_cost(body, limits.max_values)
     typed = read(_BODY, body, lambda: request_rule(vocabulary))
     refuse_long(typed, limits)
+    return typed
+
+
+def decode_explain(body: bytes | bytearray, limits: Limits, most_explained: int, vocabulary: Vocabulary) -> ExplainBody:
+    """As `decode`, with no more candidates to explain than that."""
+    check_cost(body, limits.max_values)
+    typed = read(_EXPLAIN, body, lambda: explanation_rule(vocabulary))
+    refuse_long(typed, limits)
+    if len(typed.explain) > most_explained:
+        raise TooLarge(f"explain: {len(typed.explain)} items, and at most {most_explained} are taken.")
     return typed
 
 

@@ -29,7 +29,18 @@ class Rule(NamedTuple):
 
 Rules = Mapping[str, Rule]
 
-REQUIRED = ("user_id", "candidates", "post_id", "author_id", "inputs", "name", "datatype", "shape", "binary_data_size")
+REQUIRED = (
+    "user_id",
+    "candidates",
+    "explain",
+    "post_id",
+    "author_id",
+    "inputs",
+    "name",
+    "datatype",
+    "shape",
+    "binary_data_size",
+)
 BLOCKS = (256, 16, 1)
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
@@ -49,9 +60,31 @@ def explain(body: Any, rule: Rule) -> InvalidRequest:
 
 def request_rule(vocabulary: Vocabulary) -> Rule:
     """Of a request in JSON objects or arrays."""
+    return object_of(_request(vocabulary))
+
+
+def explanation_rule(vocabulary: Vocabulary) -> Rule:
+    """Of a request for an explanation: those to explain must be among the candidates."""
+    ids = array_of(_rule(are_ids, ID_RULE))
+    one_or_more = _once(lambda value: ids.problems(value) or ([] if value else [("", "must not be empty")]))
+    request = object_of({**_request(vocabulary), "explain": one_or_more})
+
+    def problems(value: Any) -> Sequence[Problem]:
+        if found := request.problems(value):
+            return found
+        candidates = value["candidates"]
+        posts = candidates["post_id"] if type(candidates) is dict else [post["post_id"] for post in candidates]
+        known = set(map(int, posts))
+        unknown = (place for place, post in enumerate(value["explain"]) if int(post) not in known)
+        return [(f".explain[{place}]", "must be the post_id of a candidate") for place in islice(unknown, MAX_PROBLEMS)]
+
+    return _once(problems)
+
+
+def _request(vocabulary: Vocabulary) -> Rules:
     candidates = _once(_posts(_post(vocabulary) | {"created_at": integer(0, MAX_TIME)}, least=1))
     reply = fulfils(lambda value: value in REPLIES, f"must be one of {', '.join(REPLIES)}")
-    return object_of(_viewer(vocabulary) | {"candidates": candidates, "reply": reply} | _wishes(vocabulary))
+    return _viewer(vocabulary) | {"candidates": candidates, "reply": reply} | _wishes(vocabulary)
 
 
 def retrieval_rule(vocabularies: Sequence[Vocabulary], *, ranks: bool) -> Rule:

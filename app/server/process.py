@@ -128,6 +128,9 @@ class RankingServer(uvicorn.Server):
         for listener in self.listeners:
             listener.start()
             log.info("listening", host=listener.socket.getsockname()[0], port=listener.socket.getsockname()[1])
+        if self.settings.explores:
+            host, port = self.listeners[0].socket.getsockname()[:2]
+            log.info("page", url=f"http://{f'[{host}]' if ':' in host else host}:{port}/explore")
         self.started = True
         if self.settings.reload.watch_seconds:
             self.reloads.watch(self.settings.reload.watch_seconds)

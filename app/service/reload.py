@@ -16,7 +16,8 @@ from app.engine.loading import Loader, RetrievalLoader
 from app.errors import CorpusNotLoaded
 from app.interface import CheckpointNotFound, ServedModel, ServedRetrieval
 from app.service.service import RankingService
-from weights.checkpoint import load_manifest
+from weights.checkpoint import CheckpointError, load_manifest
+from weights.corpus.store import load_corpus_manifest
 from weights.format.manifest import MANIFEST_NAME
 
 MAX_NAME_LENGTH = 512
@@ -126,7 +127,8 @@ class Reloader:
             posts = await asyncio.to_thread(self._posts)
             if posts != seen_posts and None not in posts:
                 seen_posts = posts
-                await self._try(self.reload_retrieval())
+                if not await asyncio.to_thread(self._retrieves_already):  # a compaction replaces the manifest, too
+                    await self._try(self.reload_retrieval())
             now = await asyncio.to_thread(_identity, self.current)
             if now is None or now == seen:
                 continue
@@ -148,6 +150,20 @@ class Reloader:
     def _posts(self) -> list[tuple[int, int, int] | None]:
         """What changes when one of the manifests of what retrieves is replaced."""
         return [_identity(path) for path in self.retrieval if path is not None]
+
+    def _retrieves_already(self) -> bool:
+        """Whether the towers and the corpus that serve are those that lie there."""
+        checkpoint, corpus = self.retrieval
+        try:
+            served = self.service.retrieval.served
+            assert checkpoint is not None
+            assert corpus is not None
+            return (
+                load_corpus_manifest(corpus).digest == served.corpus.digest
+                and _digest(checkpoint) == served.manifest.digest
+            )
+        except (CheckpointError, CorpusNotLoaded):
+            return False
 
     def _keep(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]

@@ -9,11 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from app.budgets import most_bytes
 from app.engine.loading import Loader, RetrievalLoader
 from app.engine.rank_job import RankJob
+from app.engine.searches import RETRIEVAL_THREAD
 from app.engine.thread import ENGINE_THREAD
 from app.engine.versions import Versions
 from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
@@ -24,7 +27,8 @@ from app.scheduling.job import Clock
 from app.scheduling.loop_lag import Work
 from app.service.lifecycle import Lifecycle, State
 from app.service.loop_clock import LoopClock
-from app.service.retrieval import RETRIEVAL_THREAD, RetrievalService
+from app.service.plain_path import PLAIN_THREAD, PlainPath
+from app.service.retrieval import RetrievalService
 from app.settings import Settings
 from app.telemetry.metrics import BatchReport, Metrics, Snapshot
 from model.inputs import Candidates, Context
@@ -69,6 +73,7 @@ class RankingService:
         self.on_fatal: Callable[[str], None] = lambda reason: None
         self.lifecycle = Lifecycle()
         self.retrieval = RetrievalService(retrieval, settings, metrics, clock)
+        self.plain_path = PlainPath()
         self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.admission = Admission(settings.queue, settings.batching, clock, self.versions.running)
         self.loop_clock = LoopClock(clock, self._work)
@@ -117,6 +122,7 @@ class RankingService:
         if self.lifecycle.failure is not None:
             until = self.clock() + 1.0  # its thread may hang for good
         self._fail_all(Draining)
+        self.plain_path.stop()
         finished &= await self.retrieval.stop(max(0.1, until - self.clock()))
         await self.versions.close(max(0.1, until - self.clock()))
         for task in self._tasks:
@@ -137,9 +143,15 @@ class RankingService:
             gc.collect()
             gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
             gc.disable()  # until `stop`: a long body would begin a collection in the middle of its reading; see `_watchdog`
-            most = most_bytes(self.settings, worker.model.served.manifest.config)
+            most = self.most_bytes()
             log.info("memory", **{f"{name}_bytes": count for name, count in most.items()})
             self.lifecycle.move(State.READY)
+
+    def most_bytes(self) -> dict[str, int]:
+        """As `budgets.most_bytes`, for what serves. Raises NotReady."""
+        corpus = self.retrieval.state()
+        towers = None if corpus is None else self.retrieval.served.manifest.config
+        return most_bytes(self.settings, self.model.manifest.config, towers, 0 if corpus is None else corpus.posts)
 
     # admission
 
@@ -263,8 +275,17 @@ class RankingService:
         if job.worker.failure is not None:
             loop.call_soon(job.finish, EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
             return
-        job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.finish, DeadlineExceeded())
+        job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.expire)
         job.worker.submit(job)
+
+    async def attention(
+        self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
+    ) -> NDArray[np.float32] | None:
+        """What the candidates attend to; as `interface.Service.attention`."""
+        worker = self.versions.find(model)
+        if worker is None:
+            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
+        return await self.plain_path.attention(worker.model, context, candidates, deadline - self.clock())
 
     # health
 
@@ -274,7 +295,9 @@ class RankingService:
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""
-        return any(thread.name.startswith((ENGINE_THREAD, RETRIEVAL_THREAD)) for thread in threading.enumerate())
+        return any(
+            thread.name.startswith((ENGINE_THREAD, RETRIEVAL_THREAD, PLAIN_THREAD)) for thread in threading.enumerate()
+        )
 
     async def exposition(self) -> bytes:
         """Every metric of this process."""
@@ -282,7 +305,7 @@ class RankingService:
 
     def snapshot(self) -> Snapshot:
         """For a scrape of the metrics."""
-        current = self.versions.current
+        current, corpus = self.versions.current, self.retrieval.state()
         return Snapshot(
             ready=self.health().ready,
             queue_requests=self.admission.requests,
@@ -291,24 +314,35 @@ class RankingService:
             model=None if current is None else current.model.labels(),
             last_forward_timestamp_seconds=self._last_forward_unix,
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),
+            engine_steps_down=None if current is None else current.model.steps_down(),
+            searches_waiting=self.retrieval.searches.waiting,
+            corpus_posts=None if corpus is None else corpus.posts,
+            corpus_changes=None if corpus is None else corpus.changes,
         )
 
     def _stall(self) -> str:
-        """A sentence when work waits and no forward finishes, else nothing."""
-        silent = self.versions.silent_seconds()
-        stalled = silent > self.settings.queue.stall_seconds
-        return f"The engine has work and has finished no forward for {silent:.1f} s." if stalled else ""
+        """A sentence when work waits and nothing finishes, else nothing."""
+        return self._silence(self.settings.queue.stall_seconds)
+
+    def _silence(self, seconds: float) -> str:
+        """A sentence when a forward or a search has taken longer than that."""
+        if (silent := self.versions.silent_seconds()) > seconds:
+            return f"The engine has work and has finished no forward for {silent:.1f} s."
+        if (silent := self.retrieval.searches.silent_seconds()) > seconds:
+            return f"A search has not finished for {silent:.1f} s."
+        return ""
 
     async def _watchdog(self) -> None:
-        while self.versions.silent_seconds() <= self.settings.queue.stall_exit_seconds:  # time is the event
+        while not (silence := self._silence(self.settings.queue.stall_exit_seconds)):  # time is the event
             await asyncio.sleep(WATCHDOG_SECONDS)
             collect_garbage()
-        self._fatal(f"The engine has finished no forward for {self.settings.queue.stall_exit_seconds:g} s.")
+        self._fatal(silence)
 
     def _fatal(self, reason: str) -> None:
         if self.lifecycle.failure is None:
             self.lifecycle.failure = reason
             self._fail_all(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
+            self.retrieval.searches.abandon(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
             self.on_fatal(reason)
 
     def _fail_all(self, error: Callable[[], ServiceError]) -> None:

@@ -23,7 +23,7 @@ LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .0
 SIZES = tuple(2.0**power for power in range(13))
 ROWS = tuple(4.0**power for power in range(13))
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
-STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search")
+STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search", "attention")
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 VECTOR_SOURCES = ("cache", "tower")
@@ -43,6 +43,10 @@ class Snapshot:
     model: dict[str, str] | None
     last_forward_timestamp_seconds: float
     device_memory_bytes: int | None
+    engine_steps_down: int | None = None
+    searches_waiting: int = 0
+    corpus_posts: int | None = None
+    corpus_changes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ class Metrics:
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")
         self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
+        self.compactions = counter("compactions", "Attempts to write the corpus anew with its changes.", "result")
         self.forward_failures = counter(
             "forward_failures", "Forwards that raised; a batch of several requests is then split."
         )
@@ -125,7 +130,7 @@ class Metrics:
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
-            (self.user_vectors, VECTOR_SOURCES),
+            (self.user_vectors, VECTOR_SOURCES), (self.compactions, RELOAD_RESULTS),
         ):  # fmt: skip
             for value in values:
                 metric.labels(value)  # a series that is there from the start can be alerted on
@@ -197,9 +202,19 @@ class _SnapshotCollector(Collector):
             info = GaugeMetricFamily("ranker_model_info", "The model that serves; always 1.", labels=list(now.model))
             info.add_metric(list(now.model.values()), 1)
             yield info
-        if now.device_memory_bytes is not None:
-            text = "Device memory held by tensors."
-            yield GaugeMetricFamily("ranker_device_memory_bytes", text, value=now.device_memory_bytes)
+        for name, text, gauge in (
+            ("device_memory_bytes", "Device memory held by tensors.", now.device_memory_bytes),
+            (
+                "engine_steps_down",
+                "Faster ways of computing that failed their checks on this device.",
+                now.engine_steps_down,
+            ),
+            ("search_queue_requests", "Searches that are not begun.", now.searches_waiting),
+            ("corpus_posts", "Posts that a search can return.", now.corpus_posts),
+            ("corpus_changes", "Changes to the corpus since it was written.", now.corpus_changes),
+        ):
+            if gauge is not None:
+                yield GaugeMetricFamily(f"ranker_{name}", text, value=gauge)
 
 
 class _BudgetCollector(Collector):

@@ -13,6 +13,7 @@ import orjson
 from loadtest.generate.distributions import SizeBand, Sizes, Zipf, ids_of, mix
 
 Kind = Literal["first_visit", "return_visit", "page", "refresh"]
+RETRIEVING = ("/retrieve", "/recommend")
 KINDS: tuple[Kind, ...] = ("first_visit", "return_visit", "page", "refresh")
 
 USER_SALT, POST_SALT, AUTHOR_SALT, OWNER_SALT, AGE_SALT = 1, 2, 3, 4, 5
@@ -93,6 +94,14 @@ class RankRequest:
     user_id: int
     candidates: int
     history: int
+
+    def for_path(self, path: str) -> bytes:
+        """The body as that endpoint takes it: who retrieves has no candidates, and asks for as many posts."""
+        if path not in RETRIEVING:
+            return self.body
+        content = orjson.loads(self.body)
+        del content["candidates"]
+        return orjson.dumps(content | {"k": self.candidates})
 
 
 @dataclass(slots=True)

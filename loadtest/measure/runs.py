@@ -112,7 +112,7 @@ class LoadRun:
         after = self.target.metrics()
         seconds = settings.seconds if not settings.clients else float(samples.done.max())
         summary = summarise(samples, seconds, settings.slo)
-        server = _server_figures(before, after)
+        server = _server_figures(before, after, self.target.path)
         return Run(samples, self._meta(settings, seed, summary, load, server))
 
     async def _phase(
@@ -148,7 +148,7 @@ class LoadRun:
 
     def _payloads(self, settings: RunSettings, requests: list[RankRequest]) -> list[bytes]:
         headers = {"X-Request-Timeout-Ms": str(settings.deadline_ms)} if settings.deadline_ms else {}
-        return [self.target.request(request.body, headers) for request in requests]
+        return [self.target.request(request.for_path(self.target.path), headers) for request in requests]
 
     async def _tick(self, samples: Samples, client: Client, name: str, seconds: float, slo: Slo) -> None:
         """One line a second on what was due in the last one, while it runs."""
@@ -181,7 +181,7 @@ class LoadRun:
         }
 
 
-def _server_figures(before: MetricsSnapshot | None, after: MetricsSnapshot | None) -> dict[str, Any]:
+def _server_figures(before: MetricsSnapshot | None, after: MetricsSnapshot | None, route: str) -> dict[str, Any]:
     """What the server counted during the measured part: latencies in milliseconds, stages, rejections, cache lookups."""
     if before is None or after is None:
         return {}
@@ -193,11 +193,12 @@ def _server_figures(before: MetricsSnapshot | None, after: MetricsSnapshot | Non
 
     lookups = grown.values.get("ranker_context_cache_lookups_total", {})
     return {
-        "request_ms": milliseconds("ranker_http_request_duration_seconds", route="/rank"),
+        "request_ms": milliseconds("ranker_http_request_duration_seconds", route=route),
         "stages_ms": {
-            stage: milliseconds("ranker_stage_duration_seconds", stage=stage) for stage in (*STAGES, "collate")
+            stage: milliseconds("ranker_stage_duration_seconds", stage=stage)
+            for stage in (*STAGES, "collate", "encode", "search")
         },
-        "requests": grown.total("ranker_http_requests_total", route="/rank"),
+        "requests": grown.total("ranker_http_requests_total", route=route),
         "batch_requests_mean": _mean(grown, "ranker_batch_requests"),
         "cache_lookups": {dict(labels).get("result", ""): value for labels, value in lookups.items()},
         "rejected": {

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.matrix import Row, table
-from loadtest.soak import endings, excess, fronts, hostile, leak, lines, overload, protocol, slow, swaps
+from loadtest.soak import endings, excess, fronts, hostile, leak, lines, overload, posts, protocol, slow, swaps
 
 Part = Callable[[float], list[Row]]
 
@@ -35,6 +35,8 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "protocol": (0.03, lambda seconds: [protocol.protocol(seconds)]),
     "lines": (0.03, lambda seconds: [lines.lines(seconds)]),
     "excess": (0.05, lambda seconds: excess.excess(_count(seconds, 1 / 60, 1))),
+    "posts": (0.06, lambda seconds: posts.changes(_count(seconds, 60, 1000))),
+    "posts_kills": (0.03, lambda seconds: [posts.kills(_count(seconds, 1 / 8, 2))]),
     "vanishing": (0.05, lambda seconds: [endings.vanishing(_count(seconds, 80, 500))]),
 }
 

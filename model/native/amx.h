@@ -1,4 +1,4 @@
-// The bf16 matrix kernel on tile registers (Intel AMX): sixteen rows by up to 64 columns at once, the same packed panels.
+// The bf16 matrix kernel on tile registers (Intel AMX): sixteen rows by up to 64 columns at once, the same packed strips.
 // A row's sums run along the depth in one order that no other row changes, so the rule of vector.h holds here too.
 // With RANKER_EMULATE_AMX the tile instructions are emulated, so that the indexing can be tested on any machine.
 #pragma once
@@ -28,6 +28,7 @@ struct alignas(64) TileShapes {  // what `ldtilecfg` reads
     std::uint16_t row_bytes[16] = {};
     std::uint8_t rows[16] = {};
 };
+static_assert(sizeof(TileShapes) == 64, "as the processor reads it");
 
 #if defined(RANKER_EMULATE_AMX)
 struct EmulatedTile {
@@ -103,7 +104,7 @@ void tile_panel(const bf16* a, long a_stride, long rows, const bf16* b, long dep
 #define RANKER_BEGIN(j)                                    \
     do {                                                   \
         if constexpr (ADD)                                 \
-            tile_load(j, c + j * LANES, c_stride * 4);     \
+            tile_load(j, c + j * GRAIN, c_stride * 4);     \
         else                                               \
             tile_clear(j);                                 \
     } while (false)
@@ -112,7 +113,7 @@ void tile_panel(const bf16* a, long a_stride, long rows, const bf16* b, long dep
             tile_load(4, a + k, a_stride * 2);
 #define RANKER_STEP(j)                                           \
     do {                                                         \
-        tile_load(5, b + k * LANES * V + j * 2 * LANES, V * 64); \
+        tile_load(5, b + k * GRAIN * V + j * 2 * GRAIN, V * 64); \
         tile_multiply(j, 4, 5);                                  \
     } while (false)
             RANKER_EACH_COLUMN(RANKER_STEP);
@@ -121,12 +122,12 @@ void tile_panel(const bf16* a, long a_stride, long rows, const bf16* b, long dep
             tile_load(6, a + full, a_stride * 2);
 #define RANKER_LAST(j)                                              \
     do {                                                            \
-        tile_load(7, b + full * LANES * V + j * 2 * LANES, V * 64); \
+        tile_load(7, b + full * GRAIN * V + j * 2 * GRAIN, V * 64); \
         tile_multiply(j, 6, 7);                                     \
     } while (false)
             RANKER_EACH_COLUMN(RANKER_LAST);
         }
-#define RANKER_END(j) tile_store(j, c + j * LANES, c_stride * 4)
+#define RANKER_END(j) tile_store(j, c + j * GRAIN, c_stride * 4)
         RANKER_EACH_COLUMN(RANKER_END);
     }
 }
@@ -138,14 +139,14 @@ inline bool enable_amx() {
     tried = true;
     if (!amx_permitted()) return false;
     constexpr long ROWS_TRIED = 23, DEPTH = 80;
-    static bf16 a[ROWS_TRIED * DEPTH], b[DEPTH * PANEL];
-    static float plain[ROWS_TRIED * PANEL], tiled[ROWS_TRIED * PANEL];
+    static bf16 a[ROWS_TRIED * DEPTH], b[DEPTH * STRIP];
+    static float plain[ROWS_TRIED * STRIP], tiled[ROWS_TRIED * STRIP];
     for (long i = 0; i < ROWS_TRIED * DEPTH; ++i) a[i] = narrow<bf16>(float(i * 37 % 101) / 50 - 1);
-    for (long i = 0; i < DEPTH * PANEL; ++i) b[i] = narrow<bf16>(float(i * 53 % 97) / 48 - 1);
-    panel<bf16, 4, false>(a, DEPTH, ROWS_TRIED, b, DEPTH, plain, PANEL);
-    tile_panel<4, false>(a, DEPTH, ROWS_TRIED, b, DEPTH, tiled, PANEL);
-    tile_panel<4, true>(a, DEPTH, ROWS_TRIED, b, DEPTH, tiled, PANEL);
-    for (long i = 0; i < ROWS_TRIED * PANEL; ++i) {
+    for (long i = 0; i < DEPTH * STRIP; ++i) b[i] = narrow<bf16>(float(i * 53 % 97) / 48 - 1);
+    panel<bf16, ACROSS, false>(a, DEPTH, ROWS_TRIED, b, DEPTH, plain, STRIP);
+    tile_panel<STRIP / GRAIN, false>(a, DEPTH, ROWS_TRIED, b, DEPTH, tiled, STRIP);
+    tile_panel<STRIP / GRAIN, true>(a, DEPTH, ROWS_TRIED, b, DEPTH, tiled, STRIP);
+    for (long i = 0; i < ROWS_TRIED * STRIP; ++i) {
         const float error = tiled[i] - 2 * plain[i];
         if (!(error < 1e-3f && error > -1e-3f)) return false;
     }
@@ -156,36 +157,37 @@ inline bool enable_amx() {
 inline bool enable_amx() { return false; }
 #endif
 
-// The product that everything calls: tiles where they are on, vectors elsewhere.
-template <class T, int V, bool ADD>
+// c[rows, N] (+)= a[rows, depth] * b for one strip of N columns: tiles where they are on, vectors elsewhere.
+template <class T, int N, bool ADD>
 inline void product(const T* a, long a_stride, long rows, const T* b, long depth, float* c, long c_stride) {
 #if defined(RANKER_AMX)
     if constexpr (std::is_same_v<T, bf16>)
-        if (amx_enabled) return tile_panel<V, ADD>(a, a_stride, rows, b, depth, c, c_stride);
+        if (amx_enabled) return tile_panel<N / GRAIN, ADD>(a, a_stride, rows, b, depth, c, c_stride);
 #endif
-    panel<T, V, ADD>(a, a_stride, rows, b, depth, c, c_stride);
+    panel<T, N / LANES, ADD>(a, a_stride, rows, b, depth, c, c_stride);
 }
 
-// c[rows, columns] = a[rows, depth] * b, b packed in panels of 64 columns (columns is a multiple of 64).
+// c[rows, columns] = a[rows, depth] * b, b packed in strips (columns is a multiple of 64).
 template <class T>
 void multiply(const T* a, long a_stride, long rows, const T* b, long depth, long columns, float* c, long c_stride) {
-    for (long j = 0; j < columns; j += PANEL, b += depth * PANEL)
-        product<T, 4, false>(a, a_stride, rows, b, depth, c + j, c_stride);
+    for (long j = 0; j < columns; j += STRIP, b += depth * STRIP)
+        product<T, STRIP, false>(a, a_stride, rows, b, depth, c + j, c_stride);
 }
 
-// c[rows, columns] += a[rows, 64] * b for the value block of one head: b packed as one panel of `columns` (a multiple of 16)
-// cut into chunks of at most 64 columns.
+// c[rows, columns] += a[rows, 64] * b for the value block of one head: b packed in strips, the last as wide as is left of
+// `columns` (a multiple of 16).
 template <class T>
 void accumulate(const T* a, long a_stride, long rows, const T* b, long depth, long columns, float* c, long c_stride) {
-    for (long j = 0; j < columns; j += PANEL) {
-        const long width = columns - j < PANEL ? columns - j : PANEL;
-        switch (width / LANES) {
-            case 4: product<T, 4, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
-            case 3: product<T, 3, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
-            case 2: product<T, 2, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
-            case 1: product<T, 1, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
-        }
-        b += depth * width;
+    for (long j = 0; j < columns; j += STRIP, b += depth * STRIP) {
+        const long left = columns - j;
+        if (left >= STRIP)
+            product<T, STRIP, true>(a, a_stride, rows, b, depth, c + j, c_stride);
+        else if constexpr (STRIP > GRAIN)
+            switch (left / GRAIN) {
+                case 3: product<T, 3 * GRAIN, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
+                case 2: product<T, 2 * GRAIN, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
+                case 1: product<T, GRAIN, true>(a, a_stride, rows, b, depth, c + j, c_stride); break;
+            }
     }
 }
 

@@ -31,6 +31,14 @@ inline Vec gelu(Vec x) {
     return x * reciprocal(1.0f + exp2(inner * (-2 * 0.7978845608f * LOG2_E)));
 }
 
+inline Vec silu(Vec x) { return x * reciprocal(1.0f + exp2(x * -LOG2_E)); }
+
+// What one row's attention to one head has gathered but for its sums of values.
+struct Gathered {
+    alignas(64) float denominators[MAX_TILE_ROWS * GRAIN] = {};  // sixteen running sums a row
+    float peaks[MAX_TILE_ROWS];                                  // the largest logit so far; unused where the cap bounds them
+};
+
 struct Free {
     void operator()(void* p) const { std::free(p); }
 };
@@ -48,11 +56,11 @@ class Engine {
   public:
     Engine(const Model& model, Index threads)
         : m_(model),
-          padded_(round_up(m_.width, LANES)),
+          padded_(round_up(m_.width, GRAIN)),
           out_columns_(round_up(padded_, PANEL)),
           queries_(m_.query_heads * m_.head_width),
           qkv_columns_(round_up((m_.query_heads + 2 * m_.kv_heads) * m_.head_width, PANEL)),
-          value_width_(round_up(m_.head_width, LANES)),
+          value_width_(round_up(m_.head_width, GRAIN)),
           half_panels_((m_.ffn_width + 31) / 32),
           head_columns_(round_up(m_.actions + m_.continuous, PANEL)),
           pool_(threads) {
@@ -66,7 +74,7 @@ class Engine {
   private:
     struct Scratch {  // what one thread needs for one tile
         explicit Scratch(const Engine& e)
-            : tokens(allocate<float>(MAX_TILE_ROWS * (e.widest_entity() * e.m_.width + LANES))),
+            : tokens(allocate<float>(MAX_TILE_ROWS * (e.widest_entity() * e.m_.width + GRAIN))),
               hidden(allocate<float>(MAX_TILE_ROWS * e.padded_)),
               wide(allocate<float>(MAX_TILE_ROWS * std::max({e.qkv_columns_, e.out_columns_, e.head_columns_}))),
               normed(allocate<T>(MAX_TILE_ROWS * e.padded_)),
@@ -119,7 +127,7 @@ class Engine {
     void query_key_value(const Layer& layer, const float* hidden, Index rows, const Index* positions, T* queries, Scratch& s) const;
     void rotate(const float* in, Index position, T* out) const;
     void attend(const T* queries, Index rows, const T* head_keys, Index blocks, Index first_limit, Index limit_step, Scratch& s,
-                float* denominators) const;
+                Gathered& gathered) const;
     void finish_layer(const Layer& layer, float* hidden, Index rows, Scratch& s) const;
 
     const Model m_;

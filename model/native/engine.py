@@ -17,9 +17,9 @@ from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context, Scores
-from model.native.build import KernelUnavailable
+from model.native.build import KernelUnavailable, Vectors
 from model.native.kernel import Kernel, Work, load_kernel
-from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, LANES, PANEL, pack, refusal, round_up
+from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, GRAIN, PANEL, pack, refusal, round_up
 from model.ranker import Ranker
 from model.selftest import check_isolation
 
@@ -38,9 +38,9 @@ class NativeEngine:
     """The engine contract on a CPU. The bits of a candidate's scores depend on nothing but its request's own features.
 
     `dtype` None takes what a short measured probe finds faster; `threads` 0 takes torch's number, and where the system
-    refuses so many, those that it gives. Raises KernelUnavailable where the kernel cannot be built or, with `only_if_fast`,
-    where the processor lacks the vectors it is written for; EngineError where memory ends. `ranker` must live on the CPU;
-    its tables are read in place. `kernel` is a build of one's own, for profiles and tests.
+    refuses so many, those that it gives; `vectors`, `only_if_fast` and KernelUnavailable as of `load_kernel`. Raises EngineError
+    where memory ends. `ranker` must live on the CPU; its tables are read in place. `kernel` is a build of one's own, for
+    profiles and tests.
     """
 
     def __init__(
@@ -53,19 +53,18 @@ class NativeEngine:
         threads: int = 0,
         kernel_directory: Path | None = None,
         only_if_fast: bool = False,
+        vectors: Vectors = "auto",
         kernel: Kernel | None = None,
     ) -> None:
         self.config = ranker.config
         if reason := refusal(self.config):
             raise KernelUnavailable(reason)
-        self._kernel = kernel or load_kernel(kernel_directory)
-        if only_if_fast and self._kernel.vector_bits() < 512:
-            raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
+        self._kernel = kernel or load_kernel(kernel_directory, vectors=vectors, only_if_fast=only_if_fast)
         tiles = self._kernel.enable_tiles()
         measured = self._kernel.probe()
         if dtype is None:
             dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
-        self._packed = pack(ranker, dtype, candidate_positions)
+        self._packed = pack(ranker, dtype, self._kernel.strip(), candidate_positions)
         wanted = threads or torch.get_num_threads()
         self._handle: ctypes.c_void_p | None
         self._handle, threads = self._kernel.create(self._packed.model, wanted, bf16=dtype is torch.bfloat16)
@@ -75,9 +74,10 @@ class NativeEngine:
         self._cache: ContextCache[Keys] = ContextCache(cache_bytes, prefixes=extendable)
         self._element_bytes = dtype.itemsize
         self._key_elements = PANEL * config.head_width
-        self._value_elements = PANEL * round_up(config.head_width, LANES)
+        self._value_elements = PANEL * round_up(config.head_width, GRAIN)
         name = str(dtype).removeprefix("torch.")
         notes: dict[str, Any] = {
+            "vectors": self._kernel.vectors(),
             "threads": threads,
             "tile_registers": tiles,
             "probe_milliseconds": {key: round(value, 4) for key, value in measured.items()},
@@ -122,8 +122,9 @@ class NativeEngine:
         return _Plan(self, items)
 
     def _outcomes(self, plan: _Plan, finite: bool) -> list[Outcome]:
-        for key, (_, keys) in plan.made.items():
-            self._cache.insert(key, keys, keys.buffer.nbytes)
+        for key, (_, keys, is_kept) in plan.made.items():
+            if is_kept:
+                self._cache.insert(key, keys, keys.buffer.nbytes)
         outcomes, stop = [], 0
         logits, probabilities, continuous = plan.scores
         for item, (keys, result) in zip(plan.items, plan.results, strict=True):
@@ -163,7 +164,7 @@ class _Plan:
 
     def __init__(self, engine: NativeEngine, items: Sequence[Item]) -> None:
         self.items = items
-        self.made: dict[ContextKey, tuple[int, Keys]] = {}
+        self.made: dict[ContextKey, tuple[int, Keys, bool]] = {}
         self.results: list[tuple[Keys, CacheResult]] = []
         self._engine = engine
         self._arrays: list[ContextRows] = []  # what the contexts' jobs point into
@@ -193,14 +194,14 @@ class _Plan:
         engine = self._engine
         key = ContextKey.of(item.context, engine.config)
         if key in self.made:
-            job, keys = self.made[key]
+            job, keys, _ = self.made[key]
             return keys, job, "hit"
         found = engine._cache.find(key)
         if found is not None:
             return found, -1, "hit"
         older = engine._cache.find_prefix(key)
         keys, job = self._add_context(item.context, older)
-        self.made[key] = (job, keys)
+        self.made[key] = (job, keys, item.context.is_kept)
         return keys, job, "miss" if older is None else "prefix"
 
     def _add_context(self, context: Context, older: Keys | None) -> tuple[Keys, int]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.engine import EngineError
-from model.native.build import KernelUnavailable, build_kernel
+from model.native.build import KernelUnavailable, Vectors, build_kernel
 from model.native.packing import STRUCTS
 
 Int64, Pointer = ctypes.c_int64, ctypes.c_void_p
@@ -47,8 +47,9 @@ class Kernel:
         """Raises KernelUnavailable where the file does not load, EngineError where its structs are not those of `packing`."""
         self.note = note
         self.library = open_library(path, STRUCTS)
-        for name in ("vector_bits", "enable_amx", "probe", "create", "forward", "open"):
+        for name in ("strip", "enable_amx", "probe", "create", "forward", "open"):
             getattr(self.library, f"ranker_{name}").restype = Int64
+        self.library.ranker_vectors.restype = ctypes.c_char_p
         # What returns at once keeps the interpreter lock: giving it away and waiting for it would cost more.
         holding = ctypes.PyDLL(str(path))
         self._forward, self._begin, self._finish = (
@@ -59,9 +60,14 @@ class Kernel:
         self._forward.argtypes = self._begin.argtypes = (Pointer, Pointer, Int64, Pointer, Int64, *[Pointer] * 7)
         self._begin.restype = self._finish.restype = Int64
 
-    def vector_bits(self) -> int:
-        """Bits of the vectors it was compiled for."""
-        return int(self.library.ranker_vector_bits())
+    def vectors(self) -> str:
+        """What it was compiled for: avx512, avx2, neon, or plain, which is slow."""
+        name: bytes = self.library.ranker_vectors()
+        return name.decode()
+
+    def strip(self) -> int:
+        """The columns that it reads together of a packed matrix."""
+        return int(self.library.ranker_strip())
 
     def enable_tiles(self) -> bool:
         """Whether bf16 products run on tile registers from now on."""
@@ -127,10 +133,18 @@ def open_library(path: Path, structs: Sequence[type[ctypes.Structure]]) -> ctype
     return library
 
 
-def load_kernel(directory: Path | None = None, *defines: str) -> Kernel:
-    """The kernel of this machine; arguments and errors as of `build_kernel`."""
-    built = build_kernel(directory, *defines)
-    return Kernel(built.path, built.note)
+def load_kernel(
+    directory: Path | None = None, *defines: str, vectors: Vectors = "auto", only_if_fast: bool = False
+) -> Kernel:
+    """The kernel of this machine; arguments and errors as of `build_kernel`.
+
+    With `only_if_fast` raises KernelUnavailable too where the processor lacks the vectors that the kernel is blocked for.
+    """
+    built = build_kernel(directory, *defines, vectors=vectors)
+    kernel = Kernel(built.path, built.note)
+    if only_if_fast and kernel.vectors() == "plain":
+        raise KernelUnavailable("this processor has neither AVX2 and FMA nor NEON: torch's own products are faster")
+    return kernel
 
 
 def _is_finite(status: int) -> bool:

@@ -1,4 +1,4 @@
-"""Lays a model's weights out for the kernel: panels of 64 columns, small features already projected. Runs once, at load."""
+"""Lays a model's weights out for the kernel: strips of columns, small features already projected. Runs once, at load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from model.layers import rope_tables
 from model.ranker import Ranker
 from model.retrieval.towers import Towers
 
-LANES, PANEL = 16, 64
+GRAIN, PANEL = 16, 64
 Int64, UInt64, Pointer, Float = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_float
 
 
@@ -35,9 +35,9 @@ Layer = structure(
 Entity = structure("Entity", (Pointer, "table scales biases"), (Int64, "hashes modulus vocab_size"))
 Model = structure(
     "Model",
-    (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional"),
+    (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional silu"),
     (Int64, "candidate_position candidate_slots"),
-    (Float, "attention_multiplier attention_cap norm_epsilon"),
+    (Float, "attention_multiplier attention_cap norm_epsilon input_scale"),
     (Pointer, "layer"),
     (Entity, "user post author"),
     (Pointer, "user_projection history_projection candidate_projection"),
@@ -51,17 +51,16 @@ ContextJob = structure(
     (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds outputs"),
 )
 CandidateJob = structure("CandidateJob", (Int64, "rows first first_slot keys_count blocks context"), (Pointer, "keys"))
-KERNEL_TAKES = {
-    "norm": "rms", "sandwich": True, "positions": "rope", "cap_form": "tanh", "activation": "gelu_tanh", "gated": True,
-    "biases": False, "input_scale": 1.0, "qk_norm": False,
+KERNEL_TAKES: dict[str, tuple[object, ...]] = {
+    "norm": ("rms",), "positions": ("rope",), "cap_form": ("tanh",), "activation": ("gelu_tanh", "silu"), "gated": (True,),
+    "biases": (False,), "qk_norm": (False,),
 }  # fmt: skip
 STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
 
 
 def refusal(config: ModelConfig) -> str | None:
     """Why the kernel cannot take an architecture, as a sentence; None where it can."""
-    grok = {name: getattr(config, name) == default for name, default in KERNEL_TAKES.items()}
-    others = [name for name, same in grok.items() if not same] + ["attention_cap"] * (config.attention_cap is None)
+    others = [name for name, known in KERNEL_TAKES.items() if getattr(config, name) not in known]
     return f"the native kernel does not know this trunk's {', '.join(others)}" if others else None
 
 
@@ -88,14 +87,14 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def panels(weight: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
-    """A weight `[in, out]` in panels of 64 columns, zero-padded to `depth` rows.
+def strips(weight: Tensor, depth: int, dtype: torch.dtype, columns: int) -> Tensor:
+    """A weight `[in, out]` in strips of so many columns, zero-padded to `depth` rows and a multiple of 64 columns.
 
     bf16 puts two rows of the depth side by side, as the dot-product instructions read them.
     """
     step = 2 if dtype is torch.bfloat16 else 1
     padded = pad(weight, round_up(depth, step), round_up(weight.shape[1], PANEL))
-    blocks = padded.view(padded.shape[0] // step, step, padded.shape[1] // PANEL, PANEL)
+    blocks = padded.view(padded.shape[0] // step, step, padded.shape[1] // columns, columns)
     return blocks.permute(2, 0, 3, 1).to(dtype).contiguous()
 
 
@@ -111,20 +110,22 @@ def gate_and_value(gate: Tensor, value: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def pack(model: Ranker | Towers, dtype: torch.dtype, candidate_positions: CandidatePositions = "shared") -> Packed:
+def pack(
+    model: Ranker | Towers, dtype: torch.dtype, strip: int, candidate_positions: CandidatePositions = "shared"
+) -> Packed:
     """The kernel's model in `dtype` (torch.float32 or torch.bfloat16). The embedding tables are pointed at, not copied.
 
-    Of two towers it is the user's: contexts alone, without candidates and heads.
+    `strip`: how many columns the kernel reads together. Of two towers it is the user's: contexts alone, without candidates and heads.
     """
     config, tokens = model.config, model.tokens
-    width = round_up(config.width, LANES)
+    width = round_up(config.width, GRAIN)
     packed = Packed(Model())
 
     def keep(tensor: Tensor) -> int:
         packed.tensors.append(tensor)
         return tensor.data_ptr()
 
-    packed.layers = (Layer * config.layers)(*_layers(model, dtype, keep))
+    packed.layers = (Layer * config.layers)(*_layers(model, dtype, strip, keep))
     cosines, sines = rope_tables(
         torch.arange(config.candidate_position + config.candidate_length), config.head_width, config.rope_base
     )
@@ -132,22 +133,22 @@ def pack(model: Ranker | Towers, dtype: torch.dtype, candidate_positions: Candid
         "width": config.width, "layers": config.layers, "query_heads": config.query_heads, "kv_heads": config.kv_heads,
         "head_width": config.head_width, "ffn_width": config.ffn_width, "actions": config.actions,
         "continuous": config.continuous_actions, "tables_bf16": model.tables.user.dtype is torch.bfloat16,
-        "bidirectional": config.context_attention == "bidirectional",
-        "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap,
-        "norm_epsilon": config.norm_epsilon, "layer": ctypes.addressof(packed.layers),
+        "bidirectional": config.context_attention == "bidirectional", "silu": config.activation == "silu",
+        "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap or 0.0,
+        "norm_epsilon": config.norm_epsilon, "input_scale": config.input_scale, "layer": ctypes.addressof(packed.layers),
         "candidate_position": config.candidate_position, "candidate_slots": slot_period(config, candidate_positions),
         "user": entity(model.tables.user, config.user_hashes, keep),
         "post": entity(model.tables.post, config.post_hashes, keep),
         "author": entity(model.tables.author, config.author_hashes, keep),
-        "user_projection": keep(panels(tokens.user_projection, len(tokens.user_projection), torch.float32)),
+        "user_projection": keep(strips(tokens.user_projection, len(tokens.user_projection), torch.float32, strip)),
         "cosines": keep(cosines.contiguous()), "sines": keep(sines.contiguous()),
     }  # fmt: skip
     if isinstance(model, Ranker):
         heads = model.heads
         outputs = torch.cat([heads.actions, *([heads.continuous] if config.continuous_actions else [])], 1)
         values["final_norm"] = keep(pad(heads.norm[None], 1, width))
-        values["heads"] = keep(panels(outputs, width, torch.float32))
-    for name, tensor in _features(model):
+        values["heads"] = keep(strips(outputs, width, torch.float32, strip))
+    for name, tensor in _features(model, strip):
         values[name] = keep(tensor)
     for name, value in values.items():
         setattr(packed.model, name, value)
@@ -160,24 +161,29 @@ def entity(table: Tensor, spec: HashSpec, keep: Callable[[Tensor], int]) -> ctyp
     return Entity(keep(table.detach().contiguous()), *functions, spec.count, spec.modulus, spec.vocab_size)
 
 
-def _layers(model: Ranker | Towers, dtype: torch.dtype, keep: Callable[[Tensor], int]) -> Iterator[ctypes.Structure]:
+def _layers(
+    model: Ranker | Towers, dtype: torch.dtype, strip: int, keep: Callable[[Tensor], int]
+) -> Iterator[ctypes.Structure]:
     config = model.config
-    width, ffn = round_up(config.width, LANES), round_up(config.ffn_width, 32)
+    width, ffn = round_up(config.width, GRAIN), round_up(config.ffn_width, 32)
     for layer in model.trunk.decoder_layers():
-        norms = (layer.attention_norm, layer.attention_post_norm, layer.ffn_norm, layer.ffn_post_norm)
+        names = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
+        norms = (getattr(layer, name, None) for name in names)  # without a sandwich there are two
         weights = (
-            panels(torch.cat((layer.query, layer.key, layer.value), 1), width, dtype),
-            panels(layer.output, len(layer.output), dtype),
-            panels(gate_and_value(layer.ffn_gate, layer.ffn_value), width, dtype),
-            panels(layer.ffn_output, ffn, dtype),
+            strips(torch.cat((layer.query, layer.key, layer.value), 1), width, dtype, strip),
+            strips(layer.output, len(layer.output), dtype, strip),
+            strips(gate_and_value(layer.ffn_gate, layer.ffn_value), width, dtype, strip),
+            strips(layer.ffn_output, ffn, dtype, strip),
         )
-        yield Layer(*(keep(pad(norm[None].float(), 1, width)) for norm in norms), *map(keep, weights))
+        yield Layer(
+            *(None if norm is None else keep(pad(norm[None].float(), 1, width)) for norm in norms), *map(keep, weights)
+        )
 
 
-def _features(model: Ranker | Towers) -> Iterator[tuple[str, Tensor]]:
+def _features(model: Ranker | Towers, strip: int) -> Iterator[tuple[str, Tensor]]:
     """The projections, split: hash embeddings keep a matrix; the small features are projected here, once, into rows to add."""
     config, tokens = model.config, model.tokens
-    width, padded = config.width, round_up(config.width, LANES)
+    width, padded = config.width, round_up(config.width, GRAIN)
     entity = (config.post_hashes.count + config.author_hashes.count) * width
 
     def project(rows: Tensor, projection: Tensor, feature: int) -> Tensor:
@@ -185,7 +191,7 @@ def _features(model: Ranker | Towers) -> Iterator[tuple[str, Tensor]]:
         return pad((rows.double() @ slice_.double()).float(), len(rows), padded).contiguous()
 
     history = tokens.history_projection
-    yield "history_projection", panels(history[:entity], entity, torch.float32)
+    yield "history_projection", strips(history[:entity], entity, torch.float32, strip)
     yield "action_tokens", project(tokens.action_projection, history, 0)
     yield "history_surfaces", project(tokens.surface_table, history, 1)
     if config.has_dwell:
@@ -194,7 +200,7 @@ def _features(model: Ranker | Towers) -> Iterator[tuple[str, Tensor]]:
     if not isinstance(model, Ranker):
         return
     candidate = tokens.candidate_projection
-    yield "candidate_projection", panels(candidate[:entity], entity, torch.float32)
+    yield "candidate_projection", strips(candidate[:entity], entity, torch.float32, strip)
     yield "candidate_surfaces", project(tokens.surface_table, candidate, 0)
     if config.has_post_age:
         yield "post_ages", project(tokens.post_age_table, candidate, 1)

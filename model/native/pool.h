@@ -25,6 +25,8 @@ inline void pause_briefly(long spins) {
     if (spins > 2000) return std::this_thread::yield();
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #endif
 }
 

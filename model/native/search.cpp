@@ -37,11 +37,9 @@ inline bool better(const Candidate& a, const Candidate& b) { return a.lower > b.
 
 // The score. Sixteen running sums, a product at a time, then their total as a tree: no fma, so that numpy gets the same bits.
 inline float score(const float* row, const float* query, Index width) {
-    Vec sums = {};
-    each(
-        width, [&](Index i) { sums += load(row + i) * load(query + i); },
-        [&](Index i) { sums[i % LANES] += row[i] * query[i]; });
-    return total(sums);
+    return sum(
+        width, [&](Index i, Vec so_far) { return so_far + load(row + i) * load(query + i); },
+        [&](Index i) { return row[i] * query[i]; });
 }
 
 // A query in 16 bits, as two planes of 8: query ~ step * (128 * high + low).
@@ -158,7 +156,7 @@ class Search {
 
     // Rows of a panel as bytes 128 + round(x / scale), four elements of 64 rows at a time; scale = max|x| / 127.
     void pack(Index panel, float& longest) {
-        const float rounding = float(width_ / LANES + 8) * 2 * UNIT_ROUNDOFF;  // of the fp32 score, in units of both norms
+        const float rounding = float(width_ / GRAIN + 8) * 2 * UNIT_ROUNDOFF;  // of the fp32 score, in units of both norms
         std::uint8_t* out = packed_.get() + panel * PANEL * steps_ * 4;
         for (Index r = 0; r < PANEL; ++r) {
             const Index row = panel * PANEL + r;
@@ -261,6 +259,8 @@ class Search {
     static std::uint64_t below(Vec a, Vec b) {
 #if defined(__AVX512F__)
         return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ);
+#elif defined(__AVX2__) && defined(__FMA__)
+        return std::uint64_t(_mm256_movemask_ps((__m256)(a < b)));
 #else
         std::uint64_t bits = 0;
         for (Index i = 0; i < LANES; ++i) bits |= std::uint64_t(a[i] < b[i]) << i;

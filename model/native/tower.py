@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 from model.engine import EngineError
 from model.inputs import Context
-from model.native.build import KernelUnavailable
+from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import ContextRows
 from model.native.kernel import Work, load_kernel
-from model.native.packing import LANES, PANEL, pack, refusal, round_up
+from model.native.packing import GRAIN, PANEL, pack, refusal, round_up
 from model.retrieval.towers import SMALLEST_SQUARE, Towers
 
 
 class NativeTower:
     """The user tower on a CPU. A user's bits depend on nothing but that user's own context.
 
-    `threads` 0 takes torch's number. Raises KernelUnavailable where the kernel cannot be built or, with `only_if_fast`, where
-    the processor lacks the vectors it is written for; EngineError where memory ends.
+    `threads` 0 takes torch's number; `vectors`, `only_if_fast` and KernelUnavailable as of `load_kernel`. Raises EngineError
+    where memory ends.
     """
 
     def __init__(
@@ -35,22 +35,24 @@ class NativeTower:
         threads: int = 0,
         kernel_directory: Path | None = None,
         only_if_fast: bool = False,
+        vectors: Vectors = "auto",
     ) -> None:
         self._config = towers.config
         if reason := refusal(self._config):
             raise KernelUnavailable(reason)
-        self._kernel = load_kernel(kernel_directory)
-        if only_if_fast and self._kernel.vector_bits() < 512:
-            raise KernelUnavailable("this processor lacks AVX-512, without which torch's own products are faster")
+        self._kernel = load_kernel(kernel_directory, vectors=vectors, only_if_fast=only_if_fast)
         self._kernel.enable_tiles()
-        self._packed = pack(towers, dtype)
+        self._packed = pack(towers, dtype, self._kernel.strip())
         self._handle: ctypes.c_void_p | None
         self._handle, given = self._kernel.create(
             self._packed.model, threads or torch.get_num_threads(), bf16=dtype is torch.bfloat16
         )
         head, config = self._config.head_width, self._config
-        self._block_bytes = PANEL * (head + round_up(head, LANES)) * config.layers * config.kv_heads * dtype.itemsize
-        self.notes: dict[str, Any] = {"backend": "native", "dtype": str(dtype).removeprefix("torch."), "threads": given}
+        self._block_bytes = PANEL * (head + round_up(head, GRAIN)) * config.layers * config.kv_heads * dtype.itemsize
+        self.notes: dict[str, Any] = {
+            "backend": "native", "dtype": str(dtype).removeprefix("torch."), "threads": given,
+            "vectors": self._kernel.vectors(),
+        }  # fmt: skip
 
     def encode(self, contexts: Sequence[Context]) -> NDArray[np.float32]:
         """Unit vectors `[B, D]`; zero for a context without any valid token."""

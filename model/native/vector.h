@@ -1,24 +1,43 @@
-// Sixteen floats at a time, and the matrix kernel that everything is made of. Nothing here knows the model.
+// Vectors of the width that the processor has, and the matrix kernel that everything is made of. Nothing here knows the model.
 //
 // Isolation rests on one rule: the number a row gets is a fixed sequence of operations on that row alone. No
 // reduction is ever split or reordered by how many rows, keys or threads there are. Compiled with -ffp-contract=off,
-// so that nothing becomes an fma but what is written as one here.
+// so that nothing becomes an fma but what is written as one here. Sums along a row are sixteen running sums whatever the
+// width, and a product is one chain of fma, so that fp32 has the same bits at every width that has an fma.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace ranker {
 
-constexpr long LANES = 16;
-constexpr long PANEL = 64;  // columns of a packed panel, and keys of a block
-constexpr long ROWS = 6;    // rows of one kernel call: 6 x 4 accumulators, 4 columns and a broadcast fill 32 registers
+#if defined(__AVX512F__)
+constexpr const char* VECTORS = "avx512";
+constexpr long LANES = 16, ACROSS = 4;  // floats of a vector, and vectors of a kernel call: 6 x 4 sums, 4 columns, a broadcast
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr const char* VECTORS = "avx2";
+constexpr long LANES = 8, ACROSS = 2;  // 16 registers hold 6 x 2 sums, 2 columns, a broadcast and a mask
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+constexpr const char* VECTORS = "neon";
+constexpr long LANES = 4, ACROSS = 4;  // 32 registers, as AVX-512
+#else
+constexpr const char* VECTORS = "plain";  // right, but slow, and without an fma
+constexpr long LANES = 4, ACROSS = 4;
+#endif
+constexpr long ROWS = 6;                  // rows of one kernel call
+constexpr long STRIP = LANES * ACROSS;    // columns of one kernel call, which lie together in packed matrices
+constexpr long PANEL = 64;                // what columns are padded to, and keys of a block
+constexpr long GRAIN = 16;                // what rows are padded to
+constexpr long PARTS = GRAIN / LANES;
 
-typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef std::int32_t IntVec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef std::int32_t IntVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef std::uint16_t HalfVec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 struct bf16 {
     std::uint16_t bits;
@@ -53,25 +72,24 @@ inline void narrow_store(bf16* p, Vec v) {
     __m256bh half = _mm512_cvtneps_pbh((__m512)v);
     std::memcpy(p, &half, 32);
 #else
-    for (long i = 0; i < LANES; ++i) p[i] = narrow<bf16>(v[i]);
+    const IntVec bits = (IntVec)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const IntVec half = (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded;
+    *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(half, HalfVec);
 #endif
 }
 
 inline Vec widen_load(const float* p) { return load(p); }
 inline Vec widen_load(const bf16* p) {
-#if defined(__AVX512F__)
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-#else
-    Vec wide;
-    for (long i = 0; i < LANES; ++i) wide[i] = widen(p[i]);
-    return wide;
-#endif
+    return (Vec)(__builtin_convertvector(*reinterpret_cast<const HalfVec*>(p), IntVec) << 16);
 }
 
 inline Vec fma(Vec a, Vec b, Vec c) {  // a * b + c
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -80,6 +98,8 @@ inline Vec fma(Vec a, Vec b, Vec c) {  // a * b + c
 inline Vec clamp(Vec x, float low, float high) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_min_ps(_mm512_max_ps((__m512)x, _mm512_set1_ps(low)), _mm512_set1_ps(high));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_min_ps(_mm256_max_ps((__m256)x, _mm256_set1_ps(low)), _mm256_set1_ps(high));
 #else
     x = x < low ? broadcast(low) : x;
     return x > high ? broadcast(high) : x;
@@ -104,7 +124,7 @@ inline Vec exp2(Vec x) {
 
 inline Vec reciprocal(Vec x) { return 1.0f / x; }
 
-// The sum of sixteen lanes, always as the same tree: halves onto halves.
+// The sum of a vector's lanes, always as the same tree: halves onto halves.
 inline float total(Vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
@@ -117,53 +137,81 @@ inline float total(Vec v) {
 #endif
 }
 
-// out[i] = f(i) for i < n: sixteen at a time by `many`, what is left one by one by `one`. Which of the two computes an
+// The sum of sixteen floats by that tree, in the vectors' parts.
+inline float total(const float* sixteen) {
+    Vec parts[PARTS];
+    for (long p = 0; p < PARTS; ++p) parts[p] = load(sixteen + p * LANES);
+    for (long width = PARTS / 2; width; width /= 2)
+        for (long p = 0; p < width; ++p) parts[p] += parts[p + width];
+    return total(parts[0]);
+}
+
+// For i < n: whole sixteens by `many`, a vector at a time, what is left one by one by `one`. Which of the two computes an
 // element depends on its column alone.
 template <class Many, class One>
 inline void each(long n, Many many, One one) {
     long i = 0;
-    for (; i + LANES <= n; i += LANES) many(i);
+    for (; i + GRAIN <= n; i += GRAIN)
+        for (long p = 0; p < PARTS; ++p) many(i + p * LANES);
     for (; i < n; ++i) one(i);
+}
+
+// The sum over i < n in sixteen running sums: `many` adds a vector's terms to a part of them, `one` gives a term.
+template <class Many, class One>
+inline float sum(long n, Many many, One one) {
+    alignas(64) float sums[GRAIN];
+    Vec parts[PARTS] = {};
+    long i = 0;
+    for (; i + GRAIN <= n; i += GRAIN)
+        for (long p = 0; p < PARTS; ++p) parts[p] = many(i + p * LANES, parts[p]);
+    for (long p = 0; p < PARTS; ++p) store(sums + p * LANES, parts[p]);
+    for (; i < n; ++i) sums[i % GRAIN] += one(i);
+    return total(sums);
 }
 
 template <class T>
 inline float dot(const T* a, const T* b, long n) {
-    Vec products = {};
-    each(
-        n, [&](long i) { products = fma(widen_load(a + i), widen_load(b + i), products); },
-        [&](long i) { products[i % LANES] += widen(a[i]) * widen(b[i]); });
-    return total(products);
+    return sum(
+        n, [&](long i, Vec so_far) { return fma(widen_load(a + i), widen_load(b + i), so_far); },
+        [&](long i) { return widen(a[i]) * widen(b[i]); });
 }
 
-// One step of the matrix kernel takes one fp32 or a pair of bf16 along the depth.
+// One step of the matrix kernel takes one fp32 or a pair of bf16 along the depth. Without an instruction for such pairs, their
+// halves are widened and multiplied one after the other.
 template <class T>
 struct Step;
 template <>
 struct Step<float> {
-    static constexpr long DEPTH = 1;
-    static Vec row(const float* a) { return broadcast(*a); }
-    static Vec add(Vec c, Vec a, const float* b) { return fma(a, load(b), c); }
+    static constexpr int DEPTH = 1, HALVES = 1;
+    static Vec row(const float* a, int) { return broadcast(*a); }
+    static Vec columns(const float* b, int) { return load(b); }
+    static Vec add(Vec c, Vec a, Vec b) { return fma(a, b, c); }
 };
 template <>
 struct Step<bf16> {
-    static constexpr long DEPTH = 2;
-    static Vec row(const bf16* a) {
+    static constexpr int DEPTH = 2;
+    static Vec row(const bf16* a, int half) {
         std::int32_t pair;
         std::memcpy(&pair, a, 4);
-        return (Vec)(pair - IntVec{});
+        return part(pair - IntVec{}, half);
     }
-    static Vec add(Vec c, Vec a, const bf16* b) {
+    static Vec columns(const bf16* b, int half) { return part(*reinterpret_cast<const IntVec*>(b), half); }
 #if defined(__AVX512BF16__)
-        return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)load(reinterpret_cast<const float*>(b)));
+    static constexpr int HALVES = 1;
+    static Vec part(IntVec pairs, int) { return (Vec)pairs; }
+    static Vec add(Vec c, Vec a, Vec b) { return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    static constexpr int HALVES = 1;
+    static Vec part(IntVec pairs, int) { return (Vec)pairs; }
+    static Vec add(Vec c, Vec a, Vec b) { return (Vec)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b); }
 #else
-        const IntVec pairs = *reinterpret_cast<const IntVec*>(b), row = (IntVec)a;
-        c = fma((Vec)(row << 16), (Vec)(pairs << 16), c);
-        return fma((Vec)(row & -65536), (Vec)(pairs & -65536), c);
+    static constexpr int HALVES = 2;
+    static Vec part(IntVec pairs, int half) { return (Vec)(half ? pairs & -65536 : pairs << 16); }
+    static Vec add(Vec c, Vec a, Vec b) { return fma(a, b, c); }
 #endif
-    }
 };
 
-// c[M, 16 V] (+)= a[M, depth] * b, where b lies packed: for each step along the depth, 16 V columns.
+// c[M, V vectors] (+)= a[M, depth] * b, where b lies packed: for each step along the depth, V vectors of columns.
 template <class T, int M, int V, bool ADD>
 inline void block(const T* a, long a_stride, const T* b, long depth, float* c, long c_stride) {
     Vec sums[M][V];
@@ -173,11 +221,17 @@ inline void block(const T* a, long a_stride, const T* b, long depth, float* c, l
         for (int j = 0; j < V; ++j) sums[i][j] = ADD ? load(c + i * c_stride + j * LANES) : Vec{};
     constexpr long STEP = Step<T>::DEPTH;
     for (long k = 0; k < depth; k += STEP, b += STEP * LANES * V) {
+#pragma GCC unroll 2
+        for (int half = 0; half < Step<T>::HALVES; ++half) {
+            Vec columns[V];
 #pragma GCC unroll 8
-        for (int i = 0; i < M; ++i) {
-            const Vec row = Step<T>::row(a + i * a_stride + k);
+            for (int j = 0; j < V; ++j) columns[j] = Step<T>::columns(b + STEP * LANES * j, half);
 #pragma GCC unroll 8
-            for (int j = 0; j < V; ++j) sums[i][j] = Step<T>::add(sums[i][j], row, b + STEP * LANES * j);
+            for (int i = 0; i < M; ++i) {
+                const Vec row = Step<T>::row(a + i * a_stride + k, half);
+#pragma GCC unroll 8
+                for (int j = 0; j < V; ++j) sums[i][j] = Step<T>::add(sums[i][j], row, columns[j]);
+            }
         }
     }
 #pragma GCC unroll 8

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from model.cache import ContextCache, ContextKey
 from model.engine import CacheStats, EngineError
 from model.inputs import Context
-from model.native.build import KernelUnavailable
+from model.native.build import KernelUnavailable, Vectors
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus
@@ -68,6 +68,7 @@ class RetrievalOptions:
     backend: Literal["auto", "native", "torch"] = "auto"
     cache_bytes: int = 16 * 2**20
     threads: int = 0
+    vectors: Vectors = "auto"
     kernel_directory: Path | None = None
 
 
@@ -84,13 +85,14 @@ class RetrievalEngine:
         self.towers = towers
         self.options = options
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-        self._tower = self._make_tower(dtype)
-        self.notes: dict[str, Any] = {"user_tower": self._tower.notes}
+        self.tower = self._make_tower(dtype)
+        self.notes: dict[str, Any] = {"user_tower": self.tower.notes}
         self._segments = [Segment(corpus, self._make_index(corpus.vectors, options.threads))]
         self.posts = len(corpus) - int(corpus.hidden.sum())
         """Rows that a search without filters can return."""
         self.changes = 0
         """Calls of `change` so far."""
+        self._gone = 0  # posts that were deleted or replaced
         self._users: ContextCache[NDArray[np.float32]] = ContextCache(options.cache_bytes, prefixes=False)
 
     @property
@@ -138,6 +140,7 @@ class RetrievalEngine:
             sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
         ]
         self.posts -= sum(hidden)
+        self._gone += sum(hidden)
         self.changes += 1
         if len(change.posts):
             self._add(change.posts)
@@ -159,6 +162,16 @@ class RetrievalEngine:
         self._segments.append(segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)))
         self.posts += len(self._segments[-1].shown_rows())
 
+    def parts(self) -> list[tuple[Corpus, NDArray[np.int64]]]:
+        """What a search without filters can return: corpora and their rows, in the order of equal scores."""
+        return [(segment.corpus, segment.shown_rows()) for segment in self._segments]
+
+    @property
+    def changed_rows(self) -> int:
+        """Rows of the corpus that are gone, and rows that lie beside it: what a compaction would tidy up."""
+        beside = sum(len(segment.corpus) for segment in self._segments[1:])
+        return beside + self._gone
+
     def cache_stats(self) -> CacheStats:
         """Of the user vectors; safe to call from any thread."""
         return self._users.stats()
@@ -166,7 +179,7 @@ class RetrievalEngine:
     def close(self) -> None:
         """Free the indexes, the user tower and the cache."""
         self._users.clear()
-        self._tower.close()
+        self.tower.close()
         for segment in self._segments:
             segment.close()
 
@@ -179,6 +192,7 @@ class RetrievalEngine:
                 self.towers,
                 dtype,
                 threads=options.threads,
+                vectors=options.vectors,
                 kernel_directory=options.kernel_directory,
                 only_if_fast=options.backend == "auto",
             )
@@ -192,7 +206,9 @@ class RetrievalEngine:
         try:
             if options.backend == "torch":
                 raise KernelUnavailable("chosen by the operator")
-            index = NativeIndex(vectors, threads=threads, kernel_directory=options.kernel_directory)
+            index = NativeIndex(
+                vectors, threads=threads, kernel_directory=options.kernel_directory, kind=options.vectors
+            )
             self.notes["search"] = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
             return index
         except KernelUnavailable as error:
@@ -208,7 +224,7 @@ class RetrievalEngine:
         cached = [key in known for key in keys]
         missing = {key: context for key, context in zip(keys, contexts, strict=True) if key not in known}
         if missing:
-            for key, vector in zip(missing, self._tower.encode(list(missing.values())), strict=True):
+            for key, vector in zip(missing, self.tower.encode(list(missing.values())), strict=True):
                 self._users.find_prefix(key)  # counts the miss
                 self._users.insert(key, vector, vector.nbytes)
                 known[key] = vector

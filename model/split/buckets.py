@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model.config import CandidatePositions, ModelConfig
 from model.engine import EngineError
-from model.split.graphs import Recorder, Work
+from model.split.graphs import Recorder, Work, no_garbage
 from model.split.kernels.contract import Step
 from model.split.run import PROBE_CANDIDATES, Probe, RowCounts
 from model.split.step import (
@@ -42,6 +42,11 @@ def row_sizes(capacity: int) -> list[int]:
     """Sizes that waste little: steps of 64 rows up to 512, of 128 up to 4096, of 512 beyond."""
     sizes = [*range(64, 512, 64), *range(512, 4096, 128), *range(4096, capacity, 512), capacity]
     return sorted({size for size in sizes if size <= capacity})
+
+
+def recording_order(sizes: Sequence[int]) -> list[int]:
+    """The largest first, then those with the largest power of two, so that any beginning of the list serves every step."""
+    return sorted(sizes, key=lambda size: (size != max(sizes), -(size & -size), size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,14 +97,12 @@ class BucketRunner:
         # the reference comes first: it must not use what is still to be checked
         self._trunk.kernels.use_reference()
         plans = {size: probe(size) for size in self._sizes}
-        expected = {size: self._plain(plan) for size, plan in plans.items()}
+        expected = {size: self.run_plain(plan) for size, plan in plans.items()}
         notes["products"] = self._trunk.kernels.choose_products(self._trunk.linear_weights(), self._sizes)
         for buffer in (*self._staging, self._arrived):
             buffer.zero_()  # a step of no rows at every size: what a probe left there has another layout
-        for size in self._sizes:
-            step = Step(self._trunk.mixed, self._frames[size].device, self._frames[size].host[0], ())
-            self._bodies[size] = self._recorder.record(partial(self._trunk.body, rows=size), step)
-            self._tails[size] = self._recorder.record(partial(self._trunk.tail, rows=size), step)
+        with no_garbage():
+            notes["row_sizes_without_room"] = self._record()
         trusted = expected[self._capacity][:PROBE_CANDIDATES]
         failed = [size for size in self._sizes if not self._passes(plans[size], expected[size], trusted)]
         notes["row_sizes"] = [size for size in self._sizes if size not in failed]
@@ -110,6 +113,24 @@ class BucketRunner:
             self._sizes.remove(size)
         notes["graphs"] = self._recorder.recorded
         self.counts = RowCounts()
+
+    def _record(self) -> list[int]:
+        """Record the largest size, then coarse ones before fine ones, as long as there is room; returns the sizes left out."""
+        for size in recording_order(self._sizes):
+            if self._bodies and not self._recorder.has_room():
+                break
+            step = Step(self._trunk.mixed, self._frames[size].device, self._frames[size].host[0], ())
+            try:
+                body = self._recorder.record(partial(self._trunk.body, rows=size), step)
+                tail = self._recorder.record(partial(self._trunk.tail, rows=size), step)
+            except torch.OutOfMemoryError:
+                if not self._bodies:
+                    raise
+                break
+            self._bodies[size], self._tails[size] = body, tail
+        left_out = [size for size in self._sizes if size not in self._bodies]
+        self._sizes = [size for size in self._sizes if size in self._bodies]
+        return left_out
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
         """See `StepRunner.run`. A host buffer is written again only when its step has left the device."""
@@ -183,7 +204,7 @@ class BucketRunner:
         host = tuple(arrays(buffer).numpy() for buffer in self._staging)
         return Frame(arrays(self._arrived), host, step_bytes(self._config, self._capacity, size))
 
-    def _plain(self, plan: StepPlan) -> NDArray[np.float32]:
+    def run_plain(self, plan: StepPlan) -> NDArray[np.float32]:
         """The plan's outputs without any recording."""
         size = self._fitting(plan.rows, plan.tiles)
         frame = self._frames[size]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -14,13 +14,12 @@ from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
-from model.native.packing import refusal
 from model.ranker import Ranker
 from model.selftest import check_isolation
 from model.split.buckets import BucketRunner
 from model.split.graphs import CudaRecorder, Recorder
 from model.split.kernels.contract import Kernels, softmax_shift
-from model.split.kernels.portable import KEY_TILE, PortableKernels
+from model.split.kernels.portable import PortableKernels
 from model.split.run import PROBE_CANDIDATES, EagerRunner, RowCounts, StepRunner
 from model.split.step import TILE_ROWS, CandidateWork, ContextState, ContextWork, StepPlan, plan_steps
 from model.split.tables import Placement, table_source
@@ -37,8 +36,8 @@ class SplitEngine:
 
     A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; longer work
     takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU. `placement` says where the embedding
-    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. Raises EngineError
-    where the device or the checkpoint cannot be served.
+    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. Without `library` no product of
+    cuBLAS is used, without `replay` no CUDA graph. Raises EngineError where the device or the checkpoint cannot be served.
     """
 
     def __init__(
@@ -53,33 +52,35 @@ class SplitEngine:
         capacity: int | None = None,
         placement: Placement | None = None,
         recorder: Recorder | None = None,
+        library: bool = True,
+        replay: bool = True,
     ) -> None:
         config = ranker.config
-        if reason := refusal(config):
-            raise EngineError(f"{reason}, and neither does the torch engine: choose backend 'dense'")
-        assert config.attention_cap is not None
         softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
         self.config = config
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
+        # a stream of its own, so that the warm-up of the next version does not queue before requests of this one
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._dtype = dtype
         fused = kernels == "fused" or (kernels == "auto" and self._device.type == "cuda")
-        # keys are padded so that every product of the portable attention has one shape; the Triton kernels mask
-        self._key_tile = 1 if fused else KEY_TILE
         capacity = capacity or default_capacity(config)
         if capacity % TILE_ROWS or capacity < 1 + config.history_length:
             raise EngineError(f"capacity must be a multiple of {TILE_ROWS} and hold a whole context, got {capacity}")
-        weights = split_weights(ranker, self._device, dtype)
-        self._kernels = _fused_kernels(config, weights, dtype) if fused else PortableKernels(config, weights.rope)
-        source = table_source(ranker, self._device, capacity, placement)
-        self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
+        with self._on_device():
+            weights = split_weights(ranker, self._device, dtype)
+            self._kernels: Kernels = (
+                _fused_kernels(config, weights, dtype, library) if fused else PortableKernels(config, weights.rope)
+            )
+            source = table_source(ranker, self._device, capacity, placement)
+            self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
+            shared = (config, candidate_positions, self._trunk, source, capacity)
+            if self._stream is not None and recorder is None:
+                # the portable kernels loop on the host, which no graph holds
+                recorder = CudaRecorder(self._stream, replay=replay and fused)
+            self._runner: StepRunner = BucketRunner(*shared, recorder) if recorder else EagerRunner(*shared)
         self._capacity = capacity
-        shared = (config, candidate_positions, self._trunk, source, capacity)
-        if self._device.type == "cuda" or recorder is not None:
-            self._runner: StepRunner = BucketRunner(*shared, recorder or CudaRecorder())
-        else:
-            self._runner = EagerRunner(*shared)
         self._prepared = 0
         extendable = config.context_attention == "causal" and not config.right_anchored
         self._cache: ContextCache[ContextState] = ContextCache(cache_bytes, prefixes=extendable)
@@ -87,6 +88,7 @@ class SplitEngine:
             "kernels": "triton" if fused else "torch, fixed tiles",
             "embedding_tables": source.placement,
             "step_rows": capacity,
+            "cache_bytes": cache_bytes,
         }
         name = str(dtype).removeprefix("torch.")
         self.info = EngineInfo(str(self._device), name, "torch", candidate_positions, notes)
@@ -103,7 +105,25 @@ class SplitEngine:
 
     @torch.inference_mode()
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
-        """Outcomes in the order of the items; a context that several items share is computed once."""
+        """Outcomes in the order of the items; a context that several items share is computed once.
+
+        Where the device runs out of memory, the context cache is emptied and the batch tried once more, in two halves.
+        """
+        try:
+            return self._forward(items)
+        except torch.OutOfMemoryError:
+            pass  # outside of the handler, whose traceback holds the tensors of the attempt
+        self._cache.clear()
+        if self._stream is not None:
+            self._stream.synchronize()  # host buffers may still be read by what was queued
+            torch.cuda.empty_cache()
+        half = -(-len(items) // 2)
+        try:
+            return [outcome for part in (items[:half], items[half:]) if part for outcome in self._forward(part)]
+        except torch.OutOfMemoryError as error:
+            raise EngineError("the device is out of memory") from error
+
+    def _forward(self, items: Sequence[Item]) -> list[Outcome]:
         made: dict[ContextKey, ContextState] = {}
         works: list[Work] = []
         results: list[tuple[ContextState, CacheResult]] = []
@@ -115,12 +135,12 @@ class SplitEngine:
                     results.append((state, result))
                 plans = plan_steps(works, self._capacity)
                 outputs = self._runner.run(plans)
-        except torch.cuda.OutOfMemoryError as error:
-            raise EngineError("the device is out of memory") from error
         except torch.AcceleratorError as error:
             raise EngineError(f"the device failed: {error}", sticky=True) from error
+        dropped = {id(state) for item, (state, _) in zip(items, results, strict=True) if not item.context.is_kept}
         for key, state in made.items():
-            self._cache.insert(key, state, state.nbytes)
+            if id(state) not in dropped:
+                self._cache.insert(key, state, state.nbytes)
         scores = self._scores(items, plans, outputs)
         return [Outcome(found, state, result) for found, (state, result) in zip(scores, results, strict=True)]
 
@@ -132,10 +152,32 @@ class SplitEngine:
         if not isinstance(self._runner, BucketRunner):
             raise EngineError("only an engine with recorded steps can queue them again")
         works: list[Work] = []
-        for number, item in enumerate(items):
-            context, state, _ = self._context_of(item, {})
-            works.append((context, number, item.candidates, state))
-        return torch.inference_mode()(self._runner.rehearse(plan_steps(works, self._capacity)))
+        with self._on_device():
+            for number, item in enumerate(items):
+                context, state, _ = self._context_of(item, {})
+                works.append((context, number, item.candidates, state))
+            again = self._runner.rehearse(plan_steps(works, self._capacity))
+        if self._stream is not None:
+            self._stream.synchronize()  # what follows is queued on the caller's stream
+        return torch.inference_mode()(again)
+
+    @torch.inference_mode()
+    def run_through(self, kernels: Kernels, items: Sequence[Item]) -> None:
+        """Compute the items once, unrecorded, by other kernels on the same weights; for checks. Raises EngineError as `rehearse`."""
+        if not isinstance(self._runner, BucketRunner):
+            raise EngineError("only an engine that runs in padded sizes can be run through")
+        own, self._kernels = self._kernels, kernels  # states get room for what they need
+        self._trunk.kernels = kernels
+        try:
+            with self._on_device():
+                works: list[Work] = []
+                for number, item in enumerate(items):
+                    context, state, _ = self._context_of(item, {})
+                    works.append((context, number, item.candidates, state))
+                for plan in plan_steps(works, self._capacity):
+                    self._runner.run_plain(plan)
+        finally:
+            self._kernels = self._trunk.kernels = own
 
     def late_compilations(self) -> int:
         """Kernels compiled and graphs recorded since `warm_up`: none, or readiness was declared too early."""
@@ -156,11 +198,12 @@ class SplitEngine:
         for name in ("_runner", "_trunk", "_kernels"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the next version is loading into the same memory
+            with suppress(RuntimeError):  # a device that is lost has nothing to give back
+                torch.cuda.empty_cache()  # the next version is loading into the same memory
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """The device is a property of the calling thread, and the engine's thread did not build the engine."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        """Device and stream are properties of the calling thread, and the engine's thread did not build the engine."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def _compilations(self) -> int:
         return self._runner.recorded + self._kernels.compiled()
@@ -200,7 +243,7 @@ class SplitEngine:
         """Room for a context's keys and values, those of its known beginning copied in."""
         config = self.config
         length = int(context.user_id != 0) + int(np.count_nonzero(context.post_ids))
-        capacity = -(-length // self._key_tile) * self._key_tile
+        capacity = -(-length // self._kernels.key_tile) * self._kernels.key_tile
         shape = (config.layers, 2, capacity, config.kv_heads, config.head_width)
         # padded keys are multiplied before they are masked, so they must be numbers
         make = torch.empty if capacity == length else torch.zeros
@@ -242,9 +285,9 @@ def default_capacity(config: ModelConfig) -> int:
     return max(rows, -(-(1 + config.history_length) // TILE_ROWS) * TILE_ROWS)
 
 
-def _fused_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype) -> Kernels:
+def _fused_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, library: bool) -> Kernels:
     try:
         from model.split.kernels.fused import FusedKernels
     except ImportError as error:
         raise EngineError(f"the CUDA engine needs triton: {error}") from error
-    return FusedKernels(config, weights, dtype)
+    return FusedKernels(config, weights, dtype, library=library)

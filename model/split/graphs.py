@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -24,19 +26,25 @@ class Recorder(Protocol):
     def record(self, work: Work, step: Step) -> Work:
         """Run `work` once, then record it on exactly these tensors; calling the result replays it."""
 
+    def has_room(self) -> bool:
+        """Whether the device has memory for more recordings."""
+
     def mark(self) -> Callable[[], None]:
         """A point in the device's queue; calling the result waits for it."""
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool. Recording waits for the device; replaying does not."""
+    """CUDA graphs that share one memory pool, captured on the engine's own `stream`. Recording waits for that stream alone;
+    replaying waits for nothing. A single graph must never be dropped before the others: the library would clear the
+    workspace that they share. With `replay` off a recording is the work itself, run anew each time.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream, *, replay: bool = True) -> None:
         self.recorded = 0
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = (
-            torch.cuda.Stream()
-        )  # one for all recordings: the library keeps a workspace for each stream it sees
+        self._stream = stream  # one for all recordings: the library keeps a workspace for each stream it sees
+        self._replay = replay
+        with torch.cuda.device(stream.device):
+            self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """See `Recorder.pinned`."""
@@ -44,10 +52,12 @@ class CudaRecorder:
 
     def record(self, work: Work, step: Step) -> Work:
         """See `Recorder.record`. The first, plain run compiles what is not compiled yet, which no graph may contain."""
-        work(step)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
+            work(step)
+            self._stream.synchronize()
+            if not self._replay:
+                return work
+            graph = torch.cuda.CUDAGraph()
             # not torch.cuda.graph: it collects garbage at every recording. Other threads, such as the one that serves the
             # version before this one, may use the device meanwhile
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -55,15 +65,33 @@ class CudaRecorder:
                 work(step)
             finally:
                 graph.capture_end()
-        torch.cuda.synchronize()
+        self._stream.synchronize()
         self.recorded += 1
         return lambda _: graph.replay()
+
+    def has_room(self) -> bool:
+        """See `Recorder.has_room`: a sixteenth of the device's memory stays free for states of contexts."""
+        free, total = torch.cuda.mem_get_info(self._stream.device)
+        return 16 * free >= total
 
     def mark(self) -> Callable[[], None]:
         """See `Recorder.mark`."""
         event = torch.cuda.Event()
         event.record()
         return event.synchronize
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Collect garbage first and not again inside: what a collection frees while a graph is recorded would break the recording."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class PlainRecorder:
@@ -81,6 +109,10 @@ class PlainRecorder:
         work(step)
         self.recorded += 1
         return work
+
+    def has_room(self) -> bool:
+        """See `Recorder.has_room`; a recording takes none."""
+        return True
 
     def mark(self) -> Callable[[], None]:
         """See `Recorder.mark`; there is nothing to wait for."""

@@ -33,24 +33,24 @@ class TableSource(Protocol):
 def table_source(
     ranker: Ranker, device: torch.device, capacity: int, placement: Placement | None = None
 ) -> TableSource:
-    """Tables go to a CUDA device when they take at most half of its free memory. On the CPU they are read in place.
-
-    Raises EngineError where they differ in dtype.
-    """
+    """The tables where `placement` says, None leaves it to `default_placement`. Raises EngineError where they differ in dtype."""
     tables = ranker.tables
     three = [parameter.detach() for parameter in (tables.user, tables.post, tables.author)]
     if len({table.dtype for table in three}) > 1 or three[0].dtype not in (torch.float32, torch.bfloat16):
         raise EngineError(
             f"embedding tables must all be float32 or all bfloat16, got {[table.dtype for table in three]}"
         )
-    if placement is None:
-        placement = "device"
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            placement = "device" if 2 * sum(table.nbytes for table in three) <= free else "host"
+    placement = placement or default_placement(sum(table.nbytes for table in three), device)
     if placement == "device":
         return DeviceTables(Tables(*(table.to(device) for table in three)))
     return HostTables(ranker.config, Tables(*three), device, capacity)
+
+
+def default_placement(table_bytes: int, device: torch.device) -> Placement:
+    """On a CUDA device whose memory, free or not, could hold them three times: a reload decides as the start did. CPUs read in place."""
+    if device.type == "cuda" and 3 * table_bytes > torch.cuda.mem_get_info(device)[1]:
+        return "host"
+    return "device"
 
 
 class DeviceTables:

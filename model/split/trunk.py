@@ -8,7 +8,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.split.kernels.contract import Kernels, Step, Tables
 from model.split.step import TILE_ROWS
-from model.split.weights import LayerWeights, SplitWeights
+from model.split.weights import LayerWeights, Norm, SplitWeights
 
 
 class SplitTrunk:
@@ -58,40 +58,58 @@ class SplitTrunk:
         """All rows, up to the last layer's keys and values."""
         kernels, layers = self.kernels, self.weights.layers
         kernels.embed(step, self.tables, self.weights.tokens, self.residual, rows)
+        if self.weights.sinusoids is not None:
+            self.residual[:rows] += self.weights.sinusoids[step.arrays.positions[:rows].long()]
         kernels.norm(step, None, None, self.residual, layers[0].attention_norm, self.normed, rows)
         queries = self.query.shape[1]
         for i, layer in enumerate(layers[:-1]):
-            assert layer.qkv is not None
-            kernels.multiply(step, self.normed, layer.qkv, self.qkv, rows)
+            self._multiply(step, self.normed, layer, "qkv", self.qkv, rows)
             query, key_value = self.qkv[:, :queries], self.qkv[:, queries:]
-            kernels.rotate(step, query, key_value, i, rows)
+            self._rotate(step, query, key_value, i, rows)
             kernels.attend(step, query, key_value, i, self.mixed, rows)
             self._after_attention(step, layer, layers[i + 1].attention_norm, self.normed, rows, tail=False)
-        last = layers[-1]
-        assert last.key_value is not None
-        kernels.multiply(step, self.normed, last.key_value, self.key_value, rows)
-        kernels.rotate(step, None, self.key_value, len(layers) - 1, rows)
+        self._multiply(step, self.normed, layers[-1], "key_value", self.key_value, rows)
+        self._rotate(step, None, self.key_value, len(layers) - 1, rows)
 
     def tail(self, step: Step, rows: int) -> None:
         """Candidates only: the last layer from its queries on, and the heads; leaves raw outputs in `logits` `[rows, A + Z …]`."""
         kernels, last = self.kernels, self.weights.layers[-1]
-        assert last.query is not None
-        kernels.multiply(step, self.normed, last.query, self.query, rows, tail=True)
-        kernels.rotate(step, self.query, None, len(self.weights.layers) - 1, rows, tail=True)
         index = len(self.weights.layers) - 1
+        self._multiply(step, self.normed, last, "query", self.query, rows, tail=True)
+        self._rotate(step, self.query, None, index, rows, tail=True)
         kernels.attend(step, self.query, self.key_value, index, self.mixed, rows, tail=True)
         self._after_attention(step, last, self.weights.final_norm, self.final, rows, tail=True)
         kernels.multiply(step, self.final, self.weights.heads, self.logits, rows, tail=True)
 
     def _after_attention(
-        self, step: Step, layer: LayerWeights, next_norm: Tensor, out: Tensor, rows: int, *, tail: bool
+        self, step: Step, layer: LayerWeights, next_norm: Norm, out: Tensor, rows: int, *, tail: bool
     ) -> None:
         """Output projection, FFN and both residual additions; `out` is the residual stream, normed for what follows."""
         kernels = self.kernels
-        kernels.multiply(step, self.mixed, layer.output, self.projected, rows, tail=tail)
+        self._multiply(step, self.mixed, layer, "output", self.projected, rows, tail=tail)
         post, norm = layer.attention_post_norm, layer.ffn_norm
         kernels.norm(step, self.projected, post, self.residual, norm, self.normed, rows, tail=tail)
-        kernels.multiply(step, self.normed, layer.gate_value, self.gate_value, rows, tail=tail)
+        self._multiply(step, self.normed, layer, "gate_value", self.gate_value, rows, tail=tail)
         kernels.gate(step, self.gate_value, self.hidden, rows, tail=tail)
-        kernels.multiply(step, self.hidden, layer.ffn_output, self.projected, rows, tail=tail)
+        self._multiply(step, self.hidden, layer, "ffn_output", self.projected, rows, tail=tail)
         kernels.norm(step, self.projected, layer.ffn_post_norm, self.residual, next_norm, out, rows, tail=tail)
+
+    def _multiply(
+        self, step: Step, x: Tensor, layer: LayerWeights, name: str, out: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """A linear map of a layer, by the name of its weight."""
+        self.kernels.multiply(step, x, getattr(layer, name), out, rows, tail=tail)
+        if name in layer.biases:
+            out[:rows] += layer.biases[name]
+
+    def _rotate(
+        self, step: Step, query: Tensor | None, key_value: Tensor | None, index: int, rows: int, *, tail: bool = False
+    ) -> None:
+        """Queries and keys as they meet: each head normed where the trunk does so, then turned."""
+        scales = self.weights.layers[index].head_norms
+        if scales is not None:
+            pairs = ((query, self.config.query_heads, scales[0]), (key_value, self.config.kv_heads, scales[1]))
+            for heads, count, scale in pairs:
+                if heads is not None:
+                    self.kernels.norm_heads(step, heads, count, scale, rows, tail=tail)
+        self.kernels.rotate(step, query, key_value, index, rows, tail=tail)

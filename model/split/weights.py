@@ -5,37 +5,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
-from model.layers import rope_tables
+from model.layers import rope_tables, sinusoids
 from model.ranker import Ranker, TokenBuilder
 from model.trunk import DecoderLayer
 
 FFN_COLUMNS = 64  # zero columns of gate and value give zero products, and let kernels drop their masks
+LINEAR = ("query", "key", "value", "output", "ffn_gate", "ffn_value", "ffn_output")
 HEAD_COLUMNS = 32  # a product with an odd number of columns depends on the row's place in some libraries
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Linear weights `[in, out]` in the engine's dtype, norm scales fp32 `[D]`.
+class Norm:
+    """The scale of an RMSNorm, fp32 `[D]`; with a bias it is a LayerNorm's."""
 
-    gate_value `[D, 2·F']` and ffn_output `[F', D]` have F' = F rounded up to a multiple of `FFN_COLUMNS`, with zeros.
-    `query` `[D, N·K]` and `key_value` `[D, 2·G·K]` lie side by side in `qkv`; the last layer has them apart instead,
-    because its context needs no queries.
+    scale: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Linear weights `[in, out]` in the engine's dtype.
+
+    gate_value `[D, 2·F']` and ffn_output `[F', D]` have F' = F rounded up to a multiple of `FFN_COLUMNS`, with zeros; without a
+    gate there is no value beside it. `query` `[D, N·K]` and `key_value` `[D, 2·G·K]` lie side by side in `qkv`; the last layer
+    has them apart instead, because its context needs no queries. `biases` holds those of the linear weights, by the field's
+    name; `head_norms` fp32 the scales for each head's query and key, `[K]` each.
     """
 
-    attention_norm: Tensor
+    attention_norm: Norm
     qkv: Tensor | None
     query: Tensor | None
     key_value: Tensor | None
     output: Tensor
-    attention_post_norm: Tensor
-    ffn_norm: Tensor
+    attention_post_norm: Norm | None
+    ffn_norm: Norm
     gate_value: Tensor
     ffn_output: Tensor
-    ffn_post_norm: Tensor
+    ffn_post_norm: Norm | None
+    biases: dict[str, Tensor]
+    head_norms: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +70,16 @@ class TokenWeights:
 @dataclass(frozen=True, slots=True)
 class SplitWeights:
     """The whole trunk. heads fp32 `[D, A + Z + padding]`, columns up to a multiple of `HEAD_COLUMNS`;
-    rope fp32 `[2, positions, K/2]`: cosines and sines of every position.
+    rope fp32 `[2, positions, K/2]`: cosines and sines of every position; ones and zeros, which turn nothing, where positions are
+    sinusoidal: then `sinusoids` fp32 `[positions, D]` are added to the tokens.
     """
 
     layers: tuple[LayerWeights, ...]
     tokens: TokenWeights
-    final_norm: Tensor
+    final_norm: Norm
     heads: Tensor
     rope: Tensor
+    sinusoids: Tensor | None
 
 
 def split_weights(ranker: Ranker, device: torch.device, dtype: torch.dtype) -> SplitWeights:
@@ -78,14 +92,19 @@ def split_weights(ranker: Ranker, device: torch.device, dtype: torch.dtype) -> S
         heads.append(ranker.heads.continuous.detach())
     heads.append(heads[0].new_zeros(config.width, -(config.actions + config.continuous_actions) % HEAD_COLUMNS))
     positions = torch.arange(config.candidate_position + config.candidate_length)
-    half = config.head_width // 2
-    rope = torch.stack([table[:, :half] for table in rope_tables(positions, config.head_width, config.rope_base)])
+    half, added = config.head_width // 2, None
+    if config.positions == "rope":
+        rope = torch.stack([table[:, :half] for table in rope_tables(positions, config.head_width, config.rope_base)])
+    else:
+        rope = torch.stack((torch.ones(len(positions), half), torch.zeros(len(positions), half)))
+        added = sinusoids(positions, config.width).to(device)
     return SplitWeights(
         layers=layers,
         tokens=_tokens(ranker.tokens, config, device),
-        final_norm=_moved(ranker.heads.norm, device),
+        final_norm=_norm(ranker.heads, "norm", device),
         heads=_moved(torch.cat(heads, 1), device),
         rope=rope.to(device).contiguous(),
+        sinusoids=added,
     )
 
 
@@ -98,23 +117,41 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype = torch.floa
     return tensor.detach().to(device=device, dtype=dtype, copy=True).contiguous()
 
 
+def _norm(module: nn.Module, name: str, device: torch.device) -> Norm:
+    bias = getattr(module, f"{name}_bias", None)
+    return Norm(_moved(getattr(module, name), device), None if bias is None else _moved(bias, device))
+
+
 def _layer(layer: DecoderLayer, device: torch.device, dtype: torch.dtype, *, last: bool) -> LayerWeights:
-    query = _moved(layer.query, device, dtype)
-    key_value = _moved(torch.cat((layer.key.detach(), layer.value.detach()), 1), device, dtype)
-    gate, value, output = layer.ffn_gate.detach(), layer.ffn_value.detach(), layer.ffn_output.detach()
-    padding = -gate.shape[1] % FFN_COLUMNS
-    gate, value = (functional.pad(weight, (0, padding)) for weight in (gate, value))
+    config = layer.config
+    padding = -config.ffn_width % FFN_COLUMNS
+
+    def merged(suffix: str) -> dict[str, Tensor]:
+        """All linear weights, or with the suffix all biases, by the field's name."""
+        parts = {
+            name: getattr(layer, f"{name}{suffix}").detach() for name in LINEAR if hasattr(layer, f"{name}{suffix}")
+        }
+        key_value = torch.cat((parts["key"], parts["value"]), -1)
+        gates = [functional.pad(parts[name], (0, padding)) for name in ("ffn_gate", "ffn_value") if name in parts]
+        joint = {"query": parts["query"], "key_value": key_value}
+        joint = joint if last else {"qkv": torch.cat((parts["query"], key_value), -1)}
+        joint |= {"output": parts["output"], "gate_value": torch.cat(gates, -1), "ffn_output": parts["ffn_output"]}
+        return {name: _moved(tensor, device, dtype) for name, tensor in joint.items()}
+
+    weights = merged("")
     return LayerWeights(
-        attention_norm=_moved(layer.attention_norm, device),
-        qkv=None if last else torch.cat((query, key_value), 1),
-        query=query if last else None,
-        key_value=key_value if last else None,
-        output=_moved(layer.output, device, dtype),
-        attention_post_norm=_moved(layer.attention_post_norm, device),
-        ffn_norm=_moved(layer.ffn_norm, device),
-        gate_value=_moved(torch.cat((gate, value), 1), device, dtype),
-        ffn_output=_moved(functional.pad(output, (0, 0, 0, padding)), device, dtype),
-        ffn_post_norm=_moved(layer.ffn_post_norm, device),
+        qkv=weights.get("qkv"),
+        query=weights.get("query"),
+        key_value=weights.get("key_value"),
+        output=weights["output"],
+        gate_value=weights["gate_value"],
+        ffn_output=functional.pad(weights["ffn_output"], (0, 0, 0, padding)),
+        attention_norm=_norm(layer, "attention_norm", device),
+        attention_post_norm=_norm(layer, "attention_post_norm", device) if config.sandwich else None,
+        ffn_norm=_norm(layer, "ffn_norm", device),
+        ffn_post_norm=_norm(layer, "ffn_post_norm", device) if config.sandwich else None,
+        biases=merged("_bias") if config.biases else {},
+        head_norms=(_moved(layer.query_norm, device), _moved(layer.key_norm, device)) if config.qk_norm else None,
     )
 
 
@@ -132,12 +169,15 @@ def _tokens(tokens: TokenBuilder, config: ModelConfig, device: torch.device) -> 
     if config.has_dwell:
         dwell_input = tokens.dwell_input.detach()[0]
         dwell_output = tokens.dwell_output.detach().double() @ history[entity + 2 * width :]
-    on_history = surfaces @ history[entity + width : entity + 2 * width]
+    scale = config.input_scale  # a token is a sum of these, so that the scale needs no pass of its own
+    on_candidate, on_history = (
+        surfaces @ part for part in (candidate[entity : entity + width], history[entity + width : entity + 2 * width])
+    )
     return TokenWeights(
-        projection=_moved(projection, device),
-        surfaces=_moved(torch.stack((surfaces @ candidate[entity : entity + width], on_history)), device),
-        ages=_moved(ages, device),
-        actions=_moved(tokens.action_projection.detach().double() @ history[entity : entity + width], device),
+        projection=_moved(scale * projection, device),
+        surfaces=_moved(scale * torch.stack((on_candidate, on_history)), device),
+        ages=_moved(scale * ages, device),
+        actions=_moved(scale * (tokens.action_projection.detach().double() @ history[entity : entity + width]), device),
         dwell_input=_moved(dwell_input, device),
-        dwell_output=_moved(dwell_output, device),
+        dwell_output=_moved(scale * dwell_output, device),
     )

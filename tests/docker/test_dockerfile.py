@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import tomllib
 import zipfile
@@ -176,6 +178,49 @@ def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path: Path) -> 
     assert any(path.endswith(".cpp") for path in native)
     assert native <= held  # the kernel's sources: it is compiled where it runs
     assert {name.split("/")[0].split("-")[0] for name in held} == {"app", "model", "weights", "phoenix_ranking_server"}
+
+
+KERNEL = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def first(x):
+    tl.store(x, 1.0)
+
+triton.compile(ASTSource(first, {"x": "*fp32"}, {}), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@pytest.mark.parametrize("without", ["", "TRITON_CACHE_DIR"])
+def test_the_image_compiles_its_first_kernel_though_its_home_cannot_be_written(without: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed here")
+    values = environment(STAGES, "cuda")
+    written = STAGES["runtime"].of("VOLUME")
+    with tempfile.TemporaryDirectory(prefix="image-") as root:
+        for folder in (values["HOME"], *written):
+            Path(root + folder).mkdir(parents=True)
+        for folder in written:
+            Path(root + folder).chmod(0o777)
+        script = Path(root, "kernel.py")  # a file: Triton reads the source of its kernels
+        script.write_text(KERNEL)
+        for folder in (root + values["HOME"], root + "/home", root):
+            Path(folder).chmod(0o555)
+        inside = {name: root + value if value.startswith(values["HOME"]) else value for name, value in values.items()}
+        inside |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+        inside.pop(without, None)
+        # root without the right to ignore modes is anybody, and can still read an interpreter below /root
+        anybody = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+        command = [*anybody, sys.executable, str(script)]
+        finished = subprocess.run(
+            command, env=inside, cwd="/", capture_output=True, text=True, timeout=100, check=False
+        )
+        Path(root).chmod(0o700)
+        Path(root + values["HOME"]).chmod(0o700)
+        Path(root + "/home").chmod(0o700)
+    assert (finished.returncode == 0) is not bool(without), finished.stderr[-2000:]
+    assert not without or "Permission denied" in finished.stderr
 
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])

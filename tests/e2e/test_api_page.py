@@ -60,6 +60,20 @@ def test_the_columns_on_the_page_are_what_it_says() -> None:
     assert [len(row) for row in candidates["probabilities"]] == [1, 1]
 
 
+def test_the_explanation_on_the_page_has_the_shape_that_it_says() -> None:
+    body = re.search(r"-d '(.*)'", blocks("bash")[3], re.DOTALL)[1]  # type: ignore[index]
+    shown = json.loads(blocks("json")[1])
+    with served() as (client, _):
+        reply = client.post("/explain", content=body, headers={"content-type": "application/json"}).json()
+
+    def shape(value: object) -> object:
+        return {name: shape(below) for name, below in value.items()} if isinstance(value, dict) else type(value)
+
+    assert shape(reply) == shape(shown)
+    assert shape(reply["candidates"][0]) == shape(shown["candidates"][0])
+    assert (reply["events"], reply["actions"]) == (shown["events"], shown["actions"])
+
+
 def test_the_recommendation_on_the_page_is_one_that_can_be_asked_for(tmp_path: Path) -> None:
     body = re.search(r"-d '(.*)'", blocks("bash")[2], re.DOTALL)[1]  # type: ignore[index]
     with served(retrieval=retrieving.loader(tmp_path)) as (client, _):

@@ -32,7 +32,8 @@ def test_shapes(monkeypatch):
 
 @pytest.fixture(scope="module")
 def target():
-    with ranking_server(threads=1) as running:
+    posts = {"retrieval__checkpoint": "weights/demo-towers", "retrieval__corpus": "weights/demo-posts"}
+    with ranking_server(threads=1, **posts) as running:
         yield running.target
 
 
@@ -59,6 +60,16 @@ def test_an_open_loop_run_sees_what_the_server_sees(target):
     assert hit[run.samples.kind == KINDS.index("first_visit")].mean() < 0.2
 
 
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_an_open_loop_run_retrieves(target, path):
+    settings = RunSettings(30.0, 1.5, 0.5, slo=Slo(latency_ms=1_000), traffic=TrafficSettings(seed=3))
+    run = LoadRun(Target.parse(target.origin + path), settings, say=lambda line: None).run()
+    assert run.summary["statuses"] == {"200": len(run.samples)}
+    assert run.meta["server"]["requests"] == len(run.samples)
+    stages = run.meta["server"]["stages_ms"]
+    assert {stage for stage in ("encode", "search", "forward") if stages[stage]} >= {"encode", "search"}
+
+
 def run_locust(target, prefix, *options):
     """Exit code, the statistics by name, and the failures that locust wrote."""
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest/locustfile.py"), "--host", target.origin]
@@ -75,6 +86,7 @@ def test_locust_runs_every_scenario_and_tells_hits_from_misses(target, tmp_path)
     assert not failures
     assert set(rows) >= {f"{name}, context hit" for name in ("feed page", "burst")}
     assert {"first visit, context miss", "bad client"} <= set(rows)
+    assert {"/retrieve", "/recommend"} <= set(rows)
     assert any(name.startswith("mixed sizes") for name in rows)
     assert "first visit, context hit" not in rows
 
@@ -92,3 +104,14 @@ def test_a_broken_contract_fails_the_run(tmp_path):
         ended, _, failures = run_locust(Target.parse(url), tmp_path / "run", "FeedPage")
     assert ended.returncode == 1
     assert set(failures) == {"CatchResponseError('not every candidate was ranked')"}
+
+
+def test_posts_that_are_not_the_best_are_seen(monkeypatch):
+    monkeypatch.setenv("LOCUST_SKIP_MONKEY_PATCH", "1")
+    from loadtest.locustfile import is_complete
+
+    rows = [{"post_id": str(post), "score": 1.0 - post / 10} for post in range(3)]
+    assert is_complete({"posts": rows, "visible": 9}, 3)
+    assert is_complete({"candidates": rows, "visible": 3}, 5)
+    for wrong in (rows[:2], rows[::-1], [rows[0], rows[0], rows[2]]):
+        assert not is_complete({"posts": wrong, "visible": 9}, 3)

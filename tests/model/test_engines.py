@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 import torch
 
 from loadtest.bits import run, small_config
+from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
 from model.hashing import hash_rows
 from model.inputs import Candidates
+from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
+from model.native.packing import refusal
+from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from model.selftest import check_isolation, same_bits
 from model.split.engine import SplitEngine
@@ -23,12 +28,24 @@ from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
 
 Build = Callable[..., Engine]
+NARROWER: Vectors = "avx2" if platform.machine() == "x86_64" else "neon"
 
 
 def native(
     ranker: Ranker, dtype: torch.dtype = torch.bfloat16, positions: Any = "shared", cache_bytes: int = 0
 ) -> Engine:
+    if reason := refusal(ranker.config):
+        pytest.skip(reason)
     return NativeEngine(ranker, dtype, positions, cache_bytes=cache_bytes)
+
+
+def narrow(
+    ranker: Ranker, dtype: torch.dtype = torch.bfloat16, positions: Any = "shared", cache_bytes: int = 0
+) -> Engine:
+    """The native engine with narrower vectors than this processor's, as most processors have."""
+    if reason := refusal(ranker.config):
+        pytest.skip(reason)
+    return NativeEngine(ranker, dtype, positions, cache_bytes=cache_bytes, vectors=NARROWER)
 
 
 def split(
@@ -37,7 +54,7 @@ def split(
     return SplitEngine(ranker, "cpu", dtype, positions, cache_bytes, capacity=512)
 
 
-ENGINES = pytest.mark.parametrize("build", [native, split])
+ENGINES = pytest.mark.parametrize("build", [native, narrow, split])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 VARIANTS: dict[str, dict[str, Any]] = {
     "may": {},
@@ -79,6 +96,42 @@ def test_equals_the_plain_definition(build: Build, name: str, dtype: torch.dtype
 
 @ENGINES
 @DTYPES
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_equals_the_plain_definition(build: Build, name: str, dtype: torch.dtype) -> None:
+    config = with_preset(random_config(width=48, query_heads=4, kv_heads=1), name)
+    items = [Item(*random_request(config, history, count, seed=history)) for history, count in [(0, 1), (37, 65)]]
+    positions = "sequential" if config.positions == "sinusoidal" else "shared"
+    near(build, random_ranker(config), dtype, positions, items)
+
+
+@ENGINES
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_bit_of_a_preset_depends_on_the_batch(build: Build, name: str) -> None:
+    """Warm-up scores requests together and alone; then a context comes from the cache, whole and in part."""
+    ranker = random_ranker(with_preset(random_config(), name))
+    engine = build(ranker, torch.float32, cache_bytes=10**6)
+    engine.warm_up()
+    assert engine.info.notes["self_test"]["different_bits"] == 0
+    context, candidates = random_request(ranker.config, 37, 9)
+    alone = build(ranker, torch.float32).forward([Item(context, candidates)])[0].scores
+    engine.forward([Item(context.first(21), candidates)])
+    results = [engine.forward([Item(context, candidates)])[0] for _ in range(2)]
+    assert [result.cache for result in results] == ["miss" if ranker.config.right_anchored else "prefix", "hit"]
+    assert all(same_bits(result.scores, alone) for result in results)
+
+
+def test_what_the_native_kernel_refuses_is_served_by_torch() -> None:
+    ranker = random_ranker(with_preset(random_config(), "vanilla"))
+    engine = create_engine(ranker, EngineOptions(device="cpu"))
+    assert engine.info.backend == "torch"
+    assert engine.info.notes["fallback"].startswith("the native kernel does not know this trunk's norm, ")
+    with pytest.raises(KernelUnavailable, match="does not know this trunk's norm"):
+        create_engine(ranker, EngineOptions(device="cpu", backend="native"))
+    assert refusal(random_config()) is None
+
+
+@ENGINES
+@DTYPES
 def test_padding_is_absent(build: Build, dtype: torch.dtype) -> None:
     """Items and users with id 0 influence nothing, and the places of the others stay as they are."""
     config = random_config()
@@ -98,7 +151,7 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("build", "compositions", "pool"), [(native, 1000, 100), (split, 60, 12)])
+@pytest.mark.parametrize(("build", "compositions", "pool"), [(native, 1000, 100), (narrow, 300, 100), (split, 60, 12)])
 def test_no_bit_depends_on_the_batch(build: Build, dtype: torch.dtype, compositions: int, pool: int) -> None:
     """Random batches, orders, repeats, chunks, cache hits, grown histories and evictions: the scores of each candidate alone."""
     ranker = random_ranker(small_config())

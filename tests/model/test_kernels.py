@@ -30,7 +30,7 @@ from model.split.step import (
     step_arrays,
     step_bytes,
 )
-from model.split.weights import split_weights
+from model.split.weights import Norm, split_weights
 from model.split.write import StepWriter
 from model.tolerances import PARITY
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
@@ -100,18 +100,22 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("width", "heads", "groups", "attention", "cap"),
     [
-        (16, 4, 2, "causal", 30.0),
-        (32, 2, 2, "bidirectional", 30.0),
-        (24, 3, 1, "causal", 5.0),
-        (64, 2, 1, "causal", 50.0),
-        (128, 1, 1, "bidirectional", 30.0),
+        (16, 4, 2, "causal", (30.0, "tanh")),
+        (32, 2, 2, "bidirectional", (30.0, "tanh")),
+        (24, 3, 1, "causal", (5.0, "tanh")),
+        (64, 2, 1, "causal", (50.0, "tanh")),
+        (128, 1, 1, "bidirectional", (30.0, "tanh")),
+        (16, 4, 1, "causal", (None, "tanh")),
+        (24, 2, 2, "bidirectional", (None, "tanh")),
+        (32, 2, 1, "causal", (80.0, "softsign")),
+        (256, 1, 1, "causal", (5.0, "softsign")),
     ],
 )
 def test_attention_equals_its_definition(
-    kind: str, dtype: torch.dtype, width: int, heads: int, groups: int, attention: str, cap: float
+    kind: str, dtype: torch.dtype, width: int, heads: int, groups: int, attention: str, cap: tuple[float | None, Any]
 ) -> None:
     shape = {"query_heads": heads, "kv_heads": groups, "head_width": width}
-    bench = make_bench(kind, dtype, context_attention=attention, attention_cap=cap, **shape)
+    bench = make_bench(kind, dtype, context_attention=attention, attention_cap=cap[0], cap_form=cap[1], **shape)
     step = bench.step
     query, key_value = bench.random(heads * width, 3.0), bench.random(2 * groups * width, 3.0)
     out = torch.full_like(query, torch.nan)
@@ -129,7 +133,7 @@ def test_attention_equals_its_definition(
             limits,
             (own[:, 0], own[:, 1]) if place < 0 else None,
             bench.config.attention_multiplier,
-            cap,
+            *cap,
         )
         close(out[tile], expected.flatten(1), dtype)
         covered += count
@@ -163,31 +167,47 @@ def test_rope_turns_queries_and_keys_and_stores_contexts(kind: str, dtype: torch
 @KINDS
 @DTYPES
 @pytest.mark.parametrize("tail", [False, True])
-def test_norms_add_the_residual(kind: str, dtype: torch.dtype, tail: bool) -> None:
+@pytest.mark.parametrize(("sandwich", "centred"), [(True, False), (False, True), (True, True)])
+def test_norms_add_the_residual(kind: str, dtype: torch.dtype, tail: bool, sandwich: bool, centred: bool) -> None:
     bench = make_bench(kind, dtype)
-    mixed, residual = bench.random(32, 2.0), bench.random(32, dtype=torch.float32)
-    post_scale, scale = torch.rand(32) + 0.5, torch.rand(32) + 0.5
-    expected = naive.add_norm(mixed, post_scale, residual, scale, bench.config.norm_epsilon)
-    first = naive.add_norm(None, None, residual, scale, bench.config.norm_epsilon)[1]
+    mixed, residual = bench.random(32, 2.0) + 1, bench.random(32, dtype=torch.float32) - 1
+    norm, other = (Norm(torch.rand(32) + 0.5, torch.rand(32) if centred else None) for _ in range(2))
+    post = other if sandwich else None
+    expected = naive.add_norm(mixed, post, residual, norm, bench.config.norm_epsilon)
+    first = naive.add_norm(None, None, residual, norm, bench.config.norm_epsilon)[1]
     used = int(bench.step.host.counts[CANDIDATES if tail else ROWS])
     rows = -(-used // 64) * 64
     out = torch.zeros_like(mixed)
-    bench.kernels.norm(bench.step, None, None, residual, scale, out, rows, tail=tail)
+    bench.kernels.norm(bench.step, None, None, residual, norm, out, rows, tail=tail)
     close(out[:used], first[:used], dtype)
-    bench.kernels.norm(bench.step, mixed, post_scale, residual, scale, out, rows, tail=tail)
+    bench.kernels.norm(bench.step, mixed, post, residual, norm, out, rows, tail=tail)
     close(residual[:used], expected[0][:used], torch.float32)
     close(out[:used], expected[1][:used], dtype)
 
 
 @KINDS
 @DTYPES
-def test_gate_is_tanh_gelu_times_value(kind: str, dtype: torch.dtype) -> None:
+def test_heads_are_normed_one_by_one(kind: str, dtype: torch.dtype) -> None:
     bench = make_bench(kind, dtype)
-    gate_value = bench.random(2 * 64, 3.0)
+    qkv, scale = bench.random(5 * 24, 3.0), torch.rand(24) + 0.5
+    before, used = qkv.clone(), int(bench.step.host.counts[ROWS])
+    bench.kernels.norm_heads(bench.step, qkv[:, 24:], 3, scale, bench.rows)
+    expected = naive.normed(before[:used, 24:96].reshape(-1, 24), Norm(scale), bench.config.norm_epsilon)
+    close(qkv[:used, 24:96], expected.view(used, -1), dtype)
+    assert torch.equal(qkv[:, :24], before[:, :24])
+    assert torch.equal(qkv[:, 96:], before[:, 96:])
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize(("activation", "gated"), [("gelu_tanh", True), ("gelu", False), ("silu", True)])
+def test_gate_is_the_activation_times_value(kind: str, dtype: torch.dtype, activation: Any, gated: bool) -> None:
+    bench = make_bench(kind, dtype, activation=activation, gated=gated)
+    gate_value = bench.random((1 + gated) * 64, 3.0)
     out = torch.zeros(len(gate_value), 64, dtype=dtype)
     bench.kernels.gate(bench.step, gate_value, out, bench.rows)
     used = int(bench.step.host.counts[ROWS])
-    close(out[:used], naive.gate(gate_value)[:used], dtype)
+    close(out[:used], naive.gate(gate_value, activation, gated=gated)[:used], dtype)
 
 
 @KINDS
@@ -225,12 +245,34 @@ def test_only_products_with_the_reference_bits_are_used() -> None:
     assert same.choose_products([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "library"}}
 
 
+def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "7")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = (True, True)
+    fused.settle_library()
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_bf16_reduced_precision_reduction_split_k
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "7", "what an operator has set stays"
+
+
+def test_without_the_library_only_own_products_are_tried() -> None:
+    bench = make_bench("fused", torch.bfloat16)
+    weights = split_weights(bench.ranker, torch.device("cpu"), torch.bfloat16)
+    for library, kind in ((True, "library"), (False, "wide")):
+        kernels = fused.FusedKernels(bench.config, weights, torch.bfloat16, library=library)
+        kernels._equals_narrow = lambda kind, weight, size: True
+        assert kernels.choose_products([torch.zeros(32, 32).bfloat16()], [256]) == {"32x32": {"256": kind}}
+
+
 @KINDS
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("variant", ["may", "january"])
 def test_tokens_equal_the_rankers(kind: str, table_dtype: torch.dtype, variant: str) -> None:
     may = variant == "may"
-    bench = make_bench(kind, has_dwell=may, has_post_age=may, continuous_actions=3 if may else 0)
+    scale = 1.0 if may else 5.5
+    bench = make_bench(kind, has_dwell=may, has_post_age=may, continuous_actions=3 if may else 0, input_scale=scale)
     ranker = bench.ranker
     ranker.tables.to(table_dtype)
     tables = Tables(ranker.tables.user.detach(), ranker.tables.post.detach(), ranker.tables.author.detach())
@@ -241,7 +283,7 @@ def test_tokens_equal_the_rankers(kind: str, table_dtype: torch.dtype, variant: 
         (context.context, candidates.candidates)
         for context, candidates in zip(bench.plan.contexts, bench.plan.candidates, strict=True)
     ]
-    expected, _ = ranker.embed(collate(pairs, bench.config))
+    expected = ranker.embed(collate(pairs, bench.config))[0] * scale
     row = 0
     for number, (_, candidates) in enumerate(pairs):
         close(residual[row : row + len(candidates)], expected[number, 10 : 10 + len(candidates)], torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from app.settings import Cache
+from model.create import cache_budget
 from model.engine import EngineError, Item
 from model.selftest import same_bits
 from model.split.engine import SplitEngine, default_capacity
@@ -18,6 +21,7 @@ from model.split.kernels.contract import Step
 from model.split.kernels.portable import PortableKernels
 from model.split.row_check import rows_are_independent
 from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots
+from model.split.tables import default_placement
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -172,6 +176,72 @@ def test_replays_that_differ_from_the_plain_run_are_refused() -> None:
         engine.warm_up()
 
 
+class Crowded(PlainRecorder):
+    """A device whose memory is used up after some recordings: it says so before, or at the next one."""
+
+    def __init__(self, recordings: int, *, says_so: bool) -> None:
+        super().__init__()
+        self.recordings = recordings
+        self.says_so = says_so
+
+    def has_room(self) -> bool:
+        return not self.says_so or self.recorded < self.recordings
+
+    def record(self, work: Any, step: Step) -> Any:
+        assert not gc.isenabled(), "a collection may free what a recording needs"
+        if self.recorded >= self.recordings:
+            raise torch.OutOfMemoryError("planted")
+        return super().record(work, step)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_recordings_stop_where_memory_does_and_every_step_is_still_served(says_so: bool) -> None:
+    config = random_config()
+    engine = SplitEngine(random_ranker(config), capacity=512, recorder=Crowded(5 + says_so, says_so=says_so))
+    engine.warm_up()
+    assert gc.isenabled()
+    kept = [128, 256, 512] if says_so else [256, 512]
+    assert engine.info.notes["row_sizes"] == kept
+    assert engine.info.notes["row_sizes_without_room"] == [size for size in range(64, 513, 64) if size not in kept]
+    plain = SplitEngine(random_ranker(config), capacity=512)
+    for count in (1, 200, 700):
+        asked = item(engine, 9, count)
+        assert same_bits(engine.forward([asked])[0].scores, plain.forward([asked])[0].scores)
+    engine = SplitEngine(random_ranker(config), capacity=512, recorder=Crowded(0, says_so=says_so))
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.warm_up()
+
+
+class Small:
+    """Memory for so many contexts at a time, those of the cache included; stands in for `SplitEngine._allocate`."""
+
+    def __init__(self, engine: SplitEngine, contexts: int) -> None:
+        self.contexts, self.held = contexts, weakref.WeakSet[Any]()
+        self.allocate = engine._allocate
+        engine._allocate = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, *arguments: Any) -> Any:
+        if len(self.held) == self.contexts:
+            raise torch.OutOfMemoryError("planted")
+        state = self.allocate(*arguments)
+        self.held.add(state.keys_values)
+        return state
+
+
+def test_a_batch_too_large_for_memory_is_tried_in_two_halves_without_the_cache() -> None:
+    engine = make_engine()
+    items = [item(engine, 5, 3, seed) for seed in range(6)]
+    expected = engine.forward(items)
+    engine = make_engine()
+    engine.forward([item(engine, 5, 3, 9)])
+    Small(engine, 6)
+    for ours, theirs in zip(engine.forward(items), expected, strict=True):
+        assert same_bits(ours.scores, theirs.scores)
+    Small(engine, 1)
+    with pytest.raises(EngineError, match="out of memory"):
+        engine.forward([item(engine, 5, 3, seed) for seed in range(20, 26)])
+
+
 def test_steps_hold_their_limits_and_lose_no_candidate() -> None:
     engine = make_engine()
     capacity = 128
@@ -194,6 +264,20 @@ def test_steps_hold_their_limits_and_lose_no_candidate() -> None:
     for plan in plans:
         ready |= {id(work.state) for work in plan.contexts}
         assert all(id(work.state) in ready for work in plan.candidates)
+
+
+def test_what_a_device_holds_is_decided_by_its_size_not_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reload finds the old version's tables and cache there, and must decide as the start did."""
+    device = torch.device("cuda", 0)
+    for free in (80, 1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * 2**30, 80 * 2**30))
+        assert default_placement(26 * 2**30, device) == "device"
+        assert default_placement(27 * 2**30, device) == "host"
+        assert cache_budget(None, device) == 10 * 2**30
+    assert default_placement(2**60, torch.device("cpu")) == "device"
+    assert cache_budget(7, device) == 7
+    assert cache_budget(None, torch.device("cpu")) == Cache().host_bytes
+    assert SplitEngine(random_ranker(random_config()), cache_bytes=123).info.notes["cache_bytes"] == 123
 
 
 def test_a_checkpoint_that_the_kernels_cannot_hold_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -21,7 +22,7 @@ from tests.ops.prometheus import CONFIG, ROOT, Server, load_rules, promtool, run
 JSON = {"content-type": "application/json"}
 LOAD_SECONDS = 12.0
 NAMES = re.compile(r"(?<![\w:])(?:\w+:ranker_\w+:\w+|ranker_\w+|process_\w+|up)(?![\w:(])")
-ENUMERATED = ("route", "stage", "reason", "result", "method", "budget")
+ENUMERATED = ("route", "stage", "reason", "result", "method", "budget", "source")
 
 
 def offer_load(url: str, stop: threading.Event) -> None:
@@ -34,12 +35,16 @@ def offer_load(url: str, stop: threading.Event) -> None:
             client.post("/rank/batch", content=b'{"requests": [%b]}' % body, headers=JSON)
             client.post("/rank", content=b"{", headers=JSON)
             client.get("/nowhere")
+            search = {key: value for key, value in json.loads(body).items() if key != "candidates"}
+            for path in ("/retrieve", "/recommend"):
+                assert client.post(path, json=search).status_code == 200
             stop.wait(0.02)
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with serving(ROOT / "weights/demo") as running:
+    towers, corpus = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
+    with serving(ROOT / "weights/demo", retrieval__checkpoint=towers, retrieval__corpus=corpus) as running:
         yield running
 
 
@@ -64,7 +69,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
         load.join(10)
 
 
-@pytest.mark.parametrize("name", ["service", "engine", "model", "capacity"])
+@pytest.mark.parametrize("name", ["service", "engine", "model", "capacity", "retrieval"])
 def test_every_panel_has_data(prometheus: Server, name: str) -> None:
     queries = list(expressions(boards()[name]))
     assert len(queries) >= 6

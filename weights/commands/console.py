@@ -31,13 +31,14 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def refusals(*further: type[Exception]) -> Iterator[None]:
-    """CheckpointError, and any of `further`, becomes one sentence on standard error and exit code 1."""
+def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
+    """CheckpointError, and any of `further`, becomes one sentence on standard error and exit code 1; so does a library that is
+    missing because the package's `extra` is."""
     refused: tuple[type[Exception], ...] = (CheckpointError, *further)
     try:
         yield
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed; training needs: pip install -e '.[train]'", file=sys.stderr, flush=True)
+        print(f"{error.name} is not installed; this needs: pip install -e '.[{extra}]'", file=sys.stderr, flush=True)
         raise typer.Exit(1) from error
     except refused as error:
         print(error, file=sys.stderr, flush=True)

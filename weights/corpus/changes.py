@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from model.inputs import Ids
 from model.retrieval.inputs import Change, NewPosts
 from weights.corpus.manifest import CorpusManifest
+from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError
 from weights.format.writer import sync_directory
 
@@ -57,12 +59,29 @@ class ChangeLog:
         if self._is_broken:
             raise self._refusal("could not be written before; read the corpus again")
         try:
-            if self._descriptor is None:
-                self._descriptor = self._open()
-            record = b"" if self._end else _record(json.dumps({"corpus": self._manifest.digest}).encode())
+            self.hold()
+            record = b"" if self._end else self._first()
             self._write(record + _record(_encoded(change)))
         except OSError as error:
             raise self._refusal(f"cannot be written: {error.strerror}") from error
+
+    def hold(self) -> None:
+        """Be the one process that may change the corpus, until `close`. Raises CheckpointError where another one is."""
+        if self._descriptor is None:
+            try:
+                self._descriptor = self._open()
+            except OSError as error:
+                raise self._refusal(f"cannot be written: {error.strerror}") from error
+
+    def begin(self, changes: Sequence[Change]) -> None:
+        """Make the log of a corpus that is not in force yet, and hold it: it is on the disk when this returns."""
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._write(self._first() + b"".join(_record(_encoded(change)) for change in changes))
+
+    def end(self) -> None:
+        """From now on refuse changes: another log may have taken the place of this one."""
+        self._is_broken = True
 
     def close(self) -> None:
         """Let another process append."""
@@ -77,6 +96,10 @@ class ChangeLog:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self._refusal("is being written by another process") from None
+            if load_corpus_manifest(self.path.parent).digest != self._manifest.digest:
+                if not os.fstat(descriptor).st_size:
+                    self.path.unlink(missing_ok=True)
+                raise self._refusal("belongs to a corpus in whose place there is another; read the corpus again")
             if os.fstat(descriptor).st_size > self._end:
                 with open(descriptor, "rb", closefd=False) as file:
                     if self._next(file.read()) is not None:
@@ -103,6 +126,10 @@ class ChangeLog:
                 self._is_broken = False
             raise
         self._end += len(record)
+
+    def _first(self) -> bytes:
+        """The record that names the corpus."""
+        return _record(json.dumps({"corpus": self._manifest.digest}).encode())
 
     def _next(self, raw: bytes) -> bytes | None:
         """The payload of the record at the end of those that were read; None where no whole one is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,9 +29,15 @@ COLUMNS = {"post_ids": "int64", "author_ids": "int64", "created_at": "int64", "t
 OPTIONAL_COLUMNS = ("created_at", "topics")
 
 
-def file_of(tensor: str) -> str:
-    """The file in which a tensor lies: vectors by themselves, the columns together."""
-    return "vectors.safetensors" if tensor == VECTORS else "posts.safetensors"
+def file_of(tensor: str, mark: str = "") -> str:
+    """The file in which a tensor lies: vectors by themselves, the columns together. `mark` tells a compaction's files from older ones."""
+    return f"{'vectors' if tensor == VECTORS else 'posts'}{mark and '-'}{mark}.safetensors"
+
+
+def mark_of(file: str) -> str:
+    """The mark in a file's name, empty where it has none."""
+    found = re.fullmatch(r"(?:vectors|posts)-([0-9a-f]{8})\.safetensors", file)
+    return found[1] if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ class CorpusManifest:
         for name, entry in self.tensors.items():
             shape = (self.posts, self.width) if name == VECTORS else (self.posts,)
             dtypes = ("float32", "bfloat16") if name == VECTORS else (COLUMNS.get(name),)
-            if entry.file != file_of(name) or entry.dtype not in dtypes or entry.shape != shape:
+            if entry.file != file_of(name, mark_of(entry.file)) or entry.dtype not in dtypes or entry.shape != shape:
                 raise CheckpointError(
                     f"lists tensor {name[:100]} in a file, dtype or shape that a corpus does not have"
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from model.retrieval.corpus import Corpus, worst_norm
 from weights.checkpoint import Encoder
 from weights.corpus.manifest import COLUMNS, VECTORS, CorpusManifest, file_of
 from weights.errors import CheckpointError
-from weights.format.manifest import MANIFEST_NAME, Manifest, TensorEntry
+from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry
 from weights.format.reader import Progress, open_directory, read_manifest, read_tensors
 from weights.format.tensorfile import write_tensors
 from weights.format.writer import TableDtype, check_target, write_file, written_beside
@@ -45,18 +45,25 @@ def load_corpus(
             manifest = read_manifest(directory, CorpusManifest.from_json)
             if encoder is not None:
                 check_encoder(manifest, encoder)
-            tensors = read_tensors(directory, manifest, progress, threads, lambda _: True)
-        arrays = {name: tensor.numpy() for name, tensor in tensors.items() if name != VECTORS}
-        vectors = tensors[VECTORS].float().numpy()
-        worst, length = worst_norm(vectors)
-        if not abs(length - 1) <= LENGTH_OFF[manifest.tensors[VECTORS].dtype]:
-            raise CheckpointError(f"{file_of(VECTORS)} holds a vector of length {length:.6g} in row {worst}, not 1")
-        topics = arrays.get("topics")
-        if topics is not None and not (topics.min() >= -1 and topics.max() < len(manifest.topics)):
-            raise CheckpointError(f"{file_of('topics')} holds a topic that the manifest does not name")
+            return StoredCorpus(path, manifest, read_corpus(directory, manifest, progress, threads))
     except (CheckpointError, OSError, MemoryError) as error:
         raise _refusal(path, error) from error
-    corpus = Corpus(
+
+
+def read_corpus(
+    directory: int, manifest: CorpusManifest, progress: Progress | None = None, threads: int | None = None
+) -> Corpus:
+    """The arrays that a manifest lists, of an open directory. Raises CheckpointError, as `load_corpus` but for the path."""
+    tensors = read_tensors(directory, manifest, progress, threads, lambda _: True)
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items() if name != VECTORS}
+    vectors, stored = tensors[VECTORS].float().numpy(), manifest.tensors
+    worst, length = worst_norm(vectors)
+    if not abs(length - 1) <= LENGTH_OFF[stored[VECTORS].dtype]:
+        raise CheckpointError(f"{stored[VECTORS].file} holds a vector of length {length:.6g} in row {worst}, not 1")
+    topics = arrays.get("topics")
+    if topics is not None and not (topics.min() >= -1 and topics.max() < len(manifest.topics)):
+        raise CheckpointError(f"{stored['topics'].file} holds a topic that the manifest does not name")
+    return Corpus(
         manifest.name,
         manifest.version,
         manifest.encoder,
@@ -67,7 +74,6 @@ def load_corpus(
         topics,
         manifest.topics,
     )
-    return StoredCorpus(path, manifest, corpus)
 
 
 def load_corpus_manifest(path: str | Path) -> CorpusManifest:
@@ -123,10 +129,7 @@ def write_corpus(
         tensors = {name: TensorEntry(file_of(name), COLUMNS[name], (posts,)) for name in columns}
         tensors[VECTORS] = TensorEntry(file_of(VECTORS), dtype, (posts, width))
         with written_beside(path) as partial:
-            files = {}
-            for file in sorted({entry.file for entry in tensors.values()}):
-                inside = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
-                files[file] = write_tensors(partial / file, inside, chunks)
+            files = write_files(partial, tensors, chunks)
             made_by = encoder.manifest
             manifest = CorpusManifest(
                 name=labels.name,
@@ -145,6 +148,17 @@ def write_corpus(
         raise CheckpointError(f"Corpus {path} is not written: {error.strerror or error}.") from error
     except CheckpointError as error:
         raise CheckpointError(f"Corpus {path} is not written: {str(error).rstrip('.')}.") from error
+
+
+def write_files(
+    directory: Path, tensors: Mapping[str, TensorEntry], chunks: Callable[[str], Iterable[Tensor]]
+) -> dict[str, FileEntry]:
+    """Write the files of these tensors, which are on the disk when this returns; `chunks` as in `write_corpus`."""
+    files = {}
+    for file in sorted({entry.file for entry in tensors.values()}):
+        inside = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
+        files[file] = write_tensors(directory / file, inside, chunks)
+    return files
 
 
 def _refusal(path: Path, error: Exception) -> CheckpointError:

@@ -25,6 +25,7 @@ from tenacity.stop import stop_base
 from phoenix_ranker_client import tensors
 from phoenix_ranker_client.messages import (
     DeadlineExceeded,
+    Explanation,
     Id,
     RankerError,
     Ranking,
@@ -88,6 +89,17 @@ class Calls:
 
         headers |= self._headers(requests)
         return Call(f"{self.base_url}/rank/batch", body, parse, timeout_seconds, request_id, headers)
+
+    def explain(
+        self, request: RankingRequest, explain: Sequence[Id], timeout_seconds: float, request_id: str | None
+    ) -> Call[Explanation]:
+        """POST /explain."""
+        body, headers = orjson.dumps(request.to_json() | {"explain": list(explain)}), JSON | self._headers([request])
+
+        def parse(headers: httpx.Headers, content: bytes) -> Explanation:
+            return Explanation.from_json(orjson.loads(content))
+
+        return Call(f"{self.base_url}/explain", body, parse, timeout_seconds, request_id, headers)
 
     def retrieve(self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None) -> Call[Retrieval]:
         """POST /retrieve."""

@@ -10,10 +10,11 @@ import httpx
 from tenacity import AsyncRetrying, Retrying
 
 from phoenix_ranker_client.call import AGAIN, Call, Calls, T, Wire, wait_seconds
-from phoenix_ranker_client.messages import Candidate, Event, Id, RankerError, Ranking, RankingRequest
+from phoenix_ranker_client.messages import Candidate, Event, Explanation, Id, RankerError, Ranking, RankingRequest
 from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
+EXPLAIN_TIMEOUT_SECONDS = 10.0
 DEFAULT_ATTEMPTS = 3
 LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64)
 
@@ -64,6 +65,21 @@ class RankerClient:
         The call goes where the first request's user is cached: put one user's requests together.
         """
         return self._send(self._calls.rank_batch(requests, timeout_seconds, request_id))
+
+    def explain(
+        self,
+        user_id: Id,
+        candidates: Sequence[Candidate],
+        explain: Sequence[Id],
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = EXPLAIN_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Explanation:
+        """Why candidates stand where they stand: `explain` has post ids of some of them. As `rank` besides. Raises RankerError."""
+        request = RankingRequest(user_id, candidates, history, **options)
+        return self._send(self._calls.explain(request, explain, timeout_seconds, request_id))
 
     def retrieve(
         self,
@@ -157,6 +173,21 @@ class AsyncRankerClient:
     ) -> list[Ranking | RankerError]:
         """As `RankerClient.rank_batch`."""
         return await self._send(self._calls.rank_batch(requests, timeout_seconds, request_id))
+
+    async def explain(
+        self,
+        user_id: Id,
+        candidates: Sequence[Candidate],
+        explain: Sequence[Id],
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = EXPLAIN_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Explanation:
+        """As `RankerClient.explain`."""
+        request = RankingRequest(user_id, candidates, history, **options)
+        return await self._send(self._calls.explain(request, explain, timeout_seconds, request_id))
 
     async def retrieve(
         self,

@@ -117,6 +117,41 @@ class Ranking:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Why one candidate stands where it stands. `change` and `attention` as on the service's page: what each thing changes, and by layer
+    where the model looks; `attention` is None where several processes serve."""
+
+    post_id: Id
+    score: float
+    rank: int
+    probabilities: list[float]
+    change: dict[str, Any]
+    attention: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The reply to one question, in its order. `events`: `place` and `post_id` of the history items that were left out one by one."""
+
+    model_name: str
+    model_version: str
+    actions: list[str]
+    events: dict[str, list[Any]]
+    candidates: list[Explained]
+    history_used: int
+    history_dropped: int
+    timings_ms: dict[str, float]
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Explanation:
+        """From a reply's body; fields that a later server may add are ignored."""
+        fields = Explained.__slots__
+        rows = [Explained(**{name: row[name] for name in fields}) for row in body["candidates"]]
+        model, rest = body["model"], (body[name] for name in ("history_used", "history_dropped", "timings_ms"))
+        return cls(model["name"], model["version"], body["actions"], body["events"], rows, *rest)
+
+
 class RankerError(Exception):
     """The service gave no ranking. `status` is 0 where no reply came; `errors` are (field, message) pairs."""
 

@@ -8,13 +8,17 @@ import triton.language as tl
 
 
 @triton.jit
-def capped_weight(products, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr):
-    """`exp(cap · tanh(multiplier · x / cap) − shift)` from raw products x, with `tanh(y) = 1 − 2 / (exp(2y) + 1)`.
+def bounded_weight(products, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr):
+    """`exp(soft_cap(multiplier · x) − shift)` from raw products x.
 
-    SCALE = 2 · log2(e) · multiplier / cap, RISE = (cap − shift) · log2(e), FALL = 2 · cap · log2(e). Overflow of the inner
-    exponential gives the right limit.
+    `tanh`, with `tanh(y) = 1 − 2 / (exp(2y) + 1)`: SCALE = 2 · log2(e) · multiplier / cap, RISE = (cap − shift) · log2(e),
+    FALL = 2 · cap · log2(e). Overflow of the inner exponential gives the right limit. `softsign`: SCALE = log2(e) · multiplier,
+    RISE = −shift · log2(e), FALL = 1 / (cap · log2(e)).
     """
-    return tl.exp2(RISE - FALL / (tl.exp2(products * SCALE) + 1.0))
+    if FORM == "tanh":
+        return tl.exp2(RISE - FALL / (tl.exp2(products * SCALE) + 1.0))
+    logits = products * SCALE
+    return tl.exp2(RISE + logits / (1.0 + tl.abs(logits) * FALL))
 
 
 @triton.jit
@@ -28,6 +32,7 @@ def attend_keys(
     last,
     TOKEN: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
+    FORM: tl.constexpr,
     SCALE: tl.constexpr,
     RISE: tl.constexpr,
     FALL: tl.constexpr,
@@ -36,21 +41,33 @@ def attend_keys(
 ):
     """`Σ p` and `Σ p·v` of every row of q `[rows, width]` over the first `seen[row]` of `length` keys, TILE_KEYS at a time from
     the first; no key from `last` on is seen by any row. A token's keys lie TOKEN elements after those of the one before.
+    Also the maximum of `SCALE · q·k` that p is relative to, where FORM is `none`; what was summed is scaled down when it rises.
     """
     total = tl.zeros([q.shape[0]], tl.float32)
     mixed = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    maximum = tl.full([q.shape[0]], -1e30, tl.float32)
     for first_key in range(0, last, TILE_KEYS):
         places = first_key + tl.arange(0, TILE_KEYS)
         stored = (places < length)[:, None] & (columns < HEAD_WIDTH)[None, :]
         address = places.to(tl.int64)[:, None] * TOKEN + columns[None, :]
         k = tl.load(keys + address, mask=stored, other=0.0).to(q.dtype)
-        weight = capped_weight(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, RISE, FALL)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         visible = (places[None, :] < seen[:, None]) & (places < length)[None, :]
+        if FORM == "none":
+            logits = tl.where(visible, products * SCALE, -1e30)
+            higher = tl.maximum(maximum, tl.max(logits, 1))
+            fade = tl.exp2(maximum - higher)
+            total *= fade
+            mixed *= fade[:, None]
+            weight = tl.exp2(logits - higher[:, None])
+            maximum = higher
+        else:
+            weight = bounded_weight(products, FORM, SCALE, RISE, FALL)
         weight = tl.where(visible, weight, 0.0)
         total += tl.sum(weight, 1)
         v = tl.load(values + address, mask=stored, other=0.0).to(q.dtype)
         mixed = tl.dot(weight.to(v.dtype), v, mixed, input_precision=PRECISION)
-    return total, mixed
+    return total, mixed, maximum
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -72,6 +89,7 @@ def attend_tiles(
     KV_HEADS: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
     SCALE: tl.constexpr,
     RISE: tl.constexpr,
     FALL: tl.constexpr,
@@ -80,9 +98,10 @@ def attend_tiles(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """`out = Σ p·v / Σ p`, `p = exp(cap · tanh(multiplier · q·k / cap) − shift)`: softmax with soft-capped logits (Grok-1;
-    spec section 1). The cap bounds every logit, so no running maximum is kept, and keys are always added up from the
-    context's first, TILE_KEYS at a time: the order depends on nothing but the row's own context.
+    """`out = Σ p·v / Σ p`, `p = exp(soft_cap(multiplier · q·k) − shift)`: softmax with soft-capped logits (Grok-1;
+    spec section 1). The cap bounds every logit, so no running maximum is kept but where FORM is `none` (Milakov and Gimelshein
+    2018), and keys are always added up from the context's first, TILE_KEYS at a time: the order depends on nothing but the
+    row's own context.
 
     One program a tile of rows and query head. A tile belongs to one request, whose keys and values start at
     `anchor + offsets[request]`, laid out `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or
@@ -122,14 +141,22 @@ def attend_tiles(
     keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
     values = keys + capacity.to(tl.int64) * token
 
-    total, mixed = attend_keys(
-        q, keys, values, columns, seen, length, last, token, HEAD_WIDTH, SCALE, RISE, FALL, PRECISION, TILE_KEYS
+    total, mixed, maximum = attend_keys(
+        q, keys, values, columns, seen, length, last, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, TILE_KEYS
     )
     if place < 0:
         mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
         own_key = tl.load(mine, mask=there, other=0.0).to(tl.float32)
         own_value = tl.load(mine + token, mask=there, other=0.0).to(tl.float32)
-        weight = capped_weight(tl.sum(q.to(tl.float32) * own_key, 1), SCALE, RISE, FALL)
+        products = tl.sum(q.to(tl.float32) * own_key, 1)
+        if FORM == "none":
+            higher = tl.maximum(maximum, products * SCALE)
+            fade = tl.exp2(maximum - higher)
+            total *= fade
+            mixed *= fade[:, None]
+            weight = tl.exp2(products * SCALE - higher)
+        else:
+            weight = bounded_weight(products, FORM, SCALE, RISE, FALL)
         total += weight
         mixed += weight[:, None] * own_value
     result = mixed / total[:, None]

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from model.engine import EngineError
 from model.split.step import ContextState, StepArrays
-from model.split.weights import TokenWeights
+from model.split.weights import Norm, TokenWeights
 
 SAFE_EXPONENT = 80.0  # exp of ± this is a normal fp32 number and leaves room for a sum over a context
 
 
-def softmax_shift(cap: float) -> float:
-    """What a softmax over logits within ± cap subtracts in place of their maximum. Raises EngineError for a cap too wide."""
+def softmax_shift(cap: float | None) -> float:
+    """What a softmax over logits within ± cap subtracts in place of their maximum; 0 without a cap, where a maximum is kept.
+    Raises EngineError for a cap too wide."""
+    if cap is None:
+        return 0.0
     if cap > SAFE_EXPONENT:
         raise EngineError(
             f"attention_cap {cap} is above {SAFE_EXPONENT}, the most that fp32 can hold without a maximum"
@@ -50,8 +53,11 @@ class Step:
 class Kernels(Protocol):
     """Operations on flat rows. `rows` is how many to run, at least as many as the step has; rows past the step's own hold
     garbage before and after. `tail` restricts an operation to candidates, which come first. No row ever influences another
-    but through `attend`, and a row's bits depend neither on `rows`, nor on its place, nor on its neighbours.
+    but through `attend`, and a row's bits depend neither on `rows`, nor on its place, nor on its neighbours. States have
+    room for a multiple of `key_tile` tokens.
     """
+
+    key_tile: int
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
         """residual fp32 `[rows, D]` = the tokens."""
@@ -60,18 +66,23 @@ class Kernels(Protocol):
         self,
         step: Step,
         mixed: Tensor | None,
-        post_scale: Tensor | None,
+        post: Norm | None,
         residual: Tensor,
-        scale: Tensor,
+        norm: Norm,
         out: Tensor,
         rows: int,
         *,
         tail: bool = False,
     ) -> None:
-        """`residual += rms_norm(mixed, post_scale)` unless `mixed` is None; `out = rms_norm(residual, scale)`."""
+        """`residual += post(mixed)`, or `mixed` itself without a `post`, unless `mixed` is None; then `out = norm(residual)`."""
 
     def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """`out = x @ weight`."""
+
+    def norm_heads(
+        self, step: Step, heads: Tensor, count: int, scale: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """RMSNorm in place of each of the first `count` heads of `[rows, …]`, scale `[K]`."""
 
     def rotate(
         self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
@@ -86,7 +97,7 @@ class Kernels(Protocol):
         """out `[rows, N·K]`: context rows over their state's past (or all of it), candidates over all of it and themselves."""
 
     def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
-        """gate_value `[rows, 2·F]`; out `[rows, F]` = `gelu(gate) ⊙ value`."""
+        """gate_value `[rows, 2·F]`; out `[rows, F]` = `activation(gate) ⊙ value`. Without a gate `[rows, F]`, and no product."""
 
     def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
         """Find, for products with weights of these shapes and with these numbers of rows, the fastest ways that give the bits

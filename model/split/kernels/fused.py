@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
+from model.config import DWELL_HIDDEN_WIDTH, CapForm, ModelConfig
 from model.split.kernels.attention import attend_tiles, rotate_rows
 from model.split.kernels.contract import Step, Tables, softmax_shift
 from model.split.kernels.matmul import multiply_tiles
-from model.split.kernels.rows import gate_rows, norm_rows
+from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows
 from model.split.kernels.tokens import embed_tiles
 from model.split.row_check import rows_are_independent, shape_name
 from model.split.step import (
@@ -28,11 +29,11 @@ from model.split.step import (
     embeddings_per_token,
     tile_slots,
 )
-from model.split.weights import SplitWeights, TokenWeights
+from model.split.weights import Norm, SplitWeights, TokenWeights
 
 ProductKind = Literal["narrow", "wide", "library"]
 
-KERNELS = (attend_tiles, embed_tiles, gate_rows, multiply_tiles, norm_rows, rotate_rows)
+KERNELS = (attend_tiles, embed_tiles, gate_rows, multiply_tiles, norm_head_rows, norm_rows, rotate_rows)
 NARROW: ProductKind = "narrow"
 LOG2_E = math.log2(math.e)
 INTERPRETED = not isinstance(multiply_tiles, JITFunction)  # TRITON_INTERPRET=1 was set before the kernels were imported
@@ -74,10 +75,19 @@ def compiled_variants() -> int:
     return sum(len(cache[0]) for cache in caches)
 
 
-def softmax_constants(multiplier: float, cap: float) -> dict[str, float]:
-    """SCALE, RISE and FALL of `capped_weight`."""
+def softmax_constants(multiplier: float, cap: float | None, form: CapForm = "tanh") -> dict[str, Any]:
+    """FORM, SCALE, RISE and FALL of `bounded_weight`; without a cap SCALE alone matters."""
     shift = softmax_shift(cap)
-    return {"SCALE": 2 * LOG2_E * multiplier / cap, "RISE": (cap - shift) * LOG2_E, "FALL": 2 * cap * LOG2_E}
+    if cap is None:
+        return {"FORM": "none", "SCALE": LOG2_E * multiplier, "RISE": 0.0, "FALL": 0.0}
+    if form == "softsign":
+        return {"FORM": form, "SCALE": LOG2_E * multiplier, "RISE": -shift * LOG2_E, "FALL": 1 / (cap * LOG2_E)}
+    return {
+        "FORM": form,
+        "SCALE": 2 * LOG2_E * multiplier / cap,
+        "RISE": (cap - shift) * LOG2_E,
+        "FALL": 2 * cap * LOG2_E,
+    }
 
 
 class FusedKernels:
@@ -85,18 +95,28 @@ class FusedKernels:
     not named runs `narrow`. `launcher` is replaced where launches are to be collected instead of run.
     """
 
+    key_tile = 1  # the kernels mask
+
     def __init__(
-        self, config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, launcher: Launcher = launch
+        self,
+        config: ModelConfig,
+        weights: SplitWeights,
+        dtype: torch.dtype,
+        launcher: Launcher = launch,
+        *,
+        library: bool = True,
     ) -> None:
         self.config = config
+        self._library = library
+        if weights.heads.is_cuda:
+            settle_library()
         self.products: dict[tuple[tuple[int, ...], int], ProductKind] = {}
         self._rope = weights.rope
         self._launch = launcher
         # bf16 engines round tokens to bf16 soon after, so TF32 products lose nothing that would be kept
         self._token_precision = "tf32" if dtype == torch.bfloat16 else "ieee"
         self._slot_offsets: Tensor | None = None
-        assert config.attention_cap is not None
-        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap)
+        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form)
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
         """See `Kernels.embed`."""
@@ -142,9 +162,9 @@ class FusedKernels:
         self,
         step: Step,
         mixed: Tensor | None,
-        post_scale: Tensor | None,
+        post: Norm | None,
         residual: Tensor,
-        scale: Tensor,
+        norm: Norm,
         out: Tensor,
         rows: int,
         *,
@@ -157,18 +177,34 @@ class FusedKernels:
             (rows,),
             (
                 out if mixed is None else mixed,
-                scale if post_scale is None else post_scale,
+                *_scale_and_bias(post or norm),
                 residual,
-                scale,
+                *_scale_and_bias(norm),
                 out,
                 step.arrays.counts,
                 self.config.norm_epsilon,
             ),
             ROW_COUNT=CANDIDATES if tail else ROWS,
             HAS_MIXED=mixed is not None,
+            HAS_POST=post is not None,
+            CENTRED=norm.bias is not None,
             WIDTH=width,
             WIDTH_BLOCK=_power_of_two(width),
             num_warps=4 if width <= 1024 else 8,
+        )
+
+    def norm_heads(
+        self, step: Step, heads: Tensor, count: int, scale: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """See `Kernels.norm_heads`."""
+        self._launch(
+            norm_head_rows,
+            (rows, count),
+            (heads, heads.stride(0), scale, step.arrays.counts, self.config.norm_epsilon),
+            ROW_COUNT=CANDIDATES if tail else ROWS,
+            HEAD_WIDTH=len(scale),
+            HEAD_BLOCK=_power_of_two(len(scale)),
+            num_warps=1,
         )
 
     def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
@@ -244,10 +280,11 @@ class FusedKernels:
             KV_HEADS=config.kv_heads,
             HEAD_WIDTH=config.head_width,
             HEAD_BLOCK=max(16, _power_of_two(config.head_width)),
-            PRECISION="ieee",
+            # three products in TF32 are as exact as one in fp32, and leave the numbers in the matrix units: no spills
+            PRECISION="tf32x3",
             WIDEN=INTERPRETED,
             TILE_ROWS=TILE_ROWS,
-            TILE_KEYS=TILE_KEYS,
+            TILE_KEYS=TILE_KEYS if query.dtype == torch.bfloat16 else TILE_KEYS // 2,
             num_warps=4,
             num_stages=2,
             **self._softmax,
@@ -263,6 +300,8 @@ class FusedKernels:
             (gate_value, out, step.arrays.counts),
             ROW_COUNT=CANDIDATES if tail else ROWS,
             WIDTH=width,
+            ACTIVATION=self.config.activation,
+            GATED=self.config.gated,
             BLOCK=block,
             num_warps=4,
         )
@@ -272,7 +311,7 @@ class FusedKernels:
         chosen: dict[str, dict[str, str]] = {}
         for weight in weights:
             for size in sizes:
-                wanted = _preferred(size, weight.dtype)
+                wanted = _preferred(size, weight.dtype, library=self._library)
                 kind = next((kind for kind in wanted if self._equals_narrow(kind, weight, size)), NARROW)
                 self.products[tuple(weight.shape), size] = kind
                 chosen.setdefault(shape_name(weight), {})[str(size)] = kind
@@ -300,11 +339,29 @@ class FusedKernels:
         return compiled_variants()
 
 
-def _preferred(rows: int, dtype: torch.dtype) -> tuple[ProductKind, ...]:
+def _preferred(rows: int, dtype: torch.dtype, *, library: bool) -> tuple[ProductKind, ...]:
     """Kinds to try before `narrow`: the library from where it fills the device, big tiles for bf16 only."""
     if rows < 256:
         return ()
-    return ("library", "wide") if dtype == torch.bfloat16 else ("library",)
+    kinds: tuple[ProductKind, ...] = ("library", "wide") if dtype == torch.bfloat16 else ("library",)
+    return kinds if library else kinds[1:]
+
+
+def settle_library() -> None:
+    """Have cuBLAS keep one order of additions where it can: no split of the inner axis, no reduction in bf16, one workspace.
+
+    What is set already stays. Effective in a process that has multiplied nothing yet.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    if torch.backends.cuda.is_built():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def _scale_and_bias(norm: Norm) -> tuple[Tensor, Tensor]:
+    """The bias is not read where there is none."""
+    return norm.scale, norm.scale if norm.bias is None else norm.bias
 
 
 def _cdiv(a: int, b: int) -> int:

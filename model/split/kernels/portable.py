@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from model.config import ModelConfig
 from model.engine import EngineError
+from model.layers import MASKED, activate, soft_cap
 from model.split.kernels.contract import Step, Tables, softmax_shift
 from model.split.row_check import rows_are_independent, shape_name
 from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, TILES, TOKEN_TILES, USER, ContextState
 from model.split.step import CANDIDATE_TILES as TAIL_TILES
-from model.split.weights import TokenWeights
+from model.split.weights import Norm, TokenWeights
 
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
 WIDE_ROW_SIZES = (1024, 256)  # products of so many rows, where they give the bits of TILE_ROWS
@@ -38,6 +39,8 @@ class PortableKernels:
     """Implements `Kernels`. Matrix products run on TILE_ROWS rows a call, or on more where a check found the same bits:
     `row_sizes` holds the checked counts by weight shape, descending.
     """
+
+    key_tile = KEY_TILE
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
         self.config = config
@@ -71,7 +74,7 @@ class PortableKernels:
         out += torch.where((actions != 0).any(-1, keepdim=True), (2 * actions - 1) @ tokens.actions, 0.0)
         if self.config.has_dwell:
             fraction = _padded(arrays.dwell[tile]).clamp(0, 30)[:, None] / 30
-            hidden = elementwise(_gelu, fraction * tokens.dwell_input)
+            hidden = elementwise(lambda x: activate(x, "gelu_tanh"), fraction * tokens.dwell_input)
             out += hidden @ tokens.dwell_output
         return out
 
@@ -79,9 +82,9 @@ class PortableKernels:
         self,
         step: Step,
         mixed: Tensor | None,
-        post_scale: Tensor | None,
+        post: Norm | None,
         residual: Tensor,
-        scale: Tensor,
+        norm: Norm,
         out: Tensor,
         rows: int,
         *,
@@ -89,13 +92,23 @@ class PortableKernels:
     ) -> None:
         """See `Kernels.norm`."""
         wide = residual[:rows]
-        if mixed is not None and post_scale is not None:
-            wide += self._normed(mixed[:rows].float()) * post_scale
-        out[:rows] = self._normed(wide) * scale
+        if mixed is not None:
+            wide += self._normed(mixed[:rows].float(), post) if post else mixed[:rows]
+        out[:rows] = self._normed(wide, norm)
 
-    def _normed(self, x: Tensor) -> Tensor:
-        # the sum runs over whole rows only: a mean over one long row would be split between threads
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) / x.shape[1] + self.config.norm_epsilon)
+    def norm_heads(
+        self, step: Step, heads: Tensor, count: int, scale: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """See `Kernels.norm_heads`."""
+        columns = heads[:rows, : count * len(scale)]
+        columns.copy_(self._normed(columns.float().reshape(-1, len(scale)), Norm(scale)).view(columns.shape))
+
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        # the sums run over whole rows only: a mean over one long row would be split between threads
+        if norm.bias is not None:
+            x = x - x.sum(-1, keepdim=True) / x.shape[1]
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) / x.shape[1] + self.config.norm_epsilon) * norm.scale
+        return x if norm.bias is None else x + norm.bias
 
     def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """See `Kernels.multiply`."""
@@ -151,34 +164,25 @@ class PortableKernels:
             limits = torch.arange(index + 1, index + 1 + TILE_ROWS)
         last = min(int(limits[count - 1]), state.length)
         limits = limits.to(q.device)[None, :, None].expand(kv_heads, TILE_ROWS, group).reshape(kv_heads, -1, 1)
-        total, mixed = q.new_zeros(kv_heads, TILE_ROWS * group, 1), torch.zeros_like(q)
+        softmax = _Softmax(config, q)
         keys = torch.arange(KEY_TILE, device=q.device)
         for start in range(0, last, KEY_TILE):
             block = wide[:, :, start : start + KEY_TILE]
-            weights = self._weights(torch.bmm(q, block[0].transpose(1, 2)))
-            weights = torch.where(keys + start < limits, weights, 0.0)
-            total += weights.sum(-1, keepdim=True)
-            mixed += torch.bmm(weights, block[1])
+            weights = softmax.weights(torch.bmm(q, block[0].transpose(1, 2)), keys + start < limits)
+            softmax.mixed += torch.bmm(weights, block[1])
         if index < 0:
             own = key_value.float().view(TILE_ROWS, 2, kv_heads, 1, width).expand(-1, -1, -1, group, -1)
             own_key, own_value = own.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, TILE_ROWS * group, width)
-            own_weight = self._weights((q * own_key).sum(-1, keepdim=True))
-            total += own_weight
-            mixed += own_weight * own_value
-        mixed = (mixed / total).view(kv_heads, TILE_ROWS, group, width).transpose(0, 1)
+            products = (q * own_key).sum(-1, keepdim=True)
+            softmax.mixed += softmax.weights(products, torch.ones_like(products, dtype=torch.bool)) * own_value
+        mixed = (softmax.mixed / softmax.total).view(kv_heads, TILE_ROWS, group, width).transpose(0, 1)
         return mixed.reshape(TILE_ROWS, heads * width)
-
-    def _weights(self, products: Tensor) -> Tensor:
-        """Attention weights `exp(cap · tanh(multiplier · x / cap) − shift)`: logits lie within ± cap, so no running maximum is needed."""
-        cap = self.config.attention_cap
-        assert cap is not None
-        scale, shift = self.config.attention_multiplier / cap, softmax_shift(cap)
-        return elementwise(lambda x: torch.exp(torch.tanh(x * scale) * cap - shift), products)
 
     def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """See `Kernels.gate`."""
-        gates, values = gate_value[:rows].chunk(2, -1)
-        out[:rows] = elementwise(_gelu, gates.float().contiguous()) * values
+        gates, *values = gate_value[:rows].chunk(2 if self.config.gated else 1, -1)
+        activated = elementwise(lambda x: activate(x, self.config.activation), gates.float().contiguous())
+        out[:rows] = activated * values[0] if values else activated
 
     def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
         """See `Kernels.choose_products`; `sizes` do not matter: every number of rows is cut into checked ones."""
@@ -212,8 +216,41 @@ class PortableKernels:
         return tiles
 
 
-def _gelu(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")
+class _Softmax:
+    """A softmax over blocks of keys in their order: `total` Σ p and `mixed` Σ p·v so far, `p = exp(logit − shift)`.
+
+    A cap bounds every logit, so that one shift does for all. Without a cap it is the maximum so far, and what was summed is scaled
+    down whenever that rises: a matter between a row and the keys that it sees.
+    """
+
+    def __init__(self, config: ModelConfig, query: Tensor) -> None:
+        self.total = query.new_zeros(*query.shape[:-1], 1)
+        self.mixed = torch.zeros_like(query)
+        self._config = config
+        self._maximum = None if config.attention_cap else torch.full_like(self.total, MASKED)
+        self._shift = softmax_shift(config.attention_cap)
+
+    def weights(self, products: Tensor, visible: Tensor) -> Tensor:
+        """The weights of a block of keys from raw products `q·k`; they are added to `total`, and the caller adds them to `mixed`."""
+        config, cap = self._config, self._config.attention_cap
+        if self._maximum is None:
+            if config.cap_form == "tanh":
+                assert cap is not None
+                scale, shift = config.attention_multiplier / cap, self._shift
+                weights = elementwise(lambda x: torch.exp(torch.tanh(x * scale) * cap - shift), products)
+            else:
+                logits = soft_cap(products * config.attention_multiplier, cap, config.cap_form)
+                weights = elementwise(torch.exp, logits - self._shift)
+        else:
+            logits = torch.where(visible, products * config.attention_multiplier, MASKED)
+            before, self._maximum = self._maximum, torch.maximum(self._maximum, logits.amax(-1, keepdim=True))
+            fade = elementwise(torch.exp, before - self._maximum)
+            self.total *= fade
+            self.mixed *= fade
+            weights = elementwise(torch.exp, logits - self._maximum)
+        weights = torch.where(visible, weights, 0.0)
+        self.total += weights.sum(-1, keepdim=True)
+        return weights
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton: operations on one row at a time, RMSNorm with its residual addition and the gated GELU. Launched by `fused`."""
+"""Triton: operations on one row at a time, norms with their residual addition and the activation with its gate. Launched by `fused`."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
@@ -8,23 +8,39 @@ import triton.language as tl
 
 
 @triton.jit
+def normed(x, scale, bias, columns, there, epsilon, WIDTH: tl.constexpr, CENTRED: tl.constexpr):
+    """`scale · x / sqrt(mean(x²) + ε)` (Zhang and Sennrich 2019); CENTRED: of `x − mean(x)`, plus a bias (Ba et al. 2016)."""
+    if CENTRED:
+        x = tl.where(there, x - tl.sum(x, 0) / WIDTH, 0.0)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
+    x *= tl.load(scale + columns, mask=there, other=0.0)
+    if CENTRED:
+        x += tl.load(bias + columns, mask=there, other=0.0)
+    return x
+
+
+@triton.jit
 def norm_rows(
     mixed,
     post_scale,
+    post_bias,
     residual,
     scale,
+    bias,
     out,
     counts,
     epsilon,
     ROW_COUNT: tl.constexpr,
     HAS_MIXED: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):
-    """`r ← r + post_scale · m / rms(m)`, then `out = scale · r / rms(r)`, `rms(x) = sqrt(mean(x²) + ε)` (Zhang and Sennrich
-    2019; the sandwich of spec section 1). residual fp32 `[rows, D]` in place; the first half only if HAS_MIXED.
+    """`r ← r + post(m)`, then `out = norm(r)`; see `normed`. Without HAS_POST `r ← r + m`, without HAS_MIXED not even that.
+    residual fp32 `[rows, D]` in place.
 
-    One program a row: a row's sum is always taken in the same order.
+    One program a row: a row's sums are always taken in the same order.
     """
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(counts + ROW_COUNT):
@@ -34,26 +50,67 @@ def norm_rows(
     wide = tl.load(residual + row * WIDTH + columns, mask=there, other=0.0)
     if HAS_MIXED:
         m = tl.load(mixed + row * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
-        m = m * tl.rsqrt(tl.sum(m * m, 0) / WIDTH + epsilon)
-        wide += m * tl.load(post_scale + columns, mask=there, other=0.0)
+        if HAS_POST:
+            m = normed(m, post_scale, post_bias, columns, there, epsilon, WIDTH, CENTRED)
+        wide += m
         tl.store(residual + row * WIDTH + columns, wide, mask=there)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
-    normed *= tl.load(scale + columns, mask=there, other=0.0)
-    tl.store(out + row * WIDTH + columns, normed.to(out.dtype.element_ty), mask=there)
+    result = normed(wide, scale, bias, columns, there, epsilon, WIDTH, CENTRED)
+    tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def gate_rows(gate_value, out, counts, ROW_COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`out = gelu(g) · v`, tanh approximation (Hendrycks and Gimpel 2016): `gelu(g) = g / (1 + exp(−2u))`,
-    `u = sqrt(2/π) · (g + 0.044715 g³)`. gate_value `[rows, 2·F]` holds g and v side by side; out `[rows, F]`.
+def norm_head_rows(
+    x,
+    x_stride,
+    scale,
+    counts,
+    epsilon,
+    ROW_COUNT: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    """RMSNorm in place of each head of a row, scale `[K]`. One program a row and head."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(counts + ROW_COUNT):
+        return
+    columns = tl.arange(0, HEAD_BLOCK)
+    there = columns < HEAD_WIDTH
+    place = x + row * x_stride + tl.program_id(1) * HEAD_WIDTH + columns
+    wide = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    result = normed(wide, scale, scale, columns, there, epsilon, HEAD_WIDTH, False)
+    tl.store(place, result.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def gate_rows(
+    gate_value,
+    out,
+    counts,
+    ROW_COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`out = activation(g) · v`; gate_value `[rows, 2·F]` holds g and v side by side. Not GATED: `activation(g)` of `[rows, F]`.
+
+    `gelu_tanh` (Hendrycks and Gimpel 2016): `g / (1 + exp(−2u))`, `u = sqrt(2/π) · (g + 0.044715 g³)`; `gelu`:
+    `g · (1 + erf(g / √2)) / 2`; `silu`: `g / (1 + exp(−g))`.
     """
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(counts + ROW_COUNT):
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < WIDTH
-    source = gate_value + row * (2 * WIDTH) + columns
+    source = gate_value + row * (2 * WIDTH if GATED else WIDTH) + columns
     g = tl.load(source, mask=there, other=0.0).to(tl.float32)
-    v = tl.load(source + WIDTH, mask=there, other=0.0).to(tl.float32)
-    inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-    tl.store(out + row * WIDTH + columns, (g / (1.0 + tl.exp(-2.0 * inner)) * v).to(out.dtype.element_ty), mask=there)
+    if ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        result = g / (1.0 + tl.exp(-2.0 * inner))
+    elif ACTIVATION == "gelu":
+        result = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    else:
+        result = g / (1.0 + tl.exp(-g))
+    if GATED:
+        result *= tl.load(source + WIDTH, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=there)

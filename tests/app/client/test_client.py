@@ -367,6 +367,28 @@ def test_both_wires_give_the_same_ranking(options: dict[str, Any], history: list
         assert array("f", one.continuous.values()) == array("f", other.continuous.values())
 
 
+@pytest.mark.parametrize("kind", [RankerClient, AsyncRankerClient])
+def test_an_explanation_is_what_the_service_says(kind: type) -> None:
+    with listening() as server:
+        url = f"http://127.0.0.1:{port_of(server)}"
+
+        async def ask() -> Any:
+            client = kind(url)
+            options = {"impression_ts": 1780000000, "actions_wanted": ["favorite"], "timeout_seconds": 5}
+            found = client.explain("7", CANDIDATES, ["90"], HISTORY, **options)
+            found = await found if kind is AsyncRankerClient else found
+            await client.close() if kind is AsyncRankerClient else client.close()
+            return found
+
+        found = asyncio.run(ask())
+        body = RankingRequest("7", CANDIDATES, HISTORY, 1780000000, actions_wanted=["favorite"]).to_json()
+        said = httpx.post(f"{url}/explain", json=body | {"explain": ["90"]}).json()
+        row = found.candidates[0]
+        assert {name: getattr(row, name) for name in row.__slots__} == said["candidates"][0]
+        assert (found.actions, found.events, found.history_used) == (["favorite"], said["events"], 2)
+        assert (found.model_name, found.model_version) == ("fake", "v1")
+
+
 def test_errors_of_the_binary_wire_are_those_of_json() -> None:
     async def main(client: AsyncRankerClient) -> list[RankerError]:
         found = []

@@ -55,6 +55,25 @@ async def test_an_engine_that_is_lost_answers_everyone_and_is_fatal_once(error: 
     assert len(told) == 1
 
 
+async def test_an_engine_that_cannot_be_closed_has_ended_all_the_same() -> None:
+    """As `empty_cache` raises on a device that is lost."""
+
+    def fault(items: object) -> None:
+        raise EngineError("device lost", sticky=True)
+
+    def close() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    async with busy(fault) as (service, engine, gate, first):
+        engine.close = close  # type: ignore[method-assign]
+        worker = service.versions.current
+        assert worker is not None
+        gate.opened.set()
+        with pytest.raises(EngineDown):
+            await first
+        await asyncio.wait_for(worker.closed, 5)
+
+
 async def test_a_busy_engine_lets_the_batch_grow_and_sleeps_meanwhile() -> None:
     looks = 0
 

@@ -23,7 +23,7 @@ def test_a_fault_of_ours_is_a_problem_too(monkeypatch: pytest.MonkeyPatch, capsy
         raise RuntimeError("the history holds a secret")
 
     with served() as (client, service):
-        monkeypatch.setattr("app.request.features.context_of", fail)
+        monkeypatch.setattr("app.request.codec.Packed.unpack", fail)
         reply = client.post("/rank", json=good())
         assert (reply.status_code, reply.json()["code"]) == (500, "internal")
         assert reply.headers["x-request-id"] == reply.json()["request_id"]
@@ -42,6 +42,18 @@ def test_a_refused_request_gives_its_place_back() -> None:
             assert client.post("/rank", json=good(user_id=-1)).status_code == 422
         assert service.admission.requests == 0
         assert service.admission.candidates == 0
+
+
+def test_readiness_names_the_way_of_computing_and_metrics_count_the_steps_down() -> None:
+    with served() as (client, _):
+        assert client.get("/readyz").json() == {"status": "ready"}
+        assert "ranker_engine_steps_down" not in client.get("/metrics").text, "an engine that has one way"
+    engine = FakeEngine()
+    engine.info.notes.update(rung="portable", steps_down=[{"rung": "recorded", "reason": "no compiler"}])
+    with served(engine=engine) as (client, _):
+        assert client.get("/readyz").json() == {"status": "ready", "engine": "portable"}
+        assert "\nranker_engine_steps_down 1.0" in client.get("/metrics").text
+        assert client.get("/info").json()["engine"]["steps_down"][0]["reason"] == "no compiler"
 
 
 def test_before_the_checkpoint_is_there_nothing_is_ranked() -> None:

@@ -38,7 +38,18 @@ def test_every_field_is_described(document: dict[str, Any]) -> None:
 
 def test_every_path_is_there_and_described(document: dict[str, Any], client: TestClient) -> None:
     model = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
-    wanted = {"/rank", "/rank/batch", "/retrieve", "/recommend", "/livez", "/readyz", "/startupz", "/metrics", "/info"}
+    wanted = {
+        "/rank",
+        "/rank/batch",
+        "/explain",
+        "/retrieve",
+        "/recommend",
+        "/livez",
+        "/readyz",
+        "/startupz",
+        "/metrics",
+        "/info",
+    }
     wanted |= {"/v2", "/v2/health/live", "/v2/health/ready", *model}
     wanted |= {f"{path}/{below}" for path in model for below in ("ready", "infer")}
     assert set(document["paths"]) == wanted
@@ -49,7 +60,7 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
     assert client.get("/docs").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/retrieve", "/recommend"])
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/explain", "/retrieve", "/recommend"])
 def test_every_refusal_is_listed(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
     assert set(responses) == {"200", "400", "401", "406", "413", "415", "422", "429", "500", "503", "504"}
@@ -77,7 +88,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 
 def test_every_example_works(document: dict[str, Any], client: TestClient) -> None:
-    for path in ("/rank", "/rank/batch", "/retrieve", "/recommend", "/v2/models/{name}/infer"):
+    for path in ("/rank", "/rank/batch", "/explain", "/retrieve", "/recommend", "/v2/models/{name}/infer"):
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert content["examples"]
         for example in content["examples"].values():

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.loading import LoadedRetrieval, RetrievalLoader
+from app.engine.loading import LoadedRetrieval, RetrievalLoader, retrieval_loader
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
-from app.interface import Found, ReloadInProgress
+from app.interface import Found, PostChange, PostRows, ReloadInProgress
 from app.service.retrieval import RetrievalService
 from app.settings import Queue, Retrieval, Settings
 from app.telemetry.metrics import Metrics
@@ -23,6 +23,8 @@ from model.inputs import Context
 from model.retrieval.inputs import Answers, Filters, Query
 from tests.app import retrieving
 from tests.app.fakes import FakeClock, Gate
+from weights.corpus.compaction import Compaction
+from weights.errors import CheckpointError
 
 NO_IDS = np.empty(0, np.uint64)
 DEADLINE = 1000.0
@@ -32,6 +34,12 @@ def query(user: int, k: int = 5) -> Query:
     history = np.empty(0, np.int64)
     context = Context(user, NO_IDS, NO_IDS, np.zeros((0, 3), np.float32), history, np.zeros(0, np.float32))
     return Query(context, k, Filters(NO_IDS))
+
+
+@pytest.fixture(autouse=True)
+def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate would stop the event loop: no search is computed in it."""
+    monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +170,7 @@ def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader) -> None
             await asyncio.sleep(0)
             with pytest.raises(Overloaded, match=r"would wait 4\.00 s"):
                 await service.retrieve(service.served, query(9), DEADLINE)
-            service.settings = Settings(**(limits | {"queue": Queue(max_wait_seconds=0)}))
+            service.searches.settings = Settings(**(limits | {"queue": Queue(max_wait_seconds=0)}))
             tasks.append(search(service, 4))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded, match="2 searches wait already"):
@@ -195,6 +203,128 @@ def test_a_swap_changes_towers_and_corpus_between_two_searches(load: RetrievalLo
             assert engines[0].closed.is_set()
             with pytest.raises(CorpusNotLoaded, match="was replaced"):
                 await service.retrieve(old, query(1), DEADLINE)
+
+    asyncio.run(scenario())
+
+
+def change(delete: list[int], new: list[int]) -> PostChange:
+    ids = np.array(new, np.uint64)
+    rows = PostRows(ids, ids % np.uint64(40) + np.uint64(1), np.zeros(len(new), np.int64), ["news"] * len(new))
+    return PostChange(np.array(delete, np.uint64), rows)
+
+
+@pytest.fixture
+def held_writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A compaction waits where it writes."""
+    gate, real = Gate(), Compaction.write
+
+    def write(self: Compaction, *arguments: Any) -> Any:
+        gate(None)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Compaction, "write", write)
+    return gate
+
+
+def everything(found: Found) -> list[tuple[int, float]]:
+    return list(zip(found.posts.post_ids.tolist(), found.posts.scores.tolist(), strict=True))
+
+
+def test_a_compaction_beside_searches_and_changes(tmp_path: Path, held_writing: Gate) -> None:
+    async def scenario() -> None:
+        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+            old, all_posts = service.served, query(1, 500)
+            await service.change(change([1], [900, 901]))
+            compaction = asyncio.get_running_loop().create_task(service.compact())
+            await held_writing.reached()
+            changed = await service.change(change([900, 2], [902]))
+            assert (changed.corpus.version, changed.posts, changed.changes) == ("v1", 299, 2)
+            before = await service.retrieve(old, all_posts, DEADLINE)
+            with pytest.raises(ReloadInProgress):
+                await service.compact()
+            held_writing.opened.set()
+            state = await compaction
+            assert (state.corpus.version, state.posts, state.changes) == ("v1+1", 299, 1)
+            assert service.served.corpus.version == "v1+1"
+            after = await service.retrieve(service.served, all_posts, DEADLINE)
+            assert everything(after) == everything(before)
+            assert {1, 2, 900}.isdisjoint(after.posts.post_ids.tolist())
+            assert (await service.change(change([901], []))).changes == 2
+            assert service.metrics.compactions.labels("success")._value.get() == 1
+            last = await service.retrieve(service.served, all_posts, DEADLINE)
+        paths = tmp_path / "towers-v1", tmp_path / "corpus-v1"
+        async with running(retrieval_loader(*paths, Settings(threads=1)), FakeClock()) as again:
+            assert everything(await again.retrieve(again.served, all_posts, DEADLINE)) == everything(last)
+
+    asyncio.run(scenario())
+
+
+def test_a_swap_waits_for_a_compaction(tmp_path: Path, held_writing: Gate) -> None:
+    async def scenario() -> None:
+        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+            loop = asyncio.get_running_loop()
+            await service.change(change([1], []))
+            compaction = loop.create_task(service.compact())
+            await held_writing.reached()
+            swap = loop.create_task(service.swap(retrieving.loader(tmp_path, seed=5, version="v2")))
+            await asyncio.sleep(0.05)
+            assert not swap.done()
+            held_writing.opened.set()
+            assert (await compaction).corpus.version == "v1+1"
+            assert (await swap).corpus.version == "v2" == service.served.corpus.version
+
+    asyncio.run(scenario())
+
+
+def test_many_changes_begin_a_compaction(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        limits = Retrieval(compact_rows=10)
+        async with running(retrieving.loader(tmp_path), FakeClock(), retrieval=limits) as service:
+            for post in range(1, 10):
+                await service.change(change([post], []))
+            assert service.served.corpus.version == "v1"
+            await service.change(change([20], []))
+            async with asyncio.timeout(20):
+                while service.served.corpus.version == "v1":  # noqa: ASYNC110  # nobody is told
+                    await asyncio.sleep(0.01)
+            assert service.served.corpus.version == "v1+10"
+
+    asyncio.run(scenario())
+
+
+def test_a_compaction_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+            served = service.served
+            await service.change(change([1], [900]))
+            for name in ("write_files", "write_file"):
+                with monkeypatch.context() as patch:
+                    patch.setattr(f"weights.corpus.compaction.{name}", full)
+                    with pytest.raises(CheckpointError, match="No space left on device"):
+                        await service.compact()
+            assert service.served is served
+            assert service.metrics.compactions.labels("failure")._value.get() == 2
+            assert (await service.change(change([2], []))).changes == 2
+            assert (await service.compact()).corpus.version == "v1+2"
+
+    asyncio.run(scenario())
+
+
+def test_the_end_does_not_wait_for_a_compaction(tmp_path: Path, held_writing: Gate) -> None:
+    async def scenario() -> None:
+        service = RetrievalService(retrieving.loader(tmp_path), Settings(), Metrics(), FakeClock())
+        await service.load()
+        assert (await service.compact()).corpus.version == "v1", "nothing has changed"
+        await service.change(change([1], []))
+        compaction = asyncio.get_running_loop().create_task(service.compact())
+        await held_writing.reached()
+        assert await service.stop(5.0)
+        held_writing.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await compaction
 
     asyncio.run(scenario())
 

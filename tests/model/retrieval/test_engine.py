@@ -166,9 +166,9 @@ def test_what_runs_instead_is_said_with_the_reason(
 ) -> None:
     assert RetrievalEngine(encoder.towers, corpus).notes["user_tower"]["backend"] == "native"
     with monkeypatch.context() as patch:
-        patch.setattr(Kernel, "vector_bits", lambda self: 128)
+        patch.setattr(Kernel, "vectors", lambda self: "plain")
         engine = RetrievalEngine(encoder.towers, corpus)
-        assert "AVX-512" in engine.notes["user_tower"]["reason"]
+        assert "AVX2" in engine.notes["user_tower"]["reason"]
         assert engine.notes["search"] == {"backend": "native"}
     monkeypatch.setattr("shutil.which", lambda name: None)
     engine = RetrievalEngine(encoder.towers, corpus)

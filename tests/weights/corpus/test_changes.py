@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from model.retrieval.inputs import Change, NewPosts
 from weights.corpus.changes import ChangeLog, no_posts
 from weights.corpus.manifest import COLUMNS, CorpusManifest, file_of
 from weights.errors import CheckpointError
-from weights.format.manifest import FileEntry, TensorEntry
+from weights.format.manifest import MANIFEST_NAME, FileEntry, TensorEntry
 
 WIDTH = 3
 
@@ -23,6 +24,12 @@ def manifest(version: str = "v1") -> CorpusManifest:
     tensors["vectors"] = TensorEntry(file_of("vectors"), "float32", (5, WIDTH))
     files = {file_of(name): FileEntry("0" * 64, 1) for name in tensors}
     return CorpusManifest("posts", version, "e", "towers v1", 5, WIDTH, ("a",), files, tensors)
+
+
+@pytest.fixture(autouse=True)
+def corpus(tmp_path: Path) -> None:
+    """The corpus that the logs belong to, as far as a log looks at it."""
+    (tmp_path / MANIFEST_NAME).write_bytes(manifest().to_json())
 
 
 def change(seed: int) -> Change:
@@ -68,6 +75,7 @@ def test_a_crash_at_any_byte_loses_nothing_that_was_acknowledged(tmp_path: Path,
     raw, ends = path.read_bytes(), []
     for count in range(4):
         (tmp_path / str(count)).mkdir()
+        shutil.copy(tmp_path / MANIFEST_NAME, tmp_path / str(count))
         ends.append(len(written(tmp_path / str(count), count).read_bytes()) if count else 0)
     assert ends[-1] == len(raw)
     for cut in range(len(raw) + 1):

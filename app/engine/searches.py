@@ -1,0 +1,292 @@
+"""The queue of searches: fair between keys, batches that share one scan, short ones computed at once and others in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from app.budgets import Budget
+from app.engine.loading import LoadedRetrieval
+from app.errors import DeadlineExceeded, EngineDown, Overloaded, ServiceError
+from app.interface import Found
+from app.scheduling.forecast import ForwardTime
+from app.scheduling.job import Clock
+from app.settings import Settings
+from app.telemetry.metrics import Metrics
+from model.retrieval.inputs import Answers, Query
+
+RETRIEVAL_THREAD = "retrieval"
+SMOOTHING = 0.2  # share of the newest batch in the mean of their times
+
+SHORT_SECONDS = 1e-3
+"""A batch predicted to take less is computed in the event loop. Most of it is Python, so in another thread it would hold the
+interpreter lock all the same, and the hand-over there and back adds two switches between threads."""
+
+T = TypeVar("T")
+
+log = structlog.get_logger("app.engine.searches")
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Version:
+    """What one swap brought. `places`: searches that wait for it and batches that run on it; `retired`: another serves."""
+
+    loaded: LoadedRetrieval
+    places: int = 0
+    retired: bool = False
+    freed: bool = False
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Search:
+    """One request. Its text would hold all that it leads to, the corpus included."""
+
+    query: Query
+    version: Version
+    key: str | None
+    arrived: float
+    future: asyncio.Future[Found]
+
+
+class Searches:
+    """Belongs to the event loop. One batch, or one `between`, is computed at a time."""
+
+    def __init__(self, settings: Settings, metrics: Metrics, clock: Clock) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.clock = clock
+        self.excluded = metrics.watch_budget("excluded_ids", Budget(settings.budgets.excluded_ids))
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._queues: dict[str | None, deque[_Search]] = {}  # by key, the next one first
+        self._alone: deque[_Search] = deque()  # of a batch that failed: each is tried by itself
+        self._calls: deque[tuple[Callable[[], object], asyncio.Future[object]]] = deque()
+        self._running: list[_Search] = []
+        self._begun: float | None = None  # clock seconds, while something is computed
+        self._batch_seconds = 0.0
+        self._encode_time, self._search_time = ForwardTime(), ForwardTime()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=RETRIEVAL_THREAD)
+
+    @property
+    def waiting(self) -> int:
+        """Searches that are not begun."""
+        return len(self._alone) + sum(map(len, self._queues.values()))
+
+    def silent_seconds(self) -> float:
+        """How long the present batch has been computed; 0 without one."""
+        return 0.0 if self._begun is None else self.clock() - self._begun
+
+    # callers
+
+    async def find(self, version: Version, query: Query, deadline: float, key: str | None) -> Found:
+        """The answer to one query. Cancelling it drops the work unless it is being computed.
+
+        Raises Overloaded, DeadlineExceeded and EngineDown.
+        """
+        now, loop = self.clock(), asyncio.get_running_loop()
+        self._admit(now, deadline, key)
+        excluded = len(query.filters.exclude)
+        if not self.excluded.take(excluded):
+            raise Overloaded("Searches that wait exclude too many posts.", retry_after_seconds=1.0)
+        search = _Search(query, version, key, now, loop.create_future())
+        timer = loop.call_later(max(0.0, deadline - now), _settle, search, DeadlineExceeded())
+        version.places += 1
+        self.idle.clear()
+        self._queues.setdefault(key, deque()).append(search)
+        if self._begun is None:
+            loop.call_soon(self._begin)  # what else arrives in this turn of the loop shares the scan
+        try:
+            return await search.future
+        except asyncio.CancelledError:
+            self.metrics.cancelled.labels("forward" if search in self._running else "queue").inc()
+            raise
+        finally:
+            timer.cancel()
+            self.excluded.give(excluded)
+            self._drop(search)
+            self._leave(version)
+            self._rest()
+
+    async def between(self, call: Callable[[], T]) -> T:
+        """What `call` returns, made in the thread between two batches."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.append((call, future))  # type: ignore[arg-type]  # the future of the same call
+        self.idle.clear()
+        self._begin()
+        return await future
+
+    def retire(self, version: Version) -> None:
+        """Free it once nobody needs it."""
+        version.retired = True
+        self._free_if_done(version)
+
+    def abandon(self, error: Callable[[], ServiceError]) -> None:
+        """Answer everyone who waits, or whose search is being computed, with this."""
+        queued = [search for queue in (self._alone, *self._queues.values()) for search in queue]
+        for search in [*queued, *self._running]:
+            _settle(search, error())
+        self._alone.clear()
+        self._queues.clear()
+
+    def close(self, versions: Sequence[Version]) -> None:
+        """Free these and end the thread after what it computes."""
+        for version in versions:
+            self._executor.submit(version.loaded.engine.close)
+        self._executor.shutdown(wait=False)
+
+    # admission
+
+    def _admit(self, now: float, deadline: float, key: str | None) -> None:
+        """Raises Overloaded and DeadlineExceeded for what would wait too long, or holds more than a key's share of the room."""
+        limits, queue = self.settings.retrieval, self.settings.queue
+        waiting, own = self.waiting, len(self._queues.get(key, ()))
+        ahead = own + sum(min(len(one), own + 1) for name, one in self._queues.items() if name != key)
+        batches = (len(self._alone) + ahead) // limits.batch_requests + (self._begun is not None)
+        wait_seconds, most, share = batches * self._batch_seconds, queue.max_wait_seconds, queue.max_share_per_key
+        refusal: tuple[type[ServiceError], str, str] | None = None
+        if waiting >= limits.max_waiting:
+            refusal = Overloaded, "queue_full", f"{limits.max_waiting} searches wait already"
+        elif key is not None and share < 1 and own >= share / (1 - share) * (limits.max_waiting - waiting):
+            refusal = Overloaded, "queue_full", f"{own} searches of this key wait already, its share of the room"
+        elif most and wait_seconds > most:
+            detail = f"a search would wait {wait_seconds:.2f} s, at most {most:g} s are allowed"
+            refusal = Overloaded, "queue_full", detail
+        elif now + wait_seconds >= deadline:
+            refusal = DeadlineExceeded, "deadline", "the search would begin after the deadline"
+        if refusal is not None:
+            kind, reason, detail = refusal
+            self.metrics.rejected.labels(reason).inc()
+            raise kind(f"Refused on arrival: {detail}.", retry_after_seconds=round(max(wait_seconds, 0.1), 1))
+
+    # a batch
+
+    def _begin(self) -> None:
+        """Compute the next batch, or what is to be done between two."""
+        if self._begun is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if self._calls:
+            call, future = self._calls.popleft()
+            self._begun = self.clock()
+            loop.run_in_executor(self._executor, call).add_done_callback(lambda done: self._called(future, done))
+            return
+        batch = self._take()
+        if not batch:
+            self._rest()
+            return
+        version, queries = batch[0].version, [search.query for search in batch]
+        engine = version.loaded.engine
+        version.places += 1
+        self._running, self._begun = batch, self.clock()
+        if not self._is_short(queries):
+            handed = loop.run_in_executor(self._executor, engine.retrieve, queries)
+            handed.add_done_callback(lambda done: self._end(batch, done.exception() or done.result()))
+            return
+        try:
+            result: Answers | BaseException = engine.retrieve(queries)
+        except Exception as error:
+            result = error
+        loop.call_soon(self._end, batch, result)  # so that a long queue leaves turns to others
+
+    def _take(self) -> list[_Search]:
+        """The searches that share the next scan: one of each key in turn, all on one version."""
+        if self._alone:
+            return [self._alone.popleft()]
+        batch: list[_Search] = []
+        turns = deque(self._queues)
+        while turns and len(batch) < self.settings.retrieval.batch_requests:
+            key = turns.popleft()
+            queue = self._queues[key]
+            while queue and queue[0].future.done():
+                queue.popleft()
+            if queue and (not batch or queue[0].version is batch[0].version):
+                batch.append(queue.popleft())
+                turns.append(key)
+                self._queues[key] = self._queues.pop(key)  # others come first the next time
+            if not queue:
+                del self._queues[key]
+                with contextlib.suppress(ValueError):
+                    turns.remove(key)
+        return batch
+
+    def _is_short(self, queries: Sequence[Query]) -> bool:
+        """Whether all of them take less than handing them over is worth, even if no user's vector is known."""
+        encode = self._encode_time.seconds(sum(1 + len(query.context) for query in queries))
+        search = self._search_time.seconds(_cost(queries))
+        return encode is not None and search is not None and encode + search < SHORT_SECONDS
+
+    def _called(self, future: asyncio.Future[object], done: asyncio.Future[object]) -> None:
+        self._begun = None
+        if not future.done():
+            error = done.exception()
+            future.set_result(done.result()) if error is None else future.set_exception(error)
+        self._begin()
+
+    def _end(self, batch: Sequence[_Search], result: Answers | BaseException) -> None:
+        """Answer, and begin the next batch. A batch that raises is split, so that only the one to blame fails."""
+        assert self._begun is not None
+        begun, self._begun, self._running = self._begun, None, []
+        if isinstance(result, BaseException):
+            log.error("a search failed", requests=len(batch), exc_info=result)
+            if len(batch) == 1:
+                _settle(batch[0], EngineDown("The search failed on this request.", retry_after_seconds=1.0))
+            else:
+                self._alone.extend(search for search in batch if not search.future.done())
+        else:
+            self._answer(batch, begun, result)
+        self._leave(batch[0].version)
+        self._begin()
+
+    def _answer(self, batch: Sequence[_Search], begun: float, answers: Answers) -> None:
+        seconds, metrics = self.clock() - begun, self.metrics
+        self._batch_seconds += SMOOTHING * (seconds - self._batch_seconds) if self._batch_seconds else seconds
+        made = [search for search, posts in zip(batch, answers.retrieved, strict=True) if not posts.cached]
+        self._encode_time.observe(sum(1 + len(search.query.context) for search in made), answers.encode_seconds)
+        self._search_time.observe(_cost([search.query for search in batch]), answers.search_seconds)
+        metrics.searches.observe(len(batch))
+        metrics.stage["encode"].observe(answers.encode_seconds)
+        metrics.stage["search"].observe(answers.search_seconds)
+        for search, posts in zip(batch, answers.retrieved, strict=True):
+            waited = begun - search.arrived
+            metrics.stage["queue"].observe(waited)
+            metrics.visible_rows.observe(posts.visible)
+            metrics.scored_rows.observe(posts.scored)
+            metrics.user_vectors.labels("cache" if posts.cached else "tower").inc()
+            if not search.future.done():
+                search.future.set_result(Found(posts, waited, answers.encode_seconds, answers.search_seconds))
+
+    def _drop(self, search: _Search) -> None:
+        """It ends; where it still waited, it waits no more."""
+        for queue in (self._alone, self._queues.get(search.key, self._alone)):
+            if search in queue:
+                queue.remove(search)
+
+    def _leave(self, version: Version) -> None:
+        version.places -= 1
+        self._free_if_done(version)
+
+    def _free_if_done(self, version: Version) -> None:
+        if version.retired and not version.places and not version.freed:
+            version.freed = True
+            self._executor.submit(version.loaded.engine.close)
+
+    def _rest(self) -> None:
+        if self._begun is None and not self._calls and not self.waiting:
+            self.idle.set()
+
+
+def _cost(queries: Sequence[Query]) -> int:
+    """What a search takes besides the scan: posts to be found, and ids to be hidden."""
+    return sum(1 + query.k + len(query.filters.exclude) for query in queries)
+
+
+def _settle(search: _Search, error: ServiceError) -> None:
+    if not search.future.done():
+        search.future.set_exception(error)

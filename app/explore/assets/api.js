@@ -1,0 +1,50 @@
+// The public API, as any other client has it.
+
+let key = ""; // where the service wants one: kept in this page alone, never in its link
+
+export const useKey = (given) => {
+  key = given;
+};
+
+/** A refusal: the problem that the service answered with, or that it could not be reached. */
+export class Refused extends Error {
+  constructor(status, problem, retryAfter) {
+    super(problem.detail ?? problem.title ?? "The service cannot be reached.");
+    Object.assign(this, { status, code: problem.code, retryAfter });
+  }
+}
+
+/** The JSON reply of a path; with a body it is a POST. `milliseconds` is how long it took here. */
+export async function call(path, body) {
+  const started = performance.now();
+  const headers = { accept: "application/json" };
+  if (key) headers.authorization = `Bearer ${key}`;
+  if (body) headers["content-type"] = "application/json";
+  let reply;
+  try {
+    reply = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body) });
+  } catch {
+    throw new Refused(0, {}, 2);
+  }
+  const value = await reply.json().catch(() => ({}));
+  if (!reply.ok) throw new Refused(reply.status, value, Number(reply.headers.get("retry-after")) || undefined);
+  return { value, milliseconds: performance.now() - started };
+}
+
+/** Runs `task` now, or once more when it has ended: one at a time, and the last call is never lost. */
+export function latest(task) {
+  let running = null,
+    again = false;
+  return () => {
+    again = true;
+    running ??= (async () => {
+      while (again) {
+        again = false;
+        await task();
+      }
+    })().finally(() => {
+      running = null;
+    });
+    return running;
+  };
+}

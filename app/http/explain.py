@@ -1,0 +1,168 @@
+"""`POST /explain`: what would change if something were left out, and what the model attends to. In the order in which things may fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.types import Receive, Scope, Send
+
+from app.budgets import Budget
+from app.errors import Overloaded
+from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
+from app.http.negotiation import BATCH, check_accept
+from app.http.rank import Ranking
+from app.http.rank_batch import JSON_HEADER
+from app.http.window import Window
+from app.interface import Ranked, ServedModel, ranked
+from app.request import explanation, features
+from app.request.body import decode_explain
+from app.request.explanation import Question
+from app.request.reply import ReplyFormat
+from app.request.validate import check_explain
+from app.request.wires import JSON
+from app.settings import Batching, Explore
+from app.telemetry.exchange import Exchange
+from model.inputs import Candidates, Context, Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A valid question on one model version."""
+
+    model: ServedModel
+    form: ReplyFormat
+    question: Question
+    deadline: float
+
+
+class ExplainEndpoint:
+    """Each context is a request of its own to the ranker, with a place in the queue like any other."""
+
+    def __init__(self, ranking: Ranking, batching: Batching, explore: Explore) -> None:
+        self.ranking = ranking
+        self.service = ranking.service
+        self.batching = batching
+        self.explore = explore
+        self.running = ranking.metrics.watch_budget("explanations", Budget(explore.concurrent))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ranking, exchange, headers = self.ranking, exchange_of(scope), dict(scope["headers"])
+        terms = ranking.open(headers, exchange, BATCH)
+        check_accept(headers, JSON)
+        try:
+            raw = await read_body(headers, receive, ranking.limits.max_body_bytes)
+        except ClientGone:
+            ranking.metrics.cancelled.labels("body").inc()
+            raise
+        asked = self._ask(ranking.plain(raw, terms), terms.deadline, exchange)
+        if not self.running.take(1):
+            raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)
+        try:
+            with Watching(receive):
+                body, result = await self._answer(asked, exchange)
+        finally:
+            self.running.give(1)
+        await send_reply(send, 200, [JSON_HEADER, *ranking.headers(asked.model, [result], exchange)], body)
+
+    def _ask(self, raw: bytes | bytearray, deadline: float | None, exchange: Exchange) -> Asked:
+        """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
+        ranking, started = self.ranking, time.perf_counter()
+        model = self.service.model
+        limits, most = ranking.limits, self.explore.max_candidates
+        body = ranking.decode(lambda words: decode_explain(raw, limits, most, words), exchange)
+        vocabulary, form = ranking.words_of(model.manifest)
+        request, explained = check_explain(body, vocabulary)
+        if request.request_id is not None and not exchange.is_named_by_caller:
+            exchange.request_id = request.request_id
+        config = model.manifest.config
+        if request.history_length > config.history_length:
+            ranking.metrics.history_truncated.inc()
+        until = self.service.clock() + self.explore.deadline_seconds
+        exchange.stages["parse"] = time.perf_counter() - started
+        return Asked(
+            model,
+            form,
+            Question.of(request, explained, config, self.explore.max_events),
+            until if deadline is None else min(until, deadline),
+        )
+
+    async def _answer(self, asked: Asked, exchange: Exchange) -> tuple[bytes, Ranked]:
+        """The reply, and the ranking that is explained."""
+        config, question = asked.model.manifest.config, asked.question
+        context, everyone = (
+            features.context_of(question.request, config),
+            features.candidates_of(question.request, config),
+        )
+        slots_matter = asked.model.engine.candidate_positions == "sequential"
+        explained = question.candidates(config, slots_matter=slots_matter)
+        without = ((other, some) for other in question.contexts(config) for some in explained)
+        started = time.perf_counter()
+        own, *others = await self._ranked(asked, chain([(context, everyone)], without), exchange)
+        exchange.requests = 1 + len(others)
+        exchange.stages |= {"queue": own.queue_seconds, "forward": time.perf_counter() - started}
+        started = time.perf_counter()
+        attention = await self._attention(asked, context, explained)
+        exchange.stages["attention"] = time.perf_counter() - started
+        started = time.perf_counter()
+        pieces = explanation.render(
+            question,
+            own.scores,
+            [Scores.concatenate(each) for each in _grouped([other.scores for other in others], len(explained))],
+            attention,
+            asked.form,
+            history_used=len(context),
+            timings_ms={stage: round(seconds * 1000, 3) for stage, seconds in exchange.stages.items()},
+        )
+        written = []
+        for piece in pieces:
+            written.append(piece)
+            await asyncio.sleep(0)  # lets other requests in between
+        exchange.stages["serialize"] = time.perf_counter() - started
+        self.ranking.metrics.stage["attention"].observe(exchange.stages["attention"])
+        return b"".join(written), own
+
+    async def _ranked(
+        self, asked: Asked, work: Iterable[tuple[Context, Candidates]], exchange: Exchange
+    ) -> list[Ranked]:
+        """Each of them through the queue and the engine."""
+        window, tasks = Window(self.batching), []
+        try:
+            for context, candidates in work:
+                admit = partial(
+                    self.service.admit,
+                    asked.model,
+                    candidates=len(candidates),
+                    history=len(context),
+                    deadline=asked.deadline,
+                    key=exchange.key,
+                )
+                ticket = await window.admit(admit)
+                ranking = ranked(self.service, ticket, context, candidates)
+                tasks.append(window.begin(ranking, len(candidates), 1 + len(context)))
+                await asyncio.sleep(0)  # lets other requests in between
+            return [await task for task in tasks]
+        finally:
+            await window.close()
+
+    async def _attention(
+        self, asked: Asked, context: Context, explained: Sequence[Candidates]
+    ) -> NDArray[np.float32] | None:
+        """`[L, N, n, 1 + h + 1]`, or None where it cannot be had here."""
+        found = []
+        for candidates in explained:
+            rows = await self.service.attention(asked.model, context, candidates, asked.deadline)
+            if rows is None:
+                return None
+            found.append(rows)
+        return np.concatenate(found, 2)
+
+
+def _grouped(scores: list[Scores], size: int) -> list[list[Scores]]:
+    return [scores[start : start + size] for start in range(0, len(scores), size)]

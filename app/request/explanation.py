@@ -1,0 +1,162 @@
+"""What an explanation leaves out of a request, and its reply as bytes: changes of scores and shares of attention. Not for HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from app.request import features, reply
+from app.request.reply import ReplyFormat
+from app.request.validate import Posts, Request
+from model.config import ModelConfig
+from model.inputs import Candidates, Context, Scores
+
+Floats = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A valid request with the places of the candidates to explain, int64 `[n]`, and of the history items to leave out, int64 `[e]`:
+    the newest of those that the model sees, oldest first."""
+
+    request: Request
+    explained: NDArray[np.int64]
+    events: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, request: Request, explained: NDArray[np.int64], config: ModelConfig, most_events: int) -> Question:
+        """Of a checked request; at most so many events are left out."""
+        events = min(request.history_length, config.history_length, most_events)
+        return cls(request, explained, np.arange(request.history_length - events, request.history_length))
+
+    def contexts(self, config: ModelConfig) -> Iterator[Context]:
+        """What `/rank` would make of the request without each of the events, without its user, and without either. Not to be cached."""
+        whole = features.context_of(self.request, config)
+        for place in self.events.tolist():
+            yield replace(features.context_of(_without_event(self.request, place), config), is_kept=False)
+        yield replace(whole, user_id=0, is_kept=False)
+        yield replace(whole.first(0), user_id=0, is_kept=False)
+
+    def candidates(self, config: ModelConfig, *, slots_matter: bool) -> list[Candidates]:
+        """The candidates to explain: one list, or where a score depends on the slot one for each of them."""
+        every = features.candidates_of(self.request, config)
+        if slots_matter:
+            return [every.chunk(place, place + 1) for place in self.explained.tolist()]
+        return [every.rows(self.explained)]
+
+
+def _without_event(request: Request, place: int) -> Request:
+    history = request.history
+    ids, authors, surfaces = history.post_ids, history.author_ids, history.surfaces
+    return replace(
+        request,
+        history=Posts(np.delete(ids, place), np.delete(authors, place), np.delete(surfaces, place)),
+        actions=np.delete(request.actions, place, 0),
+        dwell_seconds=np.delete(request.dwell_seconds, place),
+    )
+
+
+def render(
+    question: Question,
+    scores: Scores,
+    without: Sequence[Scores],
+    attention: NDArray[np.float32] | None,
+    form: ReplyFormat,
+    *,
+    history_used: int,
+    timings_ms: dict[str, float],
+) -> Iterator[bytes]:
+    """The JSON reply, a candidate at a time. `scores` are of all candidates, `without` of those to explain, by what was left out as
+    `Question.contexts` has it; `attention` is `[L, N, n, 1 + history_used + 1]`."""
+    request, places = question.request, question.explained
+    wanted = list(range(len(form.action_names))) if request.wanted is None else request.wanted
+    ranked = reply.rows_of(replace(request, top_k=None, wanted=None), scores, form)
+    own = _Numbers(ranked.scores[places], scores.probabilities[places][:, wanted])
+    rest = [_Numbers.of(each, request, wanted) for each in without]
+    head: dict[str, Any] = {
+        "model": form.model,
+        "actions": [form.action_names[column] for column in wanted],
+        "events": {
+            "place": question.events,
+            "post_id": list(map(str, request.history.post_ids[question.events].tolist())),
+        },
+    }
+    yield _json(head)[:-1] + b',"candidates":['
+    for row, place in enumerate(places.tolist()):
+        candidate = {
+            "post_id": ranked.ids[place],
+            "score": ranked.scores[place],
+            "rank": ranked.ranks[place],
+            "probabilities": own.probabilities[row],
+            "change": _changes(own, rest, row),
+            "attention": None if attention is None else _shares(attention[:, :, row], len(question.events)),
+        }
+        yield (b"," if row else b"") + _json(candidate)
+    tail: dict[str, Any] = {
+        "history_used": history_used,
+        "history_dropped": request.history_length - history_used,
+        "timings_ms": timings_ms,
+    }
+    if request.request_id is not None:
+        tail["request_id"] = request.request_id
+    yield b"],%b" % _json(tail)[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """`scores` float64 `[n]` and `probabilities` float32 `[n, W]` of the candidates to explain."""
+
+    scores: NDArray[np.float64]
+    probabilities: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, scores: Scores, request: Request, wanted: list[int]) -> _Numbers:
+        combined = reply.combine(scores.probabilities, request.weights)
+        return cls(combined, scores.probabilities[:, wanted])
+
+
+def _changes(own: _Numbers, rest: Sequence[_Numbers], row: int) -> dict[str, Any]:
+    """What each thing changes: the numbers with it less those without it."""
+    scores = np.array([own.scores[row] - each.scores[row] for each in rest])
+    columns = np.array([own.probabilities[row] - each.probabilities[row] for each in rest])
+    *_, user, everything = range(len(rest))
+
+    def one(score: Any, probabilities: Floats) -> dict[str, Any]:
+        return {"score": score, "probabilities": probabilities}
+
+    left = scores[everything] - scores[:everything].sum()
+    left_columns = columns[everything].astype(np.float64) - columns[:everything].sum(0, dtype=np.float64)
+    return {
+        "events": one(scores[:user], columns[:user]),
+        "user": one(scores[user], columns[user]),
+        "everything": one(scores[everything], columns[everything]),
+        "not_covered": one(left, left_columns.astype(np.float32)),
+    }
+
+
+def _shares(weights: NDArray[np.float32], events: int) -> dict[str, Floats]:
+    """Of one candidate's attention weights `[L, N, 1 + h + 1]`: by layer and head, and for the newest events the mean over heads."""
+    history = weights[:, :, 1:-1]
+    newest = history[:, :, history.shape[2] - events :]
+    return {
+        "user": weights[:, :, 0],
+        "history": history.sum(-1),
+        "itself": weights[:, :, -1],
+        "events": newest.mean(1),
+    }
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=_contiguous)
+
+
+def _contiguous(value: Any) -> Any:
+    """What orjson takes no views of."""
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value)
+    raise TypeError

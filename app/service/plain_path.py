@@ -1,0 +1,56 @@
+"""The plain path beside the engine, for explanations: in a thread of its own, one at a time, after everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from app.engine.loading import LoadedModel
+from app.errors import DeadlineExceeded, EngineDown
+from model.attention import candidate_attention
+from model.inputs import Candidates, Context
+
+PLAIN_THREAD = "plain"
+NICE = 10  # about a tenth of the time of a thread that serves, where both want the same core
+
+log = structlog.get_logger("app.service.plain_path")
+
+
+class PlainPath:
+    """Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=PLAIN_THREAD, initializer=_stand_back)
+
+    async def attention(
+        self, model: LoadedModel, context: Context, candidates: Candidates, timeout_seconds: float
+    ) -> NDArray[np.float32]:
+        """As `model.attention.candidate_attention`, with the engine's positions. Raises DeadlineExceeded or EngineDown."""
+        ranker, positions = model.checkpoint.ranker, model.engine.info.candidate_positions
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._executor, candidate_attention, ranker, context, candidates, positions)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await future
+        except TimeoutError:
+            raise DeadlineExceeded from None
+        except (MemoryError, RuntimeError) as error:  # the second is how torch says it
+            log.error("attention failed", error=type(error).__name__)
+            raise EngineDown("The plain path failed on this request.", retry_after_seconds=1.0) from error
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _stand_back() -> None:
+    """The threads that torch starts for this one inherit it."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,523 @@
+"""The pages in a real browser, on the real service with the demo: what they show is what the API says.
+
+Needs Debian's chromium (`make chromium`). `make screenshots` writes the pictures of docs/images.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.settings import Auth, Settings
+from tests.app.serving import listening, port_of
+from tests.e2e.process import DEMO, ROOT, Server, serving
+
+api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: make chromium")
+
+Json = dict[str, Any]
+EXAMPLE: Json = json.loads((DEMO / "example.json").read_text())
+NAMES: Json = json.loads((DEMO / "names.json").read_text())
+WATCH = """addEventListener('securitypolicyviolation',
+  event => console.error('CSP', event.violatedDirective, event.blockedURI))"""
+TOO_WIDE = """() => [...document.querySelectorAll('main *')]
+  .filter(each => each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.events, .chips')).map(each => each.outerHTML)"""
+PLANT = """() => { const select = document.querySelector('#user'); select.closest('label').replaceWith(select); }"""
+SIZES = {"light": (1440, 900), "dark": (1440, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    weights = ROOT / "weights"
+    with serving(
+        DEMO, threads=1, retrieval__checkpoint=weights / "demo-towers", retrieval__corpus=weights / "demo-posts"
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Explorer:
+    """One tab, everything that it complained of, and every address that it asked."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(5000)
+        self.url = url
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.page.add_init_script(WATCH)
+        self.page.on(
+            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
+        )
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, path: str = "/explore") -> Explorer:
+        self.page.goto("about:blank")
+        self.page.goto(self.url + path)
+        if path.startswith("/explore"):
+            self.page.wait_for_selector("body[data-ranked]")
+        return self
+
+    def of_the_request(self) -> Explorer:
+        """The example of the checkpoint, with its own candidates."""
+        self.open()
+        self.settle(lambda: self.page.get_by_text("of the request").click())
+        return self
+
+    def settle(self, act: Callable[[], Any]) -> None:
+        """Do it, and wait for the ranking that follows."""
+        before = self.page.evaluate("document.body.dataset.ranked")
+        act()
+        self.page.wait_for_function("before => document.body.dataset.ranked !== before", arg=before)
+
+    def shown(self, side: int = 0) -> list[tuple[str, int, float]]:
+        """Post, rank and score of each row, from the top."""
+        rows = (
+            self.page.locator(".list")
+            .nth(side)
+            .locator("ol > li")
+            .evaluate_all("rows => rows.map(row => ({...row.dataset}))")
+        )
+        return [(row["post"], int(row["rank"]), float(row["score"])) for row in rows]
+
+    def sent(self) -> Json:
+        """The request that stands behind the page."""
+        self.page.get_by_role("button", name="Request…").click()
+        body: Json = json.loads(self.page.locator("#text").input_value())
+        self.page.get_by_role("button", name="Cancel").click()
+        return body
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Any, server: Server) -> Iterator[Explorer]:
+    explorer = Explorer(browser, server.url, viewport={"width": 1440, "height": 900})
+    yield explorer
+    explorer.context.close()
+    assert explorer.complaints == []
+    assert {url for url in explorer.asked if not url.startswith((server.url, "about:", "data:"))} == set()
+
+
+def ranked(client: httpx.Client, request: Json) -> list[tuple[str, int, float]]:
+    """What /rank says, as the page shows it."""
+    reply = client.post("/rank", json=request).raise_for_status().json()
+    found = [(each["post_id"], each["rank"], each["score"]) for each in reply["candidates"]]
+    return sorted(found, key=lambda each: each[1])
+
+
+def changed(**fields: Any) -> Json:
+    copy: Json = json.loads(json.dumps(EXAMPLE))
+    return copy | fields
+
+
+def without_event(place: int) -> Json:
+    history = list(EXAMPLE["history"])
+    del history[place]
+    return changed(history=history)
+
+
+def with_event(author: str, post: str, *actions: str, dwell: float) -> Json:
+    event = {"post_id": post, "author_id": author, "actions": list(actions), "dwell_time": dwell}
+    return changed(history=[*EXAMPLE["history"], event])
+
+
+def edited(place: int, actions: list[str]) -> Json:
+    copy = changed()
+    copy["history"][place]["actions"] = actions
+    return copy
+
+
+WEIGHTS: dict[str, float] = json.loads((DEMO / "manifest.json").read_text())["score_weights"]
+CANDIDATE = EXAMPLE["candidates"][0]
+FRIEND = next(user for user, about in NAMES["users"].items() if about["likes"] == ["football", "history"])
+ACTOR = EXAMPLE["history"][0]["author_id"]
+ROW = f'li[data-post="{CANDIDATE["post_id"]}"]'
+OLDEST = '#events [data-event="0"]'
+
+CONTROLS: dict[str, tuple[Callable[[Any], Any], Json]] = {
+    "remove the report": (lambda page: page.locator("#events .remove").first.click(), without_event(-1)),
+    "remove an action": (
+        lambda page: page.locator(OLDEST).get_by_role("button", name="Remove favorite").click(),
+        edited(0, EXAMPLE["history"][0]["actions"][1:]),
+    ),
+    "add an action": (
+        lambda page: page.locator(OLDEST).locator("select").select_option("block_author"),
+        edited(0, [*EXAMPLE["history"][0]["actions"], "block_author"]),
+    ),
+    "report an author": (
+        lambda page: page.locator(ROW).get_by_role("button", name="Report").click(),
+        with_event(CANDIDATE["author_id"], CANDIDATE["post_id"], "report", dwell=1),
+    ),
+    "like a post": (
+        lambda page: page.locator(ROW).get_by_role("button", name="Like").click(),
+        with_event(CANDIDATE["author_id"], CANDIDATE["post_id"], "favorite", "dwell", dwell=12),
+    ),
+    "drag the time": (
+        lambda page: page.locator("#clock").fill("240"),
+        changed(impression_ts=EXAMPLE["impression_ts"] + 240 * 3600),
+    ),
+    "change a weight": (
+        lambda page: page.locator('[data-action="reply"]').fill("-2"),
+        changed(weights=WEIGHTS | {"reply": -4.0}),
+    ),
+    "switch the user": (lambda page: page.locator("#user").select_option(FRIEND), changed(user_id=FRIEND)),
+    "be nobody": (lambda page: page.locator("#user").select_option("0"), changed(user_id="0")),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_every_control_changes_the_ranking_as_the_api_says(tab: Explorer, client: httpx.Client, control: str) -> None:
+    act, request = CONTROLS[control]
+    tab.of_the_request()
+    assert tab.shown() == ranked(client, EXAMPLE)
+    tab.settle(lambda: act(tab.page))
+    assert tab.shown() == ranked(client, request)
+    assert tab.shown() != ranked(client, EXAMPLE), "the control changes something"
+
+
+@pytest.mark.parametrize("action", ["favorite", "mute_author"])
+def test_an_event_is_added_by_its_form(tab: Explorer, client: httpx.Client, action: str) -> None:
+    author = CANDIDATE["author_id"]
+    tab.of_the_request().page.locator("#author").select_option(author)
+    tab.page.locator("#action").select_option(action)
+    tab.settle(lambda: tab.page.get_by_role("button", name="Add", exact=True).click())
+    post = tab.sent()["history"][-1]["post_id"]
+    assert tab.shown() == ranked(client, with_event(author, post, action, dwell=0))
+
+
+def test_a_liked_topic_is_an_event_with_a_post_of_it(tab: Explorer, client: httpx.Client) -> None:
+    tab.of_the_request()
+    tab.settle(lambda: tab.page.get_by_role("button", name="chess").click())
+    event = tab.sent()["history"][-1]
+    of_it = client.post("/retrieve", json={"user_id": EXAMPLE["user_id"], "k": 2000, "topics": ["chess"]}).json()[
+        "posts"
+    ]
+    assert event["post_id"] in {post["post_id"] for post in of_it}
+    assert tab.shown() == ranked(client, changed(history=[*EXAMPLE["history"], event]))
+
+
+def test_weights_go_back(tab: Explorer, client: httpx.Client) -> None:
+    tab.of_the_request()
+    tab.settle(lambda: tab.page.locator('[data-action="report"]').fill("4"))
+    tab.settle(lambda: tab.page.get_by_role("button", name="Reset weights").click())
+    assert tab.shown() == ranked(client, EXAMPLE)
+
+
+def test_a_request_of_ones_own_in_arrays_and_with_long_numbers(tab: Explorer, client: httpx.Client) -> None:
+    own = {
+        "user_id": int(EXAMPLE["user_id"]),
+        "history": {"post_id": [9223372036854775809], "author_id": [int(ACTOR)], "actions": [["0", "dwell"]]},
+        "candidates": {key: [int(each[key]) for each in EXAMPLE["candidates"]] for key in ("post_id", "author_id")},
+        "top_k": 2,
+    }
+    tab.open().page.get_by_role("button", name="Request…").click()
+    tab.page.locator("#text").fill(json.dumps(own))
+    tab.settle(lambda: tab.page.locator("#use").click())
+    whole = {key: value for key, value in own.items() if key != "top_k"}
+    assert tab.shown() == [(str(post), rank, score) for post, rank, score in ranked(client, whole)]
+    tab.page.get_by_role("button", name="Request…").click()
+    tab.page.locator("#text").fill("{")
+    tab.page.locator("#use").click()
+    assert "no request" in tab.page.get_by_role("alert").last.inner_text()
+
+
+def test_a_refusal_is_shown_until_a_request_is_served(tab: Explorer) -> None:
+    tab.of_the_request()
+    for request, refused in ((changed(impression_ts=-1), True), (EXAMPLE, False)):
+        tab.page.get_by_role("button", name="Request…").click()
+        tab.page.locator("#text").fill(json.dumps(request))
+        tab.page.locator("#use").click()
+        tab.page.wait_for_selector("#problem", state="visible" if refused else "hidden")
+    assert "impression_ts" in (tab.page.locator("#problem").text_content() or "")
+    assert len(tab.complaints) == 1
+    assert "422" in tab.complaints.pop()  # the browser's own line for the reply
+
+
+def test_the_page_starts_from_the_corpus_with_the_best_of_each_author(tab: Explorer, client: httpx.Client) -> None:
+    tab.open()
+    asked = {key: EXAMPLE[key] for key in ("user_id", "history", "impression_ts")} | {"k": 500}
+    authors = {post["post_id"]: post["author_id"] for post in client.post("/retrieve", json=asked).json()["posts"]}
+    best: dict[str, tuple[str, int, float]] = {}
+    for each in client.post("/recommend", json=asked).json()["candidates"]:
+        best.setdefault(authors[each["post_id"]], (each["post_id"], each["rank"], each["score"]))
+    assert 5 < len(best) < 60
+    assert tab.shown() == list(best.values())
+    tab.page.locator("#one").uncheck()
+    assert [rank for _, rank, _ in tab.shown()] == list(range(1, 61))
+
+
+def test_the_link_restores_the_state(tab: Explorer, browser: Any, server: Server) -> None:
+    tab.of_the_request()
+    tab.settle(lambda: tab.page.locator('[data-action="dwell"]').fill("3"))
+    tab.settle(lambda: tab.page.locator("#events .remove").nth(3).click())
+    tab.settle(lambda: tab.page.get_by_role("button", name="Compare").click())
+    tab.settle(lambda: tab.page.locator("#user").select_option(FRIEND))
+    tab.page.locator(".list").first.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_timeout(300)  # the link follows 120 ms after
+    tab.page.locator("#link").click()
+    link = tab.page.evaluate("navigator.clipboard.readText()")
+    other = Explorer(browser, server.url)
+    other.open(link.removeprefix(server.url))
+    for side in (0, 1):
+        assert other.shown(side) == tab.shown(side)
+    assert other.page.locator("#viewer").inner_text() == tab.page.locator("#viewer").inner_text()
+    assert other.page.locator("#events").inner_text() == tab.page.locator("#events").inner_text()
+    assert other.page.locator(".detail:visible").count() == tab.page.locator(".detail:visible").count() > 0
+    assert other.complaints == []
+    other.context.close()
+
+
+@pytest.mark.parametrize(
+    "planted", ["", "broken", {"source": "//elsewhere.invalid/rank"}, {"side": 1}, {"sides": [{}]}]
+)
+def test_a_link_that_is_none_leads_to_the_example(tab: Explorer, client: httpx.Client, planted: Any) -> None:
+    if isinstance(planted, dict):
+        whole = {"source": "rank", "side": 0, "sides": [EXAMPLE], "open": None, "start": 0} | planted
+        squeezed = zlib.compressobj(wbits=-15)
+        planted = base64.urlsafe_b64encode(squeezed.compress(json.dumps(whole).encode()) + squeezed.flush()).decode()
+    tab.open(f"/explore#{planted.rstrip('=')}")
+    assert tab.page.get_by_text("of the corpus").locator("..").locator("input").is_checked()
+    assert tab.page.locator("#user").input_value() == EXAMPLE["user_id"]
+
+
+def test_two_requests_stand_side_by_side(tab: Explorer, client: httpx.Client) -> None:
+    tab.of_the_request()
+    tab.settle(lambda: tab.page.get_by_role("button", name="Compare").click())
+    tab.settle(lambda: tab.page.locator("#events .remove").first.click())
+    assert (tab.shown(0), tab.shown(1)) == (ranked(client, EXAMPLE), ranked(client, without_event(-1)))
+    tab.page.get_by_text("A", exact=True).click()
+    tab.page.locator("#hold").check()
+    tab.settle(lambda: tab.page.locator("#user").select_option("0"))
+    assert tab.shown(0) == ranked(client, EXAMPLE), "A is held"
+    tab.settle(lambda: tab.page.locator("#hold").uncheck())
+    assert tab.shown(0) == ranked(client, changed(user_id="0"))
+
+
+@pytest.mark.parametrize("source", ["of the request", "of the corpus"])
+def test_curl_and_python_say_what_the_page_says(tab: Explorer, source: str) -> None:
+    tab.of_the_request()
+    if source == "of the corpus":
+        tab.settle(lambda: tab.page.get_by_text(source).click())
+    tab.settle(lambda: tab.page.locator("#events .remove").first.click())
+    shown = {(post, rank, score) for post, rank, score in tab.shown()}
+    tab.page.locator("#curl").click()
+    curl = tab.page.evaluate("navigator.clipboard.readText()")
+    reply = json.loads(subprocess.run(shlex.split(curl), capture_output=True, check=True).stdout)
+    assert shown <= {(each["post_id"], each["rank"], each["score"]) for each in reply["candidates"]}
+    tab.page.locator("#python").click()
+    program = tab.page.evaluate("navigator.clipboard.readText()")
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
+    lines = [line.split() for line in told.splitlines()]
+    assert shown <= {(post, int(rank), float(score)) for rank, post, score in lines}
+
+
+def test_the_terms_of_a_score_add_up_to_it(tab: Explorer) -> None:
+    tab.of_the_request().page.get_by_role("button", name="Why").first.click()
+    cells = tab.page.locator(".detail:visible tbody tr td:nth-child(4)").all_inner_texts()
+    terms = [float(text.replace("−", "-")) for text in cells]
+    assert len(terms) == 8
+    assert sum(terms) == pytest.approx(tab.shown()[0][2], abs=0.005)
+
+
+@pytest.mark.parametrize("source", ["of the request", "of the corpus"])
+def test_what_moved_a_score_is_what_explain_says(tab: Explorer, client: httpx.Client, source: str) -> None:
+    tab.of_the_request() if source == "of the request" else tab.open()
+    tab.page.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_selector(".reasons")
+    tab.settle(lambda: tab.page.locator("#events .remove").first.click())
+    opened = tab.page.locator("li:has(.detail:not([hidden]))").first.evaluate("row => ({...row.dataset})")
+    post, score = opened["post"], float(opened["score"])
+    tab.page.wait_for_function("() => document.querySelector('.reasons').innerText.includes('9 more events')")
+    sent = tab.sent()
+    rest = {key: sent[key] for key in ("user_id", "history", "impression_ts")}
+    candidates = sent.get("candidates") or [found_post(client, sent, post)]
+    reply = client.post("/explain", json=rest | {"candidates": candidates, "explain": [post]}).json()["candidates"][0]
+    assert reply["score"] == score
+    rows = tab.page.locator(".reasons tr").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
+    )
+    told = {row[0]: float(row[3].replace("−", "-")) for row in rows if len(row) > 3 and row[3] not in ("", "change")}
+    change = reply["change"]
+    assert told["the user"] == pytest.approx(change["user"]["score"], abs=6e-4)
+    assert told["not covered"] == pytest.approx(change["not_covered"]["score"], abs=6e-4)
+    assert told["all at once"] == pytest.approx(change["everything"]["score"], abs=6e-4)
+    largest = max(range(16), key=lambda place: abs(change["events"]["score"][place]))
+    name = NAMES["authors"][sent["history"][largest]["author_id"]]["name"]
+    assert [name, f"{change['events']['score'][largest]:.3f}".replace("-", "−")] == [rows[2][0], rows[2][3]]
+    shares = [float(row[2].removesuffix(" %")) for row in rows if row[2].endswith("%")]
+    assert sum(shares) == pytest.approx(100, abs=3), "attention on the user, the events and the post, each rounded"
+
+
+def found_post(client: httpx.Client, sent: Json, post: str) -> Json:
+    """A post of the corpus as a candidate."""
+    posts = client.post("/retrieve", json=sent).json()["posts"]
+    return next(
+        {key: each[key] for key in ("post_id", "author_id", "created_at")} for each in posts if each["post_id"] == post
+    )
+
+
+def test_a_checkpoint_without_names_behind_a_key(browser: Any) -> None:
+    """Around a fake engine: the page begins with the example of the API's description, and asks for the key."""
+    keys = {"me": hashlib.sha256(b"open sesame").hexdigest()}
+    with listening(settings=Settings(port=0, auth=Auth(keys=keys))) as server:
+        tab = Explorer(browser, f"http://127.0.0.1:{port_of(server)}")
+        tab.page.goto(f"{tab.url}/explore")
+        tab.page.locator("#key").fill("open sesame")
+        tab.settle(lambda: tab.page.get_by_role("button", name="Use it").click())
+        assert {post for post, _, _ in tab.shown()} == {"90", "9223372036854775808"}
+        assert "author 7" in tab.page.locator(".posts").inner_text()
+        assert all("401" in said for said in tab.complaints)
+        assert "sesame" not in tab.page.url
+        tab.context.close()
+
+
+def test_it_is_used_by_keyboard_alone_and_keeps_its_place(tab: Explorer, client: httpx.Client) -> None:
+    tab.of_the_request()
+    row = tab.page.locator(f'li[data-post="{EXAMPLE["candidates"][6]["post_id"]}"]')
+    like, place = row.get_by_role("button", name="Like"), "row => [...row.parentNode.children].indexOf(row)"
+    like.focus()
+    before = row.evaluate(place)
+    tab.settle(lambda: tab.page.keyboard.press("Enter"))
+    assert row.evaluate(place) < before
+    assert like.evaluate("button => button === document.activeElement"), "the row has moved, and keeps the focus"
+    tab.page.keyboard.press("Tab")
+    assert "Report" in tab.page.evaluate("document.activeElement.ariaLabel")
+    remove = tab.page.locator("#events .remove").first
+    remove.focus()
+    tab.settle(lambda: tab.page.keyboard.press("Space"))
+    assert tab.page.evaluate("document.activeElement.closest('#events') !== null"), "the focus goes to what follows"
+    tab.page.locator("#clock").focus()
+    tab.settle(lambda: tab.page.keyboard.press("ArrowRight"))
+    assert tab.shown() == ranked(client, changed(impression_ts=EXAMPLE["impression_ts"] + 3600))
+    tab.page.wait_for_function("() => document.querySelector('#spoken').textContent.startsWith('7 posts')")
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_moves_are_animated_unless_less_motion_is_asked_for(browser: Any, server: Server, motion: str) -> None:
+    tab = Explorer(browser, server.url, reduced_motion=motion).of_the_request()
+    tab.settle(lambda: tab.page.locator("#events .remove").first.click())
+    moving = tab.page.evaluate("document.getAnimations().length")
+    assert (moving > 0) == (motion == "no-preference")
+    tab.context.close()
+
+
+def test_a_change_is_ranked_and_shown_within_100_ms(tab: Explorer) -> None:
+    measure = """async () => {
+      const slider = document.querySelector('[data-action=reply]'), times = [];
+      for (let step = 0; step < 21; step++) {
+        const before = document.body.dataset.ranked, started = performance.now();
+        slider.value = step % 2 ? 3 : -3;
+        slider.dispatchEvent(new Event('input', { bubbles: true }));
+        while (document.body.dataset.ranked === before) await new Promise(requestAnimationFrame);
+        times.push(performance.now() - started);
+      }
+      return times;
+    }"""
+    times = tab.of_the_request().page.evaluate(measure)
+    assert statistics.median(times) < 100, times
+
+
+@pytest.mark.parametrize("look", SIZES)
+def test_axe_finds_no_serious_fault(browser: Any, server: Server, look: str) -> None:
+    width, height = SIZES[look]
+    scheme = "dark" if look == "dark" else "light"
+    tab = Explorer(
+        browser, server.url, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    tab.of_the_request().page.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_selector(".reasons")
+    assert tab.page.evaluate(TOO_WIDE) == []
+    if look == "light":
+        tab.settle(lambda: tab.page.get_by_role("button", name="Compare").click())
+    elif look == "dark":
+        tab.page.get_by_role("button", name="Request…").click()
+    found = axe.Axe().run(tab.page).response["violations"]
+    serious = [fault for fault in found if fault["impact"] in ("serious", "critical")]
+    assert serious == [], json.dumps(serious, indent=1)[:3000]
+    tab.context.close()
+
+
+def test_axe_finds_what_is_planted(tab: Explorer) -> None:
+    tab.open().page.evaluate(PLANT)
+    found = axe.Axe().run(tab.page).response["violations"]
+    assert [fault["id"] for fault in found if fault["impact"] == "critical"] == ["select-name"]
+
+
+def test_the_description_of_the_api_needs_nothing_from_elsewhere(browser: Any, server: Server) -> None:
+    tab = Explorer(browser, server.url).open("/docs")
+    tab.page.wait_for_selector(".opblock-summary-path")
+    paths = tab.page.locator(".opblock-summary-path").evaluate_all("found => found.map(each => each.dataset.path)")
+    assert {"/rank", "/recommend", "/info"} <= set(paths)
+    tab.page.locator(".opblock", has_text="/livez").first.click()
+    tab.page.get_by_role("button", name="Try it out").click()
+    tab.page.get_by_role("button", name="Execute").click()
+    tab.page.wait_for_selector(".live-responses-table")
+    assert "alive" in tab.page.locator(".live-responses-table").inner_text()
+    assert tab.complaints == []
+    assert all(url.startswith((server.url, "data:", "about:")) for url in tab.asked)
+    tab.context.close()
+
+
+def test_what_breaks_the_policy_is_seen(browser: Any, server: Server) -> None:
+    tab = Explorer(browser, server.url).open()
+    tab.page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
+    )
+    tab.page.evaluate("fetch('http://example.invalid/').catch(() => null)")
+    assert tab.page.evaluate("window.ran") is None
+    tab.page.wait_for_timeout(100)
+    assert any("script-src" in said for said in tab.complaints)
+    assert any("connect-src" in said for said in tab.complaints)
+    tab.context.close()
+
+
+@pytest.mark.skipif("SCREENSHOTS" not in os.environ, reason="writes pictures: make screenshots")
+@pytest.mark.parametrize("look", SIZES)
+def test_pictures(browser: Any, server: Server, look: str) -> None:
+    width, height = SIZES[look]
+    scheme = "dark" if look == "dark" else "light"
+    tab = Explorer(
+        browser, server.url, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    tab.of_the_request()
+    tab.settle(lambda: tab.page.locator("#events .remove").first.click())
+    tab.page.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_selector(".reasons")
+    tab.page.mouse.move(0, 0)
+    raw = Image.open(io.BytesIO(tab.page.screenshot()))
+    raw.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(
+        Path(os.environ["SCREENSHOTS"]) / f"explore-{look}.png", optimize=True
+    )
+    tab.context.close()

@@ -1,0 +1,178 @@
+"""Each rung is reached by breaking the one above it, and no number that failed a check is served. Torch's kernels stand in for Triton's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.dense import DenseEngine
+from model.engine import EngineError, EngineInfo, Item
+from model.split import engine as split_engine
+from model.split.graphs import PlainRecorder
+from model.split.kernels.contract import Step
+from model.split.kernels.portable import PortableKernels
+from model.split.ladder import TRIES, LadderEngine, Tried, cuda_rungs
+from model.tolerances import PARITY
+from tests.model.builders import random_config, random_ranker, random_request
+
+CONFIG = random_config(layers=1, history_length=9)
+NAMES = ["recorded, library products", "recorded", "unrecorded", "portable", "dense"]
+
+
+class Triton(PortableKernels):
+    """Torch's kernels under Triton's name, with a planted fault."""
+
+    def __init__(self, fault: str, library: bool, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.fault, self.library = fault, library
+
+    def choose_products(self, *arguments: Any) -> Any:
+        if self.fault == "library" and self.library:
+            raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
+        return super().choose_products(*arguments)
+
+    def embed(self, *arguments: Any) -> None:
+        if self.fault == "compilation":
+            raise NameError("softmix is not defined")
+        super().embed(*arguments)
+
+    def gate(self, *arguments: Any, **options: Any) -> None:
+        if self.fault == "launch":
+            raise RuntimeError("out of resource: shared memory")
+        super().gate(*arguments, **options)
+
+    def multiply(self, step: Step, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
+        super().multiply(step, x, weight, out, rows, tail=tail)
+        if self.fault == "proof":
+            out[1:rows] += 1e-3 * out[: rows - 1]
+        if self.fault == "numbers" and weight.shape[1] == 32:  # the heads: the same wrong numbers whatever the batch
+            out[:rows] += 0.01
+        if self.fault == "not a number":
+            out[:rows] *= torch.nan
+        if self.fault == "device":
+            raise EngineError("an illegal memory access was encountered", sticky=True)
+
+
+class Recorder(PlainRecorder):
+    """Records nothing well."""
+
+    fault = ""
+
+    def record(self, work: Any, step: Step) -> Any:
+        if self.fault == "capture":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.fault == "memory":
+            raise torch.OutOfMemoryError("planted")
+        replay = super().record(work, step)
+
+        def disturbed(step: Step) -> None:
+            replay(step)
+            work.func.__self__.logits += 1e-6
+
+        return disturbed if self.fault == "replay" else replay
+
+
+@pytest.fixture
+def climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], LadderEngine]:
+    """A ladder with a fault, on the CPU."""
+
+    def make(fault: str) -> LadderEngine:
+        def kernels(config: Any, weights: Any, dtype: Any, library: bool) -> Triton:
+            return Triton(fault, library, config, weights.rope)
+
+        monkeypatch.setattr(split_engine, "_fused_kernels", kernels)
+        monkeypatch.setattr(Recorder, "fault", fault)
+        ranker = random_ranker(CONFIG)
+        rungs = cuda_rungs(ranker, torch.device("cpu"), torch.float32, "shared", 2**20, recorder=Recorder, capacity=64)
+        info = EngineInfo("cpu", "float32", "torch", "shared", {})
+        return LadderEngine(ranker, rungs, info, Tried(tmp_path / "kept", "this build"))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("fault", "steps", "reason"),
+    [
+        ("", 0, ""),
+        ("library", 1, "CUBLAS_STATUS"),
+        ("capture", 2, "capturing"),
+        ("replay", 2, "when it is replayed"),
+        ("memory", 2, "planted"),
+        ("compilation", 3, "softmix"),
+        ("launch", 3, "shared memory"),
+        ("proof", 3, "isolation is broken"),
+        ("numbers", 3, "differ from the definition"),
+        ("not a number", 3, "not finite"),
+    ],
+)
+def test_a_rung_is_reached_by_breaking_the_one_above(climb: Any, fault: str, steps: int, reason: str) -> None:
+    engine = climb(fault)
+    engine.warm_up()
+    notes = engine.info.notes
+    assert notes["rung"] == NAMES[steps]
+    assert [step["rung"] for step in notes["steps_down"]] == NAMES[:steps]
+    assert all(reason in step["reason"] for step in notes["steps_down"][-1:])
+    item = Item(*random_request(CONFIG, 9, 70, seed=3))
+    expected = DenseEngine(random_ranker(CONFIG), torch.float32).forward([item])[0].scores.logits
+    found = engine.forward([item])[0].scores.logits
+    assert np.abs(found - expected).max() <= PARITY[torch.float32].logits
+    assert notes["difference_from_definition"] <= PARITY[torch.float32].logits
+    engine.close()
+
+
+def test_the_definition_itself_is_the_last_rung_and_is_checked_too(climb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, *arguments: Any, **options: Any) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(PortableKernels, "norm", broken)
+    engine = climb("")
+    engine.warm_up()
+    assert engine.info.notes["rung"] == "dense"
+    assert engine.info.backend == "dense"
+    assert len(engine.info.notes["steps_down"]) == 4
+    engine = climb("")
+    forward = DenseEngine.forward
+    asked = []
+
+    def wrong(self: Any, items: Any) -> Any:
+        outcomes = forward(self, items)
+        asked.append(self)
+        for outcome in outcomes if len(asked) > 1 else []:
+            outcome.scores.logits[0] += 1
+        return outcomes
+
+    monkeypatch.setattr(DenseEngine, "forward", wrong)
+    with pytest.raises(EngineError, match="dense: EngineError: logits differ"):
+        engine.warm_up()
+
+
+def test_a_rung_in_which_the_device_was_lost_is_left_out_by_the_next_start(climb: Any) -> None:
+    for rung in NAMES[:3]:
+        with pytest.raises(EngineError, match=f"^{rung}: .*illegal memory access") as lost:
+            climb("device").warm_up()
+        assert lost.value.sticky
+    engine = climb("device")
+    engine.warm_up()
+    assert engine.info.notes["rung"] == "portable"
+    assert "delete" in engine.info.notes["steps_down"][0]["reason"]
+
+
+def test_a_rung_is_left_out_after_starts_that_ended_in_it(tmp_path: Path) -> None:
+    for _ in range(TRIES):
+        assert (
+            Tried(tmp_path, "a").begin("recorded") == ""
+        )  # and the process is gone: a crash, or a hang that was killed
+    assert str(tmp_path) in Tried(tmp_path, "a").begin("recorded")
+    assert Tried(tmp_path, "a").begin("unrecorded") == ""
+    assert Tried(tmp_path, "another torch").begin("recorded") == ""
+    Tried(tmp_path, "another torch").end()
+    assert Tried(tmp_path, "another torch").begin("recorded") == ""
+    (tmp_path / "rungs.json").write_text("[1")
+    assert Tried(tmp_path, "a").begin("recorded") == ""
+    assert Tried(None, "a").begin("recorded") == ""
+    assert Tried(Path("/proc/nowhere"), "a").begin("recorded") == ""

@@ -1,0 +1,86 @@
+"""`python -m weights explain`: files, the page that needs no other, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests import goldens
+from weights.commands.checkpoints import app
+
+DEMO = Path(__file__).parents[3] / "weights" / "demo"
+PANELS = ["mask", "isolation", "positions", "attention", "candidate", "soft-cap", "updates", "changes", "rope"]
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["explain", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("explained")
+    done = call(DEMO, "--out", out, "--candidate", 4)
+    assert done.exit_code == 0, done.output
+    assert "9 pictures" in done.stdout
+    return out
+
+
+def test_the_demo_is_explained(out: Path) -> None:
+    figures = json.loads((out / "figures.json").read_text())
+    request = json.loads((DEMO / "example.json").read_text())
+    assert len(figures["tokens"]) == 1 + len(request["history"]) + len(request["candidates"])
+    assert "Kaja Moreau: report" in figures["tokens"], "the demo's names"
+    reported = figures["score_changes"][len(request["history"]) - 1]
+    assert min(reported) == reported[4] < -0.5, "the report costs its author's post most"
+    for name in PANELS:
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_needs_nothing_else(out: Path) -> None:
+    page = (out / "index.html").read_text()
+    assert len(re.findall('src="data:image/png;base64,', page)) == len(PANELS)
+    assert not re.findall(r'(?:src|href)="(?!data:)|url\(|@import|<script', page)
+    assert "Attention is not an explanation" in page
+    assert page.count("<figcaption>") == len(PANELS)
+
+
+def test_both_shapes_of_a_request_are_the_same(out: Path, tmp_path: Path) -> None:
+    request = json.loads((DEMO / "example.json").read_text())
+    for name in ("history", "candidates"):
+        rows = request[name]
+        request[name] = {key: [row[key] for row in rows] for key in rows[0]}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    (tmp_path / "names.json").write_text((DEMO / "names.json").read_text())
+    done = call(DEMO, "--request", tmp_path / "request.json", "--out", tmp_path / "out", "--candidate", 4)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out/figures.json").read_text() == (out / "figures.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"user_id": 1}, "candidates"),
+        ({"user_id": 1, "candidates": []}, "candidates are missing"),
+        (
+            {"user_id": 1, "candidates": [{"post_id": 1, "author_id": 1}], "weights": {"unheard": 1}},
+            "no action unheard",
+        ),
+        ({"user_id": 1, "candidates": [{"post_id": 1, "author_id": 1}]}, "choose 0 to 0"),
+        ([], "JSON object"),
+    ],
+)
+def test_what_is_no_request_is_refused_in_a_sentence(request_: object, said: str, tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text(json.dumps(request_))
+    refused = call(DEMO, "--request", tmp_path / "request.json", "--out", tmp_path / "out", "--candidate", 1)
+    assert refused.exit_code == 1
+    assert said in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_an_example_needs_a_request(tmp_path: Path) -> None:
+    checkpoint = goldens.imported("phoenix-jan-gqa", tmp_path / "ranker")
+    assert call(checkpoint, "--out", tmp_path / "out").exit_code == 1

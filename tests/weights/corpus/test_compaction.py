@@ -1,0 +1,262 @@
+"""A corpus written anew with its changes: the same posts, whatever moment a crash comes at, and never half of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.retrieval.engine import RetrievalEngine, RetrievalOptions
+from model.retrieval.inputs import Change, NewPosts
+from tests.app import retrieving
+from weights.checkpoint import Encoder, load_encoder
+from weights.corpus.changes import ChangeLog
+from weights.corpus.compaction import Compaction, changed_version, load_changed
+from weights.corpus.store import load_corpus
+from weights.errors import CheckpointError
+
+Posts = list[tuple[Any, ...]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return retrieving.written(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def encoder(made: tuple[Path, Path]) -> Encoder:
+    return load_encoder(made[0])
+
+
+@pytest.fixture
+def directory(made: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made[1], tmp_path / "corpus"))
+
+
+def change(encoder: Encoder, delete: list[int], new: list[int]) -> Change:
+    ids, authors = np.array(new, np.uint64), np.arange(1, len(new) + 1, dtype=np.uint64)
+    vectors = np.zeros((0, encoder.manifest.config.width), np.float32)
+    if new:
+        vectors = encoder.towers.encode_posts(ids, authors).numpy()
+    topics: list[str | None] = ["news", None, "chess"][: len(new)]
+    return Change(np.array(delete, np.uint64), NewPosts(ids, authors, np.arange(len(new)) + 5, topics, vectors))
+
+
+def engine_of(directory: Path, encoder: Encoder) -> tuple[RetrievalEngine, ChangeLog]:
+    stored, log, changes = load_changed(directory, encoder.manifest)
+    engine = RetrievalEngine(encoder.towers, stored.corpus, RetrievalOptions(backend="torch"))
+    for one in changes:
+        engine.change(one)
+    return engine, log
+
+
+def posts_of(engine: RetrievalEngine) -> Posts:
+    """Every post that a search can return, in the order of equal scores."""
+    posts = []
+    for segment in engine._segments:
+        corpus, rows = segment.corpus, segment.shown_rows()
+        columns = corpus.post_ids[rows].tolist(), corpus.author_ids[rows].tolist(), segment.times_of(rows).tolist()
+        vectors = [vector.tobytes() for vector in corpus.vectors[rows]]
+        posts += list(zip(*columns, segment.topics_of(rows), vectors, strict=True))
+    return posts
+
+
+def changed(directory: Path, encoder: Encoder) -> tuple[Compaction, RetrievalEngine]:
+    """A corpus that has had three changes, and what is to write it anew."""
+    engine, log = engine_of(directory, encoder)
+    for one in (change(encoder, [1, 2], [900, 3]), change(encoder, [900], []), change(encoder, [], [901, 902, 903])):
+        log.append(one)
+        engine.change(one)
+    return Compaction(directory, load_corpus(directory).manifest, log), engine
+
+
+def compacted(compaction: Compaction, engine: RetrievalEngine, since: list[Change]) -> ChangeLog:
+    written = compaction.write(engine.parts(), engine.changes)
+    return compaction.commit(written.manifest, since)
+
+
+def test_it_holds_the_same_posts_in_the_same_order(directory: Path, encoder: Encoder) -> None:
+    compaction, engine = changed(directory, encoder)
+    since = change(encoder, [4], [904])
+    log = compacted(compaction, engine, [since])
+    engine.change(since)
+    new, again = engine_of(directory, encoder)
+    assert posts_of(new) == posts_of(engine)
+    assert (new.posts, new.changes) == (engine.posts, 1)
+    manifest = load_corpus(directory, encoder.manifest).manifest
+    assert (manifest.version, manifest.posts) == ("v1+3", 300 - 1 - 2 + 3)
+    assert manifest.topics == (*retrieving.TOPICS, "chess")
+    assert {path.name for path in directory.iterdir()} == {"manifest.json", *manifest.files, log.path.name}
+    with pytest.raises(CheckpointError, match="is being written by another process"):
+        again.append(since)
+    log.append(change(encoder, [905], []))
+    assert engine_of(directory, encoder)[0].changes == 2
+    assert [changed_version(*one) for one in (("v1", 7), ("v1+7", 5), ("a+b", 1))] == ["v1+7", "v1+12", "a+b+1"]
+
+
+def test_columns_that_the_corpus_lacked_come_with_its_changes(tmp_path: Path) -> None:
+    checkpoint, directory = retrieving.written(tmp_path, leave_out=("topics", "created_at"))
+    encoder = load_encoder(checkpoint)
+    compaction, engine = changed(directory, encoder)
+    compacted(compaction, engine, [])
+    assert posts_of(engine_of(directory, encoder)[0]) == posts_of(engine)
+
+
+def crash(work: Callable[[], object], at: int, *, power: bool) -> bool:
+    """Do it in a child that is killed before its `at`-th call that changes the disk; whether it was. `power`: what was not
+    synced by then is gone, files as well as names."""
+    child = os.fork()
+    if child == 0:
+        left = at
+        synced: set[str] = set()
+
+        def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                if left == 0:
+                    if power:
+                        _lose(synced)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                result = real(*arguments, **options)
+                if name == "fsync":
+                    synced.add(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+                return result
+
+            return call
+
+        def _lose(kept: set[str]) -> None:
+            for path in Path(DIRECTORY[0]).glob("*-*"):
+                if str(path) not in kept and path.stat().st_ctime_ns > BEGAN[0]:
+                    os.truncate(path, path.stat().st_size // 2)
+
+        for name in ("fsync", "rename", "unlink", "pwrite"):
+            setattr(os, name, counted(name, getattr(os, name)))
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+DIRECTORY: list[Path] = []
+BEGAN: list[int] = []
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_a_crash_at_any_step_leaves_the_old_corpus_or_the_new_one(
+    directory: Path, encoder: Encoder, power: bool
+) -> None:
+    compaction, engine = changed(directory, encoder)
+    since = change(encoder, [5], [906])
+    compaction.log.append(since)
+    compaction.log.close()
+    snapshot, changes = engine.parts(), engine.changes
+    engine.change(since)
+    expected, versions = posts_of(engine), set()
+    pristine = Path(shutil.copytree(directory, directory.with_name("pristine")))
+
+    def work() -> None:
+        _, log, _ = load_changed(directory, encoder.manifest)
+        again = Compaction(directory, load_corpus(directory).manifest, log)
+        again.commit(again.write(snapshot, changes).manifest, [since])
+
+    for at in range(100):
+        shutil.rmtree(directory)
+        shutil.copytree(pristine, directory)
+        DIRECTORY[:], BEGAN[:] = [directory], [max(path.stat().st_ctime_ns for path in directory.iterdir())]
+        was_killed = crash(work, at, power=power)
+        found, log = engine_of(directory, encoder)
+        assert posts_of(found) == expected, at
+        versions.add(load_corpus(directory).manifest.version)
+        log.append(change(encoder, [6], []))  # and it goes on
+        assert found.posts == len(expected)
+        after = Compaction(directory, load_corpus(directory).manifest, log)
+        found.change(change(encoder, [6], []))
+        compacted(after, found, []).close()
+        assert len(list(directory.iterdir())) == 4, "two files, a manifest, a log: nothing else is left"
+        log.close()
+        if not was_killed:
+            break
+    assert at > 8
+    assert versions == {"v1", "v1+3"}
+
+
+def test_nobody_reads_what_is_not_in_force(directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    compaction, engine = changed(directory, encoder)
+    written = compaction.write(engine.parts(), engine.changes)
+    expected = posts_of(engine)
+    for name in written.manifest.files:
+        for cut in range(0, written.manifest.files[name].bytes, 997):
+            os.truncate(directory / name, cut)
+            assert posts_of(engine_of(directory, encoder)[0]) == expected
+    real = Compaction._written
+
+    def cut_short(*arguments: Any) -> Any:
+        manifest = real(*arguments)
+        os.truncate(directory / manifest.tensors["vectors"].file, 1000)
+        return manifest
+
+    monkeypatch.setattr(Compaction, "_written", cut_short)
+    with pytest.raises(CheckpointError, match=r"is not compacted: .* is 1000 bytes long instead of"):
+        compaction.write(engine.parts(), engine.changes)
+
+
+def test_only_who_may_change_the_corpus_may_compact_it(directory: Path, encoder: Encoder) -> None:
+    compaction, engine = changed(directory, encoder)
+    other = load_changed(directory, encoder.manifest)[1]
+    second = Compaction(directory, compaction.old, other)
+    with pytest.raises(CheckpointError, match="is being written by another process"):
+        second.write(engine.parts(), 3)
+    log = compacted(compaction, engine, [])
+    compaction.log.close(), log.close()
+    with pytest.raises(CheckpointError, match="in whose place there is another; read the corpus again"):
+        other.append(change(encoder, [7], []))
+    assert not other.path.exists()
+    with pytest.raises(CheckpointError, match="could not be written before"):
+        compaction.log.append(change(encoder, [7], []))
+
+
+def test_a_corpus_that_was_replaced_meanwhile_stays(directory: Path, encoder: Encoder, tmp_path: Path) -> None:
+    compaction, engine = changed(directory, encoder)
+    written = compaction.write(engine.parts(), engine.changes)
+    directory.rename(tmp_path / "old")
+    other = retrieving.written(tmp_path / "other", seed=3, version="v9")[1]
+    other.rename(directory)
+    names = {path.name for path in directory.iterdir()}
+    with pytest.raises(CheckpointError, match="another corpus has taken its place meanwhile"):
+        compaction.commit(written.manifest, [])
+    assert load_corpus(directory).manifest.version == "v9"
+    assert {path.name for path in directory.iterdir()} == names
+
+
+def test_a_full_disk_leaves_the_old_corpus(directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    compaction, engine = changed(directory, encoder)
+    expected, names = posts_of(engine), {path.name for path in directory.iterdir()}
+    sync, fails_at = os.fsync, 0
+    for fails_at in range(5):
+        calls = iter(range(100))
+
+        def failing(descriptor: int, calls: Any = calls, fails_at: int = fails_at) -> None:
+            if next(calls) == fails_at:
+                raise OSError(28, "No space left on device")
+            sync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing)
+            with pytest.raises(CheckpointError, match="is not compacted: No space left on device"):
+                compacted(compaction, engine, [])
+        assert {path.name for path in directory.iterdir()} == names, fails_at
+        assert posts_of(engine_of(directory, encoder)[0]) == expected
+    compacted(compaction, engine, []).close()
+    gone = Change(np.array([post[0] for post in expected], np.uint64), change(encoder, [], []).posts)
+    engine.change(gone)
+    _, log, _ = load_changed(directory, encoder.manifest)
+    with pytest.raises(CheckpointError, match="no post is left"):
+        Compaction(directory, load_corpus(directory).manifest, log).write(engine.parts(), 1)

@@ -1,0 +1,46 @@
+"""The command `explain`. Its pictures need the `explain` extra, imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weights.checkpoint import CheckpointError, load_checkpoint
+from weights.commands.console import read_json, refusals, say
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to a command line."""
+    app.command()(explain)
+
+
+def explain(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; files of an earlier run are replaced.")],
+    request: Annotated[
+        Path | None, typer.Option(help="A request of /rank as JSON. Default: the checkpoint's own example.json.")
+    ] = None,
+    candidate: Annotated[int, typer.Option(min=0, help="The candidate to look at closely, counted from 0.")] = 0,
+) -> None:
+    """Draw why a checkpoint ranks a request as it does: PNG files, one HTML page, every number as JSON."""
+    with refusals(extra="explain"):
+        from weights.explain.figures import figures_of
+        from weights.explain.page import write
+        from weights.explain.panels import Labels, draw
+        from weights.explain.request import read_request
+
+        loaded = load_checkpoint(directory)
+        asked = request or directory / "example.json"
+        names = asked.with_name("names.json")
+        read = read_request(read_json(asked, dict), loaded.manifest, read_json(names, dict) if names.exists() else {})
+        if candidate >= len(read.candidates):
+            raise CheckpointError(
+                f"There are {len(read.candidates)} candidates: choose 0 to {len(read.candidates) - 1}."
+            )
+        figures = figures_of(loaded.ranker, read, candidate)
+        labels = Labels(read.tokens, loaded.manifest.action_names)
+        panels = draw(figures, labels)
+        write(out, loaded.manifest, labels, figures, panels)
+    say(f"{out} holds {len(panels)} pictures, index.html and figures.json")

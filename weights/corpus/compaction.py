@@ -1,0 +1,168 @@
+"""Writes a corpus with its changes anew, in its own directory and beside all who read it, and puts it in force in one step.
+
+The new files have names of their own, and so has the new log; nobody reads them until a manifest that lists them is renamed over
+the old one. So whatever a crash leaves, the directory holds the old corpus with its log or the new one with its own. What lies
+there besides is removed by the next compaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.retrieval.corpus import ROWS_PER_STEP, Corpus
+from model.retrieval.inputs import Change
+from weights.corpus.changes import ChangeLog
+from weights.corpus.manifest import COLUMNS, VECTORS, CorpusManifest, file_of
+from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus, write_files
+from weights.errors import CheckpointError
+from weights.format.manifest import MANIFEST_NAME, Manifest, TensorEntry
+from weights.format.reader import open_directory, read_manifest
+from weights.format.writer import write_file
+
+LEFT_BEHIND = re.compile(
+    rf"(vectors|posts)(-[0-9a-f]{{8}})?\.safetensors|changes-[0-9a-f]{{16}}\.log|\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}}\.partial"
+)
+Part = tuple[Corpus, NDArray[np.int64]]
+"""A corpus and which of its rows go on, in their order."""
+
+
+def load_changed(path: Path, encoder: Manifest) -> tuple[StoredCorpus, ChangeLog, list[Change]]:
+    """A corpus and the changes to it, as of one moment: where a compaction comes between, all is read again. Raises CheckpointError."""
+    while True:
+        digest = load_corpus_manifest(path).digest
+        try:
+            stored = load_corpus(path, encoder)
+            log = ChangeLog(path, stored.manifest)
+            found = stored, log, log.read()
+        except CheckpointError:
+            if load_corpus_manifest(path).digest == digest:
+                raise
+            continue
+        if load_corpus_manifest(path).digest == stored.manifest.digest:
+            return found
+
+
+@dataclass(slots=True, eq=False)
+class Compaction:
+    """One corpus, written anew. `write` and then `commit`, or `drop`. All raise CheckpointError, and then the old corpus is in force."""
+
+    directory: Path
+    old: CorpusManifest
+    log: ChangeLog
+    """Of the old corpus. Held from `write` on, so that no other process changes it meanwhile."""
+    mark: str = ""
+
+    def write(self, parts: Sequence[Part], changes: int) -> StoredCorpus:
+        """Write these rows as the corpus that has had so many `changes`, and read it back, checked. It is not in force yet."""
+        try:
+            self.log.hold()
+            self._remove_others(self.old)
+            self.mark = secrets.token_hex(4)
+            manifest = self._written(parts, changes)
+            with open_directory(self.directory) as directory:
+                return StoredCorpus(self.directory, manifest, read_corpus(directory, manifest))
+        except (OSError, CheckpointError, MemoryError) as error:
+            self.drop()
+            raise self._refusal(error) from error
+
+    def commit(self, new: CorpusManifest, changes: Sequence[Change]) -> ChangeLog:
+        """Put what was written in force, with the changes since; returns their log, which is held. It is on the disk then."""
+        log, partial = ChangeLog(self.directory, new), f".{MANIFEST_NAME}.{self.mark}.partial"
+        try:
+            with open_directory(self.directory) as directory:
+                if read_manifest(directory, CorpusManifest.from_json).digest != self.old.digest:
+                    raise CheckpointError("another corpus has taken its place meanwhile")
+                log.begin(changes)
+                write_file(self.directory / partial, new.to_json())
+                os.fsync(directory)
+                os.rename(partial, MANIFEST_NAME, src_dir_fd=directory, dst_dir_fd=directory)
+                self.log.end()  # whichever manifest the disk keeps, no change is acknowledged that its log lacks
+                os.fsync(directory)
+        except (OSError, CheckpointError) as error:
+            log.close()
+            self.drop()
+            raise self._refusal(error) from error
+        self._remove_others(new)
+        return log
+
+    def drop(self) -> None:
+        """Remove what is not in force."""
+        self._remove_others(self.old)
+
+    def _written(self, parts: Sequence[Part], changes: int) -> CorpusManifest:
+        old, posts = self.old, sum(len(rows) for _, rows in parts)
+        if not posts:
+            raise CheckpointError("no post is left in it")
+        topics = {name: place for place, name in enumerate(_topics(old, parts))}
+        columns = ["post_ids", "author_ids"]
+        if any(corpus.created_at is not None for corpus, _ in parts):
+            columns.append("created_at")
+        if topics:
+            columns.append("topics")
+        tensors = {name: TensorEntry(file_of(name, self.mark), COLUMNS[name], (posts,)) for name in columns}
+        dtype = old.tensors[VECTORS].dtype
+        tensors[VECTORS] = TensorEntry(file_of(VECTORS, self.mark), dtype, (posts, old.width))
+
+        def chunks(name: str) -> Iterator[Tensor]:
+            for corpus, rows in parts:
+                for start in range(0, len(rows), ROWS_PER_STEP):
+                    yield torch.from_numpy(_column(name, corpus, rows[start : start + ROWS_PER_STEP], topics))
+
+        files = write_files(self.directory, tensors, chunks)
+        return CorpusManifest(
+            old.name, changed_version(old.version, changes), old.encoder, old.encoder_name, posts, old.width,
+            tuple(topics), files, tensors,
+        )  # fmt: skip
+
+    def _remove_others(self, kept: CorpusManifest) -> None:
+        """Remove the files of compactions that are not in force, and the logs of other corpora than `kept`."""
+        kept_names = {*kept.files, ChangeLog(self.directory, kept).path.name}
+        with contextlib.suppress(OSError, CheckpointError):  # what stays is removed another time
+            if load_corpus_manifest(self.directory).digest != kept.digest:
+                return  # the directory is not ours any more
+            for path in self.directory.iterdir():
+                if LEFT_BEHIND.fullmatch(path.name) and path.name not in kept_names:
+                    path.unlink(missing_ok=True)
+
+    def _refusal(self, error: Exception) -> CheckpointError:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".") or "not enough memory"
+        return CheckpointError(f"Corpus {self.directory} is not compacted: {reason}.")
+
+
+def changed_version(version: str, changes: int) -> str:
+    """`v1` after 7 changes is `v1+7`, and after 5 more `v1+12`."""
+    base, plus, before = version.rpartition("+")
+    if not plus or not before.isdigit():
+        base, before = version, "0"
+    return f"{base}+{int(before) + changes}"
+
+
+def _topics(old: CorpusManifest, parts: Sequence[Part]) -> list[str]:
+    """Every topic, those of the old corpus first and in their order."""
+    return list(dict.fromkeys([*old.topics, *(name for corpus, _ in parts for name in corpus.topic_names)]))
+
+
+def _column(name: str, corpus: Corpus, rows: NDArray[np.int64], topics: dict[str, int]) -> NDArray[np.generic]:
+    """Some rows of one tensor, as they are stored."""
+    if name == "created_at":
+        return np.zeros(len(rows), np.int64) if corpus.created_at is None else corpus.created_at[rows]
+    if name == "topics":
+        if corpus.topics is None:
+            return np.full(len(rows), -1, np.int32)
+        places = np.array([*(topics[topic] for topic in corpus.topic_names), -1], np.int32)
+        return places[corpus.topics[rows]]  # -1 takes the last
+    if name == VECTORS:
+        return corpus.vectors[rows]
+    ids: NDArray[np.generic] = (corpus.post_ids if name == "post_ids" else corpus.author_ids)[rows].view(np.int64)
+    return ids

@@ -1,0 +1,271 @@
+"""Every number of the pictures, from the plain path in fp32: mask, isolation, positions, attention, cap, updates, changes, RoPE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.batch import collate
+from model.inputs import Candidates, Context
+from model.layers import attention_logits, attention_weights, rope_tables, rotate, soft_cap
+from model.ranker import Ranker
+from model.synthetic import random_candidates
+from model.trunk import Seen
+from weights.explain.request import Request
+
+Array = NDArray[Any]
+DRAWN_TOKENS = 200
+MOVED_CANDIDATES = 24  # most that the isolation panel moves: each is a forward
+BINS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """`mask`, `causal` bool `[T, T]`. `isolation`, `leaking` float32 `[C, C]`: the largest change of row i's logits when column j becomes
+    another post, with the ranking mask and with the causal one. `reversed_list`: of each candidate when the list is turned round, by
+    kind of positions. `positions`: by kind, int64 `[T]`. `attention` float32 `[L, N, t, t]`, means of blocks above 200 tokens; `rows`
+    `[L, N, 1 + h + 1]` of the chosen candidate; `shares` `[L, 3]` on user, history, itself over all candidates; `row_error`: how
+    far rows are from 1. `raw`, `capped`: counts `[L, bins]` over `edges`; `beyond_half` `[L]`. `updates` `[L, 2]`, `stream` `[L]`.
+    `score_changes` `[h + 1, C]` and `changes` `[h + 1, C, A]`: without each event, then without the user. `rope_logits`
+    `[N, distances]`, `wavelengths` `[K/2]`; None without RoPE.
+    """
+
+    mask: Array
+    causal: Array
+    isolation: Array
+    leaking: Array
+    reversed_list: dict[str, Array]
+    positions: dict[str, Array]
+    attention: Array
+    rows: Array
+    shares: Array
+    row_error: float
+    edges: Array
+    raw: Array
+    capped: Array
+    beyond_half: Array
+    updates: Array
+    stream: Array
+    score_changes: Array
+    changes: Array
+    rope_logits: Array | None
+    wavelengths: Array | None
+    history: int
+    chosen: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values of every field."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: plain(below) for name, below in value.items()}
+            return value.tolist() if isinstance(value, np.ndarray) else value
+
+        return {name: plain(getattr(self, name)) for name in self.__slots__}
+
+
+@torch.inference_mode()
+def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
+    """All of them for one request; `chosen` is the candidate whose attention is enlarged. One layer's attention is held at a time."""
+    context, candidates, config = request.context, request.candidates, ranker.config
+    batch = collate([(context, candidates)], config)
+    length = 1 + len(context)
+    _, valid = ranker.embed(batch)
+    mask = ranker.mask(length, valid)
+    seen = _Layers(ranker, mask, length, chosen)
+    ranker(batch, watch=seen.watch)
+    causal = torch.ones_like(mask[0]).tril() & valid[0]
+    moved = candidates.chunk(0, min(len(candidates), MOVED_CANDIDATES))
+    score_changes, changes = _leave_one_out(ranker, request)
+    return Figures(
+        mask=mask[0].numpy(),
+        causal=causal.numpy(),
+        isolation=_moves(ranker, context, moved, causal=False),
+        leaking=_moves(ranker, context, moved, causal=True),
+        reversed_list={kind: _reversal(ranker, context, moved, kind) for kind in ("shared", "sequential")},
+        positions=_positions(ranker, context, candidates),
+        attention=np.stack(seen.images),
+        rows=np.stack(seen.rows),
+        shares=np.stack(seen.shares),
+        row_error=seen.row_error,
+        edges=seen.edges,
+        raw=np.stack(seen.raw),
+        capped=np.stack(seen.capped),
+        beyond_half=np.array(seen.beyond_half),
+        updates=np.array(seen.updates),
+        stream=np.array(seen.stream),
+        score_changes=score_changes,
+        changes=changes,
+        rope_logits=None if config.positions != "rope" else seen.rope_logits,
+        wavelengths=None if config.positions != "rope" else _wavelengths(ranker),
+        history=len(context),
+        chosen=chosen,
+    )
+
+
+class _Layers:
+    """What each layer shows, taken down while the plain path runs."""
+
+    def __init__(self, ranker: Ranker, mask: Tensor, length: int, chosen: int) -> None:
+        self.config, self.mask, self.length, self.chosen = ranker.config, mask, length, chosen
+        self.limit = 1.5 * (self.config.attention_cap or 30.0)
+        self.edges = np.linspace(-self.limit, self.limit, BINS + 1)
+        self.images: list[Array] = []
+        self.rows: list[Array] = []
+        self.shares: list[Array] = []
+        self.raw: list[Array] = []
+        self.capped: list[Array] = []
+        self.beyond_half: list[float] = []
+        self.updates: list[tuple[float, float]] = []
+        self.stream: list[float] = []
+        self.rope_logits: Array | None = None
+        self.row_error = 0.0
+
+    def watch(self, seen: Seen) -> None:
+        """One layer."""
+        config, length = self.config, self.length
+        multiplier, cap, form = config.attention_multiplier, config.attention_cap, config.cap_form
+        weights = attention_weights(seen.query, seen.key, self.mask, multiplier, cap, form)[0]
+        self.row_error = max(self.row_error, float((weights.sum(-1) - 1).abs().max()))
+        self.images.append(blocks(weights.numpy()))
+        itself = weights[:, length:, length:].diagonal(dim1=1, dim2=2)
+        own = torch.cat((weights[:, length + self.chosen, :length], itself[:, self.chosen, None]), -1)
+        self.rows.append(own.numpy())
+        rows = weights[:, length:]
+        shares = (rows[:, :, 0].mean(), rows[:, :, 1:length].sum(-1).mean(), itself.mean())
+        self.shares.append(np.array([float(share) for share in shares], np.float32))
+        raw = attention_logits(seen.query, seen.key, multiplier)[
+            self.mask[:, None].expand(-1, config.query_heads, -1, -1)
+        ]
+        self.raw.append(np.histogram(raw.clamp(-self.limit, self.limit), self.edges)[0])
+        self.capped.append(np.histogram(soft_cap(raw, cap, form).clamp(-self.limit, self.limit), self.edges)[0])
+        self.beyond_half.append(0.0 if cap is None else float((raw.abs() > cap / 2).float().mean()))
+        after = seen.stream + seen.attention_update
+        self.updates.append((_scale(seen.attention_update, seen.stream), _scale(seen.ffn_update, after)))
+        self.stream.append(float(seen.stream.std()))
+        if self.rope_logits is None and config.positions == "rope":
+            self.rope_logits = self._rope(seen)
+
+    def _rope(self, seen: Seen) -> Array:
+        """The first layer's logit of the chosen candidate's query and its newest event's key, or the user's, at every distance."""
+        config, group = self.config, self.config.query_heads // self.config.kv_heads
+        query = seen.query[:, self.length + self.chosen]
+        key = seen.key[:, self.length - 1].repeat_interleave(group, 1)
+        distances = torch.arange(config.history_length + 2)
+        start = torch.tensor([config.candidate_position]), torch.tensor([self._newest_position()])
+        query, key = (
+            rotate(x[:, None], cos, -sin)
+            for x, (cos, sin) in zip(
+                (query, key), (rope_tables(at, config.head_width, config.rope_base) for at in start), strict=True
+            )
+        )
+        turned = rotate(
+            query.expand(-1, len(distances), -1, -1), *rope_tables(distances, config.head_width, config.rope_base)
+        )
+        logits: Array = (turned[0] * key[0]).sum(-1).T.numpy() * config.attention_multiplier
+        return logits
+
+    def _newest_position(self) -> int:
+        return self.config.history_length if self.config.right_anchored and self.length > 1 else self.length - 1
+
+
+def _scale(update: Tensor, stream: Tensor) -> float:
+    """`sqrt(σr² / (σr² + σs²))`: 0 where nothing is added, near 1 where the update is all there is."""
+    moved, before = float(update.var()), float(stream.var())
+    return math.sqrt(moved / (moved + before)) if moved else 0.0
+
+
+def blocks(matrices: Array, limit: int = DRAWN_TOKENS) -> Array:
+    """The last two axes cut to at most `limit` rows and columns, means of square blocks where they are longer."""
+    length = matrices.shape[-1]
+    if length <= limit:
+        return matrices
+    starts = np.arange(0, length, -(-length // limit))
+    sizes = np.diff([*starts, length])
+    for axis in (-1, -2):
+        matrices = np.add.reduceat(matrices, starts, axis)
+        matrices = matrices / (sizes if axis == -1 else sizes[:, None])
+    return matrices
+
+
+def _logits(
+    ranker: Ranker, context: Context, candidates: Candidates, *, causal: bool = False, kind: Any = "shared"
+) -> Array:
+    """`[C, A]`; with `causal`, candidates see those before them: what ranking must not do."""
+    batch = collate([(context, candidates)], ranker.config, kind)
+    if not causal:
+        return ranker(batch)[0][0].numpy()  # type: ignore[no-any-return]
+    hidden, valid = ranker.embed(batch)
+    mask = torch.ones(valid.shape[1], valid.shape[1], dtype=torch.bool).tril() & valid[:, None]
+    hidden = ranker.trunk(hidden, batch.positions, mask)
+    return ranker.heads(hidden[:, 1 + len(context) :])[0][0].numpy()  # type: ignore[no-any-return]
+
+
+def _moves(ranker: Ranker, context: Context, candidates: Candidates, *, causal: bool) -> Array:
+    before, others = (
+        _logits(ranker, context, candidates, causal=causal),
+        random_candidates(ranker.config, len(candidates), 7),
+    )
+    moves = np.empty((len(candidates), len(candidates)), np.float32)
+    names = ("post_ids", "author_ids", "surfaces", "age_buckets")
+    for place in range(len(candidates)):
+        columns = {name: getattr(candidates, name).copy() for name in names}
+        for name in names:
+            columns[name][place] = getattr(others, name)[place]
+        after = _logits(ranker, context, Candidates(**columns), causal=causal)
+        moves[:, place] = np.abs(after - before).max(1)
+    return moves
+
+
+def _reversal(ranker: Ranker, context: Context, candidates: Candidates, kind: Any) -> Array:
+    """The largest change of each candidate's logits when the list is turned round."""
+    back = candidates.rows(np.arange(len(candidates))[::-1])
+    before, after = (_logits(ranker, context, each, kind=kind) for each in (candidates, back))
+    found: Array = np.abs(after[::-1] - before).max(1)
+    return found
+
+
+def _positions(ranker: Ranker, context: Context, candidates: Candidates) -> dict[str, Array]:
+    """Of every token, by kind: as the two modes have it, and anchored to the right."""
+    left, right = (replace(ranker.config, right_anchored=anchored) for anchored in (False, True))
+    kinds: tuple[Any, ...] = (
+        ("shared", left, "shared"),
+        ("sequential", left, "sequential"),
+        ("right-anchored", right, "shared"),
+    )
+    return {name: collate([(context, candidates)], config, kind).positions[0].numpy() for name, config, kind in kinds}
+
+
+def _without(context: Context) -> Iterator[Context]:
+    """The context without each event, then without the user."""
+    keep = np.arange(len(context))
+    for place in keep:
+        rest = np.delete(keep, place)
+        columns = (context.post_ids, context.author_ids, context.actions, context.surfaces, context.dwell_seconds)
+        yield Context(context.user_id, *(column[rest] for column in columns))  # type: ignore[arg-type]
+    yield replace(context, user_id=0)
+
+
+def _leave_one_out(ranker: Ranker, request: Request) -> tuple[Array, Array]:
+    """Changes of scores `[h + 1, C]` and of probabilities `[h + 1, C, A]`: with the thing less without it."""
+
+    def probabilities(context: Context) -> Array:
+        return 1 / (1 + np.exp(-_logits(ranker, context, request.candidates).astype(np.float64)))
+
+    whole = probabilities(request.context)
+    changes = np.stack([whole - probabilities(context) for context in _without(request.context)])
+    return changes @ request.weights, changes.astype(np.float32)
+
+
+def _wavelengths(ranker: Ranker) -> Array:
+    """Of each pair of components, in tokens."""
+    config = ranker.config
+    found: Array = 2 * math.pi * config.rope_base ** (np.arange(0, config.head_width, 2) / config.head_width)
+    return found

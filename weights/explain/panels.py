@@ -1,0 +1,278 @@
+"""The pictures of an explanation, as PNG. Computes nothing: every number is in `figures`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from weights.explain.figures import DRAWN_TOKENS, Figures
+
+SHADES = "Blues"
+SIGNS = "RdBu"
+LETTERS = 28
+COLOURS = ("#b8b8b8", "#2f6f9f", "#e0a458")
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A picture with what it is called and what it shows, in words."""
+
+    name: str
+    title: str
+    caption: str
+    png: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Names of the tokens, and of the actions."""
+
+    tokens: Sequence[str]
+    actions: Sequence[str]
+
+
+def draw(figures: Figures, labels: Labels) -> list[Panel]:
+    """Every panel that this model has."""
+    makers: list[Callable[[Figures, Labels], Panel | None]] = [
+        mask, isolation, positions, attention, enlarged, soft_cap, updates, leave_one_out, rope,
+    ]  # fmt: skip
+    made = (make(figures, labels) for make in makers)
+    return [panel for panel in made if panel is not None]
+
+
+def mask(figures: Figures, labels: Labels) -> Panel:
+    """1: who sees whom."""
+    figure, grid = plt.subplots(1, 2, figsize=(10, 5.2), layout="constrained")
+    for axes, matrix, title in zip(grid, (figures.mask, figures.causal), ("ranking", "plain causal"), strict=True):
+        axes.imshow(matrix, cmap=SHADES, vmin=0, vmax=1.2, interpolation="nearest")
+        axes.set_title(title)
+        _token_axes(axes, figures, labels)
+    text = (
+        "Dark = sees. A row is a token that asks, a column one that it may look at. Left, the mask that the "
+        "plain path used for this request: the context sees its past, "
+        "each candidate the whole context and itself, never another candidate. Right, plain causal attention, "
+        "in which a candidate sees those before it. Padding is a white column."
+    )
+    return _panel("mask", "Who sees whom", text, figure)
+
+
+def isolation(figures: Figures, labels: Labels) -> Panel:
+    """2: how much one candidate moves another."""
+    figure, grid = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    most = max(float(figures.leaking.max()), 1e-30)
+    for axes, moves, title in zip(
+        grid, (figures.isolation, figures.leaking), ("ranking mask", "control: causal mask"), strict=False
+    ):
+        image = axes.imshow(
+            np.log10(np.maximum(moves, 1e-9)), cmap=SHADES, vmin=-9, vmax=np.log10(most), interpolation="nearest"
+        )
+        axes.set(title=title, xlabel="candidate that was replaced", ylabel="candidate whose logits moved")
+    figure.colorbar(image, ax=grid[:2], label="largest change of a logit, log10; white = exactly 0", shrink=0.8)
+    place = np.arange(len(figures.isolation))
+    for shift, (kind, moved) in enumerate(figures.reversed_list.items()):
+        grid[2].bar(
+            place + 0.4 * shift, moved, 0.4, label=f"{kind}: at most {moved.max():.2g}", color=COLOURS[1 + shift]
+        )
+    grid[2].set(title="the list turned round", xlabel="candidate", ylabel="largest change of a logit")
+    grid[2].legend()
+    others = figures.isolation[~np.eye(len(place), dtype=bool)]
+    text = (
+        "Cell (i, j): the largest change of candidate i's logits when candidate j becomes another post. With "
+        "the ranking mask the largest change of another candidate is "
+        f"{others.max(initial=0):g}. The control has the causal mask: "
+        f"{figures.leaking[np.tril_indices(len(place), -1)].max(initial=0):.2g} below the diagonal. "
+        "Right: with shared positions the order of the list does not matter; with sequential ones a score "
+        "depends on its slot."
+    )
+    return _panel("isolation", "Isolation, measured", text, figure)
+
+
+def positions(figures: Figures, labels: Labels) -> Panel:
+    """3: the position of each token."""
+    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    for (kind, values), style in zip(figures.positions.items(), (".", "+", "x"), strict=True):
+        axes.plot(values, style, label=kind, alpha=0.8)
+    _border(axes, figures, both=False)
+    axes.set(xlabel="token: user, history oldest first, candidates", ylabel="RoPE position")
+    axes.legend()
+    text = (
+        "What rotates queries and keys. Shared: every candidate sits on the first slot behind a full history, "
+        "so no score depends on the slot. Sequential: the published "
+        "pipeline's. Right-anchored: the history ends at the candidates, so that the newest event has the "
+        "same distance whatever came before."
+    )
+    return _panel("positions", "Positions", text, figure)
+
+
+def attention(figures: Figures, labels: Labels) -> Panel:
+    """4: all heads of all layers, small."""
+    layers, heads = figures.attention.shape[:2]
+    figure, grid = plt.subplots(layers, heads, figsize=(1.6 * heads, 1.6 * layers), squeeze=False, layout="constrained")
+    for layer in range(layers):
+        spread = figures.attention[layer].max(-1).mean(-1)
+        for column, head in enumerate(np.argsort(spread)):
+            grid[layer, column].imshow(figures.attention[layer, head], cmap=SHADES, vmin=0, vmax=0.5)
+            grid[layer, column].set(xticks=[], yticks=[])
+            grid[layer, column].set_title(f"{layer}.{head}", fontsize=7)
+    drawn = f" Above {DRAWN_TOKENS} tokens a pixel is the mean of a block." if len(figures.mask) > DRAWN_TOKENS else ""
+    text = (
+        "Dark = much. A picture a head, named layer.head, flat heads on the left of their row and spiky ones "
+        "on the right; rows ask, columns are looked at. fp32, the plain path. "
+        f"Rows sum to 1 within {figures.row_error:.1g}.{drawn}"
+    )
+    return _panel("attention", "Attention of every head", text, figure)
+
+
+def enlarged(figures: Figures, labels: Labels) -> Panel:
+    """4, for one candidate, beside the shares."""
+    rows = figures.rows
+    names = [*labels.tokens[: rows.shape[2] - 1], "itself"]
+    figure, grid = plt.subplots(
+        1, 2, figsize=(12, max(3.5, 0.22 * len(names))), width_ratios=(3, 1), layout="constrained"
+    )
+    flat = rows.reshape(-1, rows.shape[2])
+    image = grid[0].imshow(
+        np.vstack((flat, flat.mean(0))).T, cmap=SHADES, vmin=0, aspect="auto", interpolation="nearest"
+    )
+    heads = [f"{layer}.{head}" for layer in range(rows.shape[0]) for head in range(rows.shape[1])]
+    grid[0].set_xticks(range(len(heads) + 1), [*heads, "mean"], rotation=90, fontsize=7)
+    _names(grid[0], names, "y")
+    figure.colorbar(image, ax=grid[0], label="attention weight")
+    bottom = np.zeros(len(figures.shares))
+    for column, (name, colour) in enumerate(zip(("user", "history", "itself"), COLOURS, strict=True)):
+        grid[1].bar(range(len(bottom)), figures.shares[:, column], bottom=bottom, label=name, color=colour)
+        bottom = bottom + figures.shares[:, column]
+    grid[1].set(xlabel="layer", ylabel="share, mean over heads and candidates", xticks=range(len(bottom)))
+    grid[1].legend(fontsize=8, loc="lower right")
+    who = labels.tokens[1 + figures.history + figures.chosen]
+    text = (
+        f"Left: what candidate {figures.chosen} ({who}) looks at, by head and on average. Right: shares by "
+        "layer. Where it looks is not what moved its score: see the changes below."
+    )
+    return _panel("candidate", "What one candidate looks at", text, figure)
+
+
+def soft_cap(figures: Figures, labels: Labels) -> Panel:
+    """5: logits before and after the cap."""
+    layers = len(figures.raw)
+    columns = min(layers, 4)
+    figure, grid = plt.subplots(
+        -(-layers // columns),
+        columns,
+        figsize=(3 * columns, 2.3 * -(-layers // columns)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for layer, axes in enumerate(grid.flat[:layers]):
+        axes.stairs(figures.raw[layer], figures.edges, label="raw", color=COLOURS[0], fill=True)
+        axes.stairs(figures.capped[layer], figures.edges, label="capped", color=COLOURS[1])
+        axes.set_yscale("symlog")
+        axes.set_title(f"layer {layer}: {figures.beyond_half[layer]:.2%} beyond half the cap", fontsize=8)
+    grid[0, 0].legend(fontsize=7)
+    text = (
+        "Attention logits of all pairs that see each other, before and after the cap, logarithmic counts; the "
+        "outer bins hold what lies beyond. Where the two curves agree the cap does nothing."
+    )
+    return _panel("soft-cap", "The soft cap at work", text, figure)
+
+
+def updates(figures: Figures, labels: Labels) -> Panel:
+    """6: how much each sub-layer moves the stream."""
+    figure, grid = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for column, name in enumerate(("attention", "feed-forward")):
+        grid[0].plot(figures.updates[:, column], "o-", label=name, color=COLOURS[1 + column])
+    layers = range(len(figures.stream))
+    grid[0].set(xlabel="layer", ylabel="update scale", ylim=(0, 1), xticks=layers)
+    grid[0].legend()
+    grid[1].plot(figures.stream, "o-", color=COLOURS[1])
+    grid[1].set(xlabel="layer", ylabel="standard deviation of the stream", xticks=layers)
+    text = (
+        "Left: sqrt(σr² / (σr² + σs²)) of what a sub-layer adds (r) to the stream (s). A trunk that was never "
+        "trained adds nothing: 0 everywhere. Right: the stream before each layer."
+    )
+    return _panel("updates", "Update scale and stream scale", text, figure)
+
+
+def leave_one_out(figures: Figures, labels: Labels) -> Panel:
+    """7: what moved the score."""
+    changes = figures.score_changes
+    names = [*labels.tokens[1 : 1 + figures.history], "user"]
+    figure, grid = plt.subplots(1, 2, figsize=(14, max(3.5, 0.22 * len(names))), layout="constrained")
+    for axes, values, columns, title in (
+        (grid[0], changes, labels.tokens[1 + figures.history :], "score, by candidate"),
+        (grid[1], figures.changes[:, figures.chosen], labels.actions, f"probabilities of candidate {figures.chosen}"),
+    ):
+        most = max(float(np.abs(values).max(initial=0)), 1e-12)
+        image = axes.imshow(values, cmap=SIGNS, vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
+        axes.set_title(title, fontsize=9)
+        _names(axes, names, "y")
+        _names(axes, columns, "x")
+        figure.colorbar(image, ax=axes)
+    text = (
+        "What each event and the user change: the numbers with it less those without it. Blue raises, red "
+        "lowers. Compare with the attention above: an event may get much of it and change little. "
+        "Changes one at a time do not add up where events say the same."
+    )
+    return _panel("changes", "What moved the score", text, figure)
+
+
+def rope(figures: Figures, labels: Labels) -> Panel | None:
+    """8: what distance does to a logit; None for a trunk without RoPE."""
+    if figures.rope_logits is None or figures.wavelengths is None:
+        return None
+    figure, grid = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    for head, logits in enumerate(figures.rope_logits):
+        grid[0].plot(logits, label=f"head {head}", linewidth=1)
+    grid[0].set(xlabel="distance in tokens", ylabel="logit, uncapped")
+    grid[0].legend(fontsize=6, ncols=2)
+    window = figures.rope_logits.shape[1] - 2
+    grid[1].semilogy(figures.wavelengths, ".-", color=COLOURS[1])
+    grid[1].axhline(window, color="black", linestyle="--", linewidth=0.8, label=f"the window, {window}")
+    grid[1].set(xlabel="pair of components", ylabel="wavelength in tokens")
+    grid[1].legend()
+    text = (
+        "Left: the first layer's logit of one fixed query (the candidate's) and one fixed key (the newest "
+        "event's), were they so far apart. Right: pairs below the line turn more than once within the window "
+        "and tell near from far; those above hardly turn."
+    )
+    return _panel("rope", "RoPE: what distance does", text, figure)
+
+
+def _token_axes(axes: Axes, figures: Figures, labels: Labels) -> None:
+    _border(axes, figures, both=True)
+    axes.set(xlabel="can be looked at", ylabel="asks")
+    if len(labels.tokens) <= 40:
+        _names(axes, labels.tokens, "x")
+        _names(axes, labels.tokens, "y")
+
+
+def _border(axes: Axes, figures: Figures, *, both: bool) -> None:
+    """Dashed lines where the candidates begin."""
+    start = figures.history + 0.5
+    axes.axvline(start, color="#c0392b", linestyle="--", linewidth=1)
+    if both:
+        axes.axhline(start, color="#c0392b", linestyle="--", linewidth=1)
+
+
+def _names(axes: Axes, names: Sequence[str], which: str) -> None:
+    short = [name if len(name) <= LETTERS else f"{name[: LETTERS - 1]}…" for name in names]
+    if which == "x":
+        axes.set_xticks(range(len(short)), short, rotation=90, fontsize=6)
+    else:
+        axes.set_yticks(range(len(short)), short, fontsize=6)
+
+
+def _panel(name: str, title: str, caption: str, figure: Figure) -> Panel:
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=100, metadata={"Software": None})
+    plt.close(figure)
+    return Panel(name, title, caption, image.getvalue())

@@ -1,0 +1,85 @@
+"""A request of `/rank` in a file → what the model reads, and what its ids are called. Not for checks of what callers send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import MAX_DWELL_SECONDS
+from model.inputs import Candidates, Context, age_bucket
+from weights.errors import CheckpointError
+from weights.format.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The newest events that fit the window, the candidates, the weights of the score float64 `[A]`, and a name for each token."""
+
+    context: Context
+    candidates: Candidates
+    weights: NDArray[np.float64]
+    tokens: list[str]
+
+
+def read_request(body: dict[str, Any], manifest: Manifest, names: dict[str, Any]) -> Request:
+    """From a request's JSON; `names` as in the demo's `names.json`. Raises CheckpointError for what is not in this checkpoint's words."""
+    try:
+        return _request(body, manifest, {author: entry["name"] for author, entry in names.get("authors", {}).items()})
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"The file is no request for {manifest.name}: {type(error).__name__} {error}.") from error
+
+
+def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) -> Request:
+    config, index = manifest.config, {name: place for place, name in enumerate(manifest.action_names)}
+    events = _rows(body.get("history", []))[-config.history_length :]
+    posts = _rows(body["candidates"])
+    if not posts:
+        raise ValueError("candidates are missing")
+    actions = np.zeros((len(events), config.actions), np.float32)
+    for row, event in zip(actions, events, strict=True):
+        taken = event.get("actions", [])
+        for name, value in taken.items() if isinstance(taken, dict) else ((name, 1.0) for name in taken):
+            row[int(name) if name.isdecimal() else index[name]] = value
+    context = Context(
+        int(body["user_id"]),
+        _column(events, "post_id", np.uint64),
+        _column(events, "author_id", np.uint64),
+        actions,
+        _column(events, "product_surface", np.int64),
+        np.minimum(_column(events, "dwell_time", np.float32), np.float32(MAX_DWELL_SECONDS)),
+    )
+    ages = age_bucket(body.get("impression_ts", 0), _column(posts, "created_at", np.int64), config)
+    columns = (_column(posts, "post_id", np.uint64), _column(posts, "author_id", np.uint64))
+    candidates = Candidates(*columns, _column(posts, "product_surface", np.int64), ages)
+    weights = body.get("weights", manifest.score_weights)
+    if unknown := sorted(set(weights) - set(index)):
+        raise ValueError(f"this checkpoint has no action {unknown[0]}")
+
+    def name_of(post: dict[str, Any]) -> str:
+        return names.get(str(post["author_id"]), f"post {post['post_id']}")
+
+    tokens = [
+        "user",
+        *(f"{name_of(event)}: {_list(row, manifest)}" for event, row in zip(events, actions, strict=True)),
+    ]
+    factors = np.array([float(weights.get(name, 0)) for name in manifest.action_names])
+    return Request(context, candidates, factors, [*tokens, *map(name_of, posts)])
+
+
+def _rows(items: Any) -> list[dict[str, Any]]:
+    """Either shape as objects."""
+    if isinstance(items, list):
+        return items
+    columns = list(items)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*items.values(), strict=True)]
+
+
+def _column(rows: list[dict[str, Any]], key: str, dtype: Any) -> NDArray[Any]:
+    return np.array([(int if np.issubdtype(dtype, np.integer) else float)(row.get(key, 0)) for row in rows], dtype)
+
+
+def _list(row: NDArray[np.float32], manifest: Manifest) -> str:
+    return ", ".join(manifest.action_names[place] for place in np.flatnonzero(row)[:2]) or "seen"
