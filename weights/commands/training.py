@@ -1,4 +1,4 @@
-"""The commands `world`, `train`, `eval` and `train-demo`. Their libraries are imported when they run: serving needs none of them."""
+"""The commands `world`, `train`, `eval`, `compare`, `train-demo`. Their libraries are imported when they run: serving needs none."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
     app.command()(world)
     app.command()(train)
     app.command("eval")(eval_)
+    app.command()(compare)
     app.command("train-demo")(train_demo)
 
 
@@ -154,6 +155,33 @@ def eval_(
         command = f"python -m weights eval --checkpoint {checkpoint} {source} --out {out}"
         write_report(evaluation, out, f"Evaluation of {loaded.manifest.name} {loaded.manifest.version}", command)
     say(json.dumps(figures(evaluation)))
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="A checkpoint directory: what serves now, say.")],
+    second: Annotated[Path, typer.Argument(help="Another one: what might serve next.")],
+    log: Annotated[Path, typer.Option(help="A log of impressions.")],
+    out: Annotated[Path, typer.Option(help="Directory for index.html and figures.json.")],
+    since: Annotated[int, typer.Option(help="Unix seconds: the requests from then on.")] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="Most requests, drawn by --seed.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Equal seeds, equal requests.")] = 1,
+    explorer: Annotated[
+        str, typer.Option(help="Where a server has its page, for links.")
+    ] = "http://127.0.0.1:8000/explore",
+) -> None:
+    """Compare two checkpoints on the requests of a log: scores, order, calibration, the requests that changed most."""
+    with refusals(*REFUSED):
+        from weights.training.evaluate.compare import compare as compared
+        from weights.training.evaluate.compare_page import write_comparison
+        from weights.training.log import read_log
+
+        pair = load_checkpoint(first), load_checkpoint(second)
+        impressions = read_log(log)
+        logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
+        with progress_bar() as bar:
+            found = compared(pair, logs, since, requests, seed, bar)
+        figures = write_comparison(out, (pair[0].manifest, pair[1].manifest), found, explorer)
+    say(json.dumps({name: value for name, value in figures.items() if name not in ("actions", "changed")}))
 
 
 def train_demo(
