@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: emulators chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -45,7 +45,12 @@ install: $(VENV)/.installed ## create the environment in .venv with everything
 serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path RETRIEVAL=path CORPUS=path HOST=127.0.0.1
 	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_RETRIEVAL__CHECKPOINT="$(RETRIEVAL)" RANKER_RETRIEVAL__CORPUS="$(CORPUS)" RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
 
-test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
+emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests that need them are skipped without
+	@{ command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 && command -v clang++; } >/dev/null || \
+	  { apt-get -qq update && apt-get -qq install -y --no-install-recommends g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; } \
+	  || echo "the emulators could not be installed"
+
+test: $(VENV)/.installed .cache/prometheus/.fetched emulators ## every test that needs no GPU
 	$(BIN)/python -m pytest
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
