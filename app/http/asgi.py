@@ -56,7 +56,9 @@ def exchange_of(scope: Scope) -> Exchange:
 
 def request_id_of(headers: Headers) -> str | None:
     """The caller's X-Request-ID, if it may go into headers and logs."""
-    sent = headers.get(b"x-request-id", b"").decode("latin-1")
+    if b"x-request-id" not in headers:
+        return None
+    sent = headers[b"x-request-id"].decode("latin-1")
     return sent if is_request_id(sent) else None
 
 

@@ -18,7 +18,7 @@ from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Prepared, Ranking
 from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
-from app.request.body import BatchDecoder, Body, decode
+from app.request.body import BatchDecoder, Typed
 from app.request.wires import JSON, OBJECTS
 from app.settings import Batching, Budgets
 from app.telemetry.exchange import Exchange
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     body: bytes
     model: ServedModel | None = None
     ranked: Ranked | None = None
-    again: Body | None = None
+    again: Typed | None = None
 
 
 class BatchEndpoint:
@@ -112,17 +112,19 @@ class Run:
     async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
         try:
             with self._holding():
-                body = self.ranking.decode(lambda words: decode(item, self.ranking.limits, words), self.exchange)
+                body = self.ranking.decode(
+                    lambda words: OBJECTS.decode(item, {}, self.ranking.limits, words), self.exchange
+                )
             self._count(body.count("candidates"))
         except ServiceError as error:
             return _failed(error)
         return await self._queue(body)
 
-    async def _alone(self, body: Body) -> Answer:
+    async def _alone(self, body: Typed) -> Answer:
         begun = await self._queue(body, again=True)
         return begun if isinstance(begun, Answer) else await begun
 
-    async def _queue(self, body: Body, again: bool = False) -> Answer | asyncio.Task[Answer]:
+    async def _queue(self, body: Typed, again: bool = False) -> Answer | asyncio.Task[Answer]:
         def admit(*, again: bool, waits: bool) -> Prepared:
             with self._holding():
                 return self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
@@ -149,7 +151,7 @@ class Run:
             raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
         self.candidates += candidates
 
-    async def _finish(self, job: Prepared, body: Body) -> Answer:
+    async def _finish(self, job: Prepared, body: Typed) -> Answer:
         try:
             result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
         except Overloaded as error:  # by an engine process; in one process `prepare` is refused
@@ -163,5 +165,5 @@ class Run:
         return Answer(b"".join(pieces), job.model, result)
 
 
-def _failed(error: ServiceError, again: Body | None = None) -> Answer:
+def _failed(error: ServiceError, again: Typed | None = None) -> Answer:
     return Answer(orjson.dumps({"error": error.problem()}), again=again)

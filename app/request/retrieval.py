@@ -74,7 +74,7 @@ class RetrievalRequest:
             dwell_seconds=self.ranker.dwell_seconds,
             candidates=Posts(posts.post_ids, posts.author_ids, surfaces),
             created_at=posts.created_at,
-            echo_ids=_texts(posts.post_ids),
+            quoted=np.ones(len(posts), bool),
             impression_ts=self.impression_ts,
             weights=self.weights,
             top_k=min(self.top_k or len(posts), len(posts)),

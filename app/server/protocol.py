@@ -328,8 +328,10 @@ class StrictProtocol(HttpToolsProtocol):
         version, method = self.parser.get_http_version(), self.parser.get_method()
         if version not in ("1.1", "1.0"):
             raise Refused("version")
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        names = [name for name, _ in self.headers]
+        hosts, codings = names.count(b"host"), []
+        if b"transfer-encoding" in names:
+            codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if (
             method == b"CONNECT"
             or hosts > 1

@@ -275,7 +275,7 @@ class RankingService:
         if job.worker.failure is not None:
             loop.call_soon(job.finish, EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
             return
-        job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.finish, DeadlineExceeded())
+        job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.expire)
         job.worker.submit(job)
 
     async def attention(

@@ -45,7 +45,7 @@ function terms(post, { actions, weights }) {
         h(
           "tr",
           { class: "soft" },
-          h("th", { scope: "row" }, `${words(name)}, predicted`),
+          h("th", { scope: "row" }, words(name)),
           h("td"),
           h("td"),
           h("td", {}, number(value, 1)),
