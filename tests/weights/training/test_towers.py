@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from model.retrieval.towers import Towers
 from tests.weights.training.small_run import small_config
-from weights.__main__ import app
 from weights.actions import default_score_weights
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
+from weights.commands.checkpoints import app
 from weights.corpus.importer import check_corpus
 from weights.corpus.store import load_corpus
 from weights.synthetic.random_weights import random_ranker
