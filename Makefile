@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: emulators chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -45,7 +45,12 @@ install: $(VENV)/.installed ## create the environment in .venv with everything
 serve: $(VENV)/.runtime ## start the service: PORT=8100 CHECKPOINT=path RETRIEVAL=path CORPUS=path HOST=127.0.0.1
 	RANKER_CHECKPOINT="$(CHECKPOINT)" RANKER_RETRIEVAL__CHECKPOINT="$(RETRIEVAL)" RANKER_RETRIEVAL__CORPUS="$(CORPUS)" RANKER_HOST="$(HOST)" RANKER_PORT="$(PORT)" exec $(BIN)/python -m app
 
-test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
+emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests that need them are skipped without
+	@{ command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 && command -v clang++; } >/dev/null || \
+	  { apt-get -qq update && apt-get -qq install -y --no-install-recommends g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; } \
+	  || echo "the emulators could not be installed"
+
+test: $(VENV)/.installed .cache/prometheus/.fetched emulators ## every test that needs no GPU
 	$(BIN)/python -m pytest
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
@@ -57,7 +62,13 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 bench: $(VENV)/.installed ## targets table, cost curves, history; one JSON line: ARGS="--vectors avx2"
 	$(BIN)/python -m loadtest.bench $(ARGS)
 
-bench-gpu: ## checks and the GPU table on one card, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
+kernels: ## the table of all kernels, compiled here without a card: registers, spills, copies, matrix and special instructions
+	$(or $(wildcard $(BIN)/python),python3) -m model.split.kernels.build $(ARGS)
+
+compare-gpu: ## two files of the GPU bench, figure by figure: BEFORE=… AFTER=…
+	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu.compare $(BEFORE) $(AFTER)
+
+bench-gpu: ## the first half hour on one card, in guarded phases, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
 
 bench-front: $(VENV)/.installed wrk ## requests a second beside a bare ASGI function, and impatient callers, by wrk: ARGS="--rounds 9"
@@ -83,8 +94,8 @@ profile: $(VENV)/.installed wrk ## where each microsecond of a request goes, as 
 test-bits: $(VENV)/.installed ## the long form of the isolation property: COMPOSITIONS=100000 ARGS="--preset all --backend auto" or "--vectors avx2"
 	$(BIN)/python -m loadtest.bits --compositions $(or $(COMPOSITIONS),100000) $(ARGS)
 
-fuzz: $(VENV)/.installed ## odd requests in process, REQUESTS=1000000 of them, for SECONDS=3600 at most
-	$(BIN)/python -m loadtest.fuzz --requests $(or $(REQUESTS),1000000) --seconds $(or $(SECONDS),3600) --checkpoint "$(CHECKPOINT)"
+fuzz: $(VENV)/.installed ## odd requests, REQUESTS=1000000 of them, for SECONDS=3600 at most: in process, or ARGS=--sockets
+	$(BIN)/python -m loadtest.fuzz --requests $(or $(REQUESTS),1000000) --seconds $(or $(SECONDS),3600) --checkpoint "$(CHECKPOINT)" $(ARGS)
 
 # Load tests: a server has to run (make serve); load-open and load-search start one with URL=start. More: ARGS='--help'.
 URL ?= http://$(HOST):$(PORT)
@@ -112,7 +123,8 @@ soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line 
 	@failed=0; share() { expr $(or $(SECONDS),1800) \* $$1 / 100; }; \
 	$(BIN)/python -m loadtest.soak --seconds $(if $(ARGS),$(or $(SECONDS),1800),$$(share 75)) $(ARGS) || failed=1; \
 	if [ -z '$(ARGS)' ]; then \
-	  $(BIN)/python -m loadtest.fuzz --requests 1000000000 --seconds $$(share 15) || failed=1; \
+	  $(BIN)/python -m loadtest.fuzz --requests 1000000000 --seconds $$(share 10) || failed=1; \
+	  $(BIN)/python -m loadtest.fuzz --sockets --requests 1000000000 --seconds $$(share 5) || failed=1; \
 	  $(BIN)/python -m loadtest.fuzz --only-paths --requests 1000000 --seconds $$(share 5) || failed=1; \
 	  $(BIN)/python -m loadtest.fuzz.checkpoints $$(share 5) || failed=1; \
 	fi; exit $$failed

@@ -5,12 +5,19 @@ from __future__ import annotations
 from app.settings import Settings
 from model.config import ModelConfig
 
+MAX_CHANGED, MAX_CHANGE_VALUES = (
+    10_000,
+    60_000,
+)  # posts in one change: a search waits for the vectors of so many to be indexed
 CONNECTION_BYTES = 48 * 2**10  # objects of one connection, its parser and the reply that it begins
 WRITE_HIGH_BYTES = 2**14  # of replies that a connection keeps without being counted
 CHUNK_BYTES = 64  # a piece of a body beside its bytes
 VALUE_BYTES = 256  # a JSON value, typed and plain
 CANDIDATE_BYTES = 256  # an admitted candidate: ids as sent and as numbers, its scores
 REQUEST_BYTES = 2**14  # an admitted request beside its candidates and history
+
+POST_BYTES = 512  # a post that is found or changed: its columns, its topic, its part of a reply
+CALL_COPIES = 3  # of a message over gRPC: as it comes, as bytes, as tensors
 
 REST_FROM_SECONDS = 0.002  # a caller whose request held the event loop for longer
 REST_TIMES = 4.0  # rests for so many times as long before the next one
@@ -65,8 +72,25 @@ def _explanation_bytes(settings: Settings, config: ModelConfig, reply: int) -> i
     return attention_bytes(config, wanted.max_candidates) + scores + 24 * numbers
 
 
-def most_bytes(settings: Settings, config: ModelConfig) -> dict[str, int]:
-    """The most memory that the process takes beside its code, its model and the engine's work space, by what takes it."""
+def _retrieval_bytes(settings: Settings, towers: ModelConfig, posts: int, token: int) -> int:
+    """Of searches: contexts and excluded ids of those that wait, the rows that a batch may see, what is found, user vectors seen before."""
+    limits, searches = settings.limits, settings.retrieval
+    batch = searches.batch_requests
+    waiting = (searches.max_waiting + batch) * (REQUEST_BYTES + (1 + towers.history_length) * token)
+    masks = (batch * posts) // 8 + 2 * posts
+    found = (
+        batch + 2
+    ) * limits.max_retrieved + settings.queue.max_candidates  # and rendered, and waiting for their scores
+    return waiting + 8 * settings.budgets.excluded_ids + masks + found * POST_BYTES + searches.cache_bytes
+
+
+def most_bytes(
+    settings: Settings, config: ModelConfig, towers: ModelConfig | None = None, posts: int = 0
+) -> dict[str, int]:
+    """The most memory that the process takes beside its code, its models, its corpus and the engines' work space, by what takes it.
+
+    `towers` and the number of posts are those of retrieval, where it serves.
+    """
     limits, queue, budgets, batching = settings.limits, settings.queue, settings.budgets, settings.batching
     token = 40 + 4 * config.actions
     reply = 128 + 14 * config.actions + 48 * config.continuous_actions  # of one candidate
@@ -77,6 +101,10 @@ def most_bytes(settings: Settings, config: ModelConfig) -> dict[str, int]:
         "queue": queue.max_requests * REQUEST_BYTES + queue.max_candidates * CANDIDATE_BYTES + queue.max_context_tokens * token,
         "batches": (budgets.batch_candidates + 2 * limits.max_batch_candidates) * reply,
         "replies": budgets.reply_bytes + 2 * (batching.max_candidates + limits.max_candidates) * reply,
+        "retrieval": 0 if towers is None else _retrieval_bytes(settings, towers, posts, token),
+        "changes": 0 if towers is None or settings.admin.port is None
+        else budgets.changes * MAX_CHANGED * (POST_BYTES + 8 * towers.width) + MAX_CHANGE_VALUES * VALUE_BYTES,
+        "grpc": 0 if settings.grpc.port is None else CALL_COPIES * settings.grpc.max_calls * limits.max_body_bytes,
         "explanations": settings.explores * settings.explore.concurrent * _explanation_bytes(settings, config, reply),
         "cache": settings.cache.host_bytes,
         "log": settings.logs.buffer_bytes,

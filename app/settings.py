@@ -70,6 +70,10 @@ class Budgets(Group):
     """Bytes of replies that clients have left unread; beyond it, who has done so longest is cut off."""
     batch_candidates: int = Field(default=65_536, ge=1)
     """Candidates in all calls of /rank/batch that are being answered; a request that goes beyond gets 429 in its place."""
+    excluded_ids: int = Field(default=2**20, ge=1)
+    """Post ids that all searches which wait exclude, by name or as history; a request that goes beyond gets 429."""
+    changes: int = Field(default=4, ge=1)
+    """Changes of posts that wait or are made; a further one gets 429."""
 
 
 class Queue(Group):
@@ -252,6 +256,9 @@ class Explore(Group):
 
 class Grpc(Group):
     """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
+
+    max_calls: int = Field(default=64, ge=1)
+    """Calls at once; further ones are refused unread."""
 
     host: str = "127.0.0.1"
     """Address to bind."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from app.assembly import build_server
 from app.engine.worker import EngineWorker
@@ -39,14 +42,24 @@ STATIONS: dict[str, tuple[tuple[type, str], ...]] = {
     "write": ((Call, "_reply"),),
 }
 
+READINGS = 1000  # of the clock, a system call, to know what one takes
+
 
 class Stopwatch:
-    """Seconds by station, each without those of the stations it calls."""
+    """Seconds by station, each without those of the stations it calls and without those of reading the time, which `own` holds."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(STATIONS, 0.0)
+        began = time.thread_time()
+        for _ in range(READINGS):
+            time.thread_time()
+        self._reading_seconds = (time.thread_time() - began) / READINGS
         self._running: list[str] = []
-        self._since = 0.0
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.seconds = dict.fromkeys(STATIONS, 0.0)
+        self._since = self.own = 0.0
 
     def timed(self, station: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, with its time counted."""
@@ -62,7 +75,8 @@ class Stopwatch:
         return counted
 
     def _switch(self, station: str | None) -> None:
-        now = time.thread_time()
+        self.own += self._reading_seconds
+        now = time.thread_time() - self.own
         if self._running:
             self.seconds[self._running[-1]] += now - self._since
         if station is None:
@@ -72,11 +86,10 @@ class Stopwatch:
         self._since = now
 
 
-def loop_columns(checkpoint: Path, body: bytes, seconds: float) -> dict[str, dict[str, float]]:
-    """Microseconds of the loop's thread a request, by station, at 1 and 16 connections. Needs wrk.
+def loop_columns(checkpoint: Path, loads: Mapping[str, Sequence[bytes]], seconds: float) -> dict[str, dict[str, float]]:
+    """Microseconds of the loop's thread a request, by station, for each of these bodies at 1 and 16 connections. Needs wrk.
 
-    The last row is what is left of the thread's processor time: reading and writing sockets, timers, the loop itself, and the
-    stopwatch, about 0.2 µs a call.
+    The last row is what is left of the thread's processor time: reading and writing sockets, timers, the loop itself.
     """
     watch = Stopwatch()
     kept = {place: getattr(*place) for places in STATIONS.values() for place in places}
@@ -84,13 +97,15 @@ def loop_columns(checkpoint: Path, body: bytes, seconds: float) -> dict[str, dic
         for place in places:
             setattr(*place, watch.timed(station, kept[place]))
     try:
-        return asyncio.run(_measured(checkpoint, body, seconds, watch))
+        return uvloop.run(_measured(checkpoint, loads, seconds, watch))
     finally:
         for place, call in kept.items():
             setattr(*place, call)
 
 
-async def _measured(checkpoint: Path, body: bytes, seconds: float, watch: Stopwatch) -> dict[str, dict[str, float]]:
+async def _measured(
+    checkpoint: Path, loads: Mapping[str, Sequence[bytes]], seconds: float, watch: Stopwatch
+) -> dict[str, dict[str, float]]:
     settings = Settings(checkpoint=checkpoint, port=free_port(), dtype="bfloat16", drain=Drain(delay_seconds=0))
     logs.configure(settings.logs)
     server = build_server(settings)
@@ -98,13 +113,14 @@ async def _measured(checkpoint: Path, body: bytes, seconds: float, watch: Stopwa
     while not (server.started and server.service.health().ready):  # noqa: ASYNC110  # uvicorn tells nobody
         await asyncio.sleep(0.05)
     columns, url = {}, f"http://127.0.0.1:{settings.port}/rank"
-    for connections in (1, 16):
-        await asyncio.to_thread(wrk.read, url, [body], connections, 1)
-        before, began, watch.seconds = _answered(server), time.thread_time(), dict.fromkeys(STATIONS, 0.0)
-        await asyncio.to_thread(wrk.read, url, [body], connections, seconds)
-        spent, requests = time.thread_time() - began, _answered(server) - before
+    for (load, bodies), connections in itertools.product(loads.items(), (1, 16)):
+        await asyncio.to_thread(wrk.read, url, bodies, connections, seconds)
+        before, began = _answered(server), time.thread_time()
+        watch.clear()
+        await asyncio.to_thread(wrk.read, url, bodies, connections, seconds)
+        spent, requests = time.thread_time() - began - watch.own, _answered(server) - before
         stations = {station: 1e6 * found / requests for station, found in watch.seconds.items()}
-        columns[f"{connections} connection{'s' * (connections > 1)}"] = {
+        columns[f"{load}, {connections} connection{'s' * (connections > 1)}"] = {
             **stations,
             "sockets and the loop": 1e6 * spent / requests - sum(stations.values()),
         }

@@ -69,11 +69,12 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
 
 
 def loop_table(seconds: float = 4.0) -> str:
-    """The event loop's processor time of one request of the demo's example, 7 candidates and 17 events, loaded by wrk."""
-    body = orjson.dumps(orjson.loads((DEMO / "example.json").read_bytes()))
-    return _table(
-        "POST /rank, demo's example, the event loop's thread, µs a request", loop_columns(DEMO, body, seconds)
-    )
+    """The event loop's processor time of one request, loaded by wrk: the demo's example, and 64 candidates of 2 000 users in turn."""
+    seven = orjson.dumps(orjson.loads((DEMO / "example.json").read_bytes()))
+    with ranking_server(checkpoint=DEMO) as server:
+        many = [request.partition(b"\r\n\r\n")[2] for request in ranking_bodies(server.target, 64, 2000)]
+    loads = {"7 candidates": [seven], "64": many}
+    return _table("POST /rank, demo, the event loop's thread, µs a request", loop_columns(DEMO, loads, seconds))
 
 
 def service_table(requests: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import ModelConfig
@@ -70,6 +71,31 @@ def vanilla_tensors(weights: Mapping[str, Tensor], config: ModelConfig) -> Itera
                 yield f"{ours}.{name}{suffix}", tensor.T if suffix == "" else tensor
             yield f"{ours}.attention_norm{suffix}", weights[f"{theirs}.norm1.{kind}"]
             yield f"{ours}.ffn_norm{suffix}", weights[f"{theirs}.norm2.{kind}"]
+
+
+def decoder_directory(name: str, out: Path, **changes: Any) -> dict[str, Tensor]:
+    """A golden as a Hugging Face decoder in `out`, with changes to its `config.json`; it returns the stored tensors."""
+    weights = {key: torch.from_numpy(value) for key, value in arrays(name, "weights").items()}
+    facts = json.loads((GOLDEN / name / "preset.json").read_text())
+    ffn_width, width = weights["model.layers.0.mlp.gate_proj.weight"].shape
+    head_dim = weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // facts["heads"]
+    values = {
+        "model_type": name, "hidden_size": width, "num_hidden_layers": facts["layers"], "intermediate_size": ffn_width,
+        "num_attention_heads": facts["heads"], "num_key_value_heads": facts["kv_heads"], "head_dim": head_dim,
+        "rms_norm_eps": 1e-5 if name == "llama" else 1e-6, "rope_theta": 10_000.0,
+        "hidden_act": "silu" if name == "llama" else "gelu_pytorch_tanh",
+    }  # fmt: skip
+    if name == "gemma2":
+        values |= {
+            "query_pre_attn_scalar": facts["multiplier"] ** -2,
+            "attn_logit_softcapping": 50.0,
+            "sliding_window": 4096,
+        }
+    out.mkdir(exist_ok=True)
+    (out / "config.json").write_text(json.dumps(values | changes))
+    stored = weights | {"model.embed_tokens.weight": torch.zeros(3, width), "lm_head.weight": torch.zeros(3, width)}
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, out / "model.safetensors")
+    return stored
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from app.errors import ServiceError
+from app.errors import DeadlineExceeded, ServiceError
 from app.interface import Done, Ranked
 from app.scheduling.job import Job
 from model.engine import CacheResult, Item
@@ -52,6 +52,10 @@ class RankJob(Job):
         assert self.items is not None
         whole = stop - start == len(self.items)
         return Item(self.context, self.items if whole else self.items.chunk(start, stop), self.state)
+
+    def expire(self) -> None:
+        """Its deadline has passed."""
+        self.finish(DeadlineExceeded())
 
     def finish(self, error: ServiceError | None = None) -> None:
         """Free the place and tell the caller: the scores, or this error. Only the first time counts."""

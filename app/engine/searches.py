@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import structlog
 
+from app.budgets import Budget
 from app.engine.loading import LoadedRetrieval
 from app.errors import DeadlineExceeded, EngineDown, Overloaded, ServiceError
 from app.interface import Found
@@ -61,6 +62,7 @@ class Searches:
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
+        self.excluded = metrics.watch_budget("excluded_ids", Budget(settings.budgets.excluded_ids))
         self.idle = asyncio.Event()
         self.idle.set()
         self._queues: dict[str | None, deque[_Search]] = {}  # by key, the next one first
@@ -90,6 +92,9 @@ class Searches:
         """
         now, loop = self.clock(), asyncio.get_running_loop()
         self._admit(now, deadline, key)
+        excluded = len(query.filters.exclude)
+        if not self.excluded.take(excluded):
+            raise Overloaded("Searches that wait exclude too many posts.", retry_after_seconds=1.0)
         search = _Search(query, version, key, now, loop.create_future())
         timer = loop.call_later(max(0.0, deadline - now), _settle, search, DeadlineExceeded())
         version.places += 1
@@ -104,6 +109,7 @@ class Searches:
             raise
         finally:
             timer.cancel()
+            self.excluded.give(excluded)
             self._drop(search)
             self._leave(version)
             self._rest()

@@ -12,12 +12,21 @@ from app.request.contract import is_request_id
 from app.telemetry.exchange import Exchange
 
 Headers = Mapping[bytes, bytes]
-EXCHANGE = "exchange"
+EXCHANGE = "exchange"  # a name in the scope's state
+REST = "rest"  # the same of what rests the connection, for so many seconds of processor time that a request held
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 
 
 class ClientGone(Exception):
     """The client disconnected before its reply."""
+
+
+class Answered(Exception):
+    """The connection itself has refused the request while its body was read."""
+
+    def __init__(self, status: int, code: str) -> None:
+        self.status = status
+        self.code = code
 
 
 class HeadAsGet:
@@ -47,7 +56,9 @@ def exchange_of(scope: Scope) -> Exchange:
 
 def request_id_of(headers: Headers) -> str | None:
     """The caller's X-Request-ID, if it may go into headers and logs."""
-    sent = headers.get(b"x-request-id", b"").decode("latin-1")
+    if b"x-request-id" not in headers:
+        return None
+    sent = headers[b"x-request-id"].decode("latin-1")
     return sent if is_request_id(sent) else None
 
 
@@ -84,19 +95,26 @@ def too_long(limit_bytes: int) -> TooLarge:
 
 
 async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes | bytearray:
-    """The whole body. Raises TooLarge as soon as it is longer than the limit, keeping no more, and ClientGone."""
+    """The whole body. Raises TooLarge as soon as it is longer than the limit, keeping no more, ClientGone, and Answered."""
     check_length(headers, limit_bytes)
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise Answered(*message["answered"]) if message.get("answered") else ClientGone
         chunk: bytes = message.get("body", b"")
         if len(body) + len(chunk) > limit_bytes:
             raise too_long(limit_bytes)
         if not message.get("more_body", False):
             return body + chunk if body else chunk
         body += chunk
+
+
+def rest(scope: Scope, held_seconds: float) -> None:
+    """A request has held the event loop for so long: its connection rests, where the server knows how to."""
+    connection_rests = scope["state"].get(REST)
+    if connection_rests is not None:
+        connection_rests(held_seconds)
 
 
 class Watching:

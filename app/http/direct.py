@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from app.errors import Overloaded, ServiceError
-from app.http.asgi import ClientGone, Headers, read_body, too_long
+from app.http.asgi import Answered, ClientGone, Headers, read_body, too_long
 from app.http.negotiation import RANK, Wires, check_accept
 from app.http.observe import Recorder
 from app.http.problems import problem_reply
@@ -56,6 +56,9 @@ class RankEndpoint:
             status, headers, body = await _unless_disconnected(replied, receive)
         except ClientGone:
             call.abandon()
+            return
+        except Answered as refusal:
+            call.abandon((refusal.status, refusal.code))
             return
         except ServiceError as error:
             call.fail(error)
@@ -118,11 +121,13 @@ class RankCall:
         """Too much is being read for all callers."""
         self.fail(Overloaded("Too many bytes of requests are being read.", retry_after_seconds=1.0))
 
-    def abandon(self) -> None:
-        """The client has disconnected."""
+    def abandon(self, answered: tuple[int, str] | None = None) -> None:
+        """The client has disconnected, or the connection has answered in our place: status and code."""
         if self._reply is None:
             return
-        if self._job is None:
+        if answered is not None:
+            self.exchange.status, self.exchange.code = answered
+        elif self._job is None:
             self.ranking.metrics.cancelled.labels("body").inc()
         self._end()
 

@@ -72,7 +72,7 @@ class InferenceServer:
                 ("grpc.max_connection_idle_ms", round(settings.connections.keep_alive_seconds * 1000)),
                 ("grpc.so_reuseport", int(settings.fronts > 0)),  # the supervisor has looked whether the port is free
             ],
-            maximum_concurrent_rpcs=settings.queue.max_requests,
+            maximum_concurrent_rpcs=settings.grpc.max_calls,
         )
         answers = (self._live, self._ready, self._metadata, self._model_ready, self._model_metadata, self._infer)
         handlers = {

@@ -14,7 +14,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InternalError, ServiceError, TooLarge
-from app.http.asgi import CLIENT_GONE, EXCHANGE, ClientGone, Headers, request_id_of, send_reply
+from app.http.asgi import CLIENT_GONE, EXCHANGE, Answered, ClientGone, Headers, request_id_of, send_reply
 from app.http.problems import problem_reply
 from app.telemetry.distributions import Series
 from app.telemetry.exchange import Exchange
@@ -125,6 +125,8 @@ class Observe:
             await self.app(scope, receive, send_named)
         except ClientGone:
             pass
+        except Answered as refusal:
+            exchange.status, exchange.code = refusal.status, refusal.code
         except Exception as error:
             is_begun = exchange.status != 0
             problem = self.recorder.problem(error, exchange, is_begun=is_begun)

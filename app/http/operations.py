@@ -102,7 +102,7 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
         "engine": engine.notes,
         "retrieval": _retrieval(service),
         "limits": settings.limits.model_dump(mode="json"),
-        "memory_bytes": most_bytes(settings, manifest.config),
+        "memory_bytes": _most_bytes(service, settings),
         "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},
         "build": {
             "version": version("phoenix-ranking-server"),
@@ -110,6 +110,14 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
             "torch": version("torch"),
         },
     }
+
+
+def _most_bytes(service: Service, settings: Settings) -> dict[str, int]:
+    try:
+        found = service.retrieval.served
+    except CorpusNotLoaded:
+        return most_bytes(settings, service.model.manifest.config)
+    return most_bytes(settings, service.model.manifest.config, found.manifest.config, found.corpus.posts)
 
 
 def _retrieval(service: Service) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from app.errors import NotFound
@@ -12,8 +12,9 @@ from app.http.asgi import Headers, check_length, timeout_seconds_of
 from app.http.auth import KeyRing
 from app.http.negotiation import Wires, is_compressed, wire_of
 from app.interface import Ranked, ServedModel, Service, Ticket
-from app.request import features, wires
+from app.request import body, features, wires
 from app.request.body import Typed
+from app.request.codec import Codec, Packed, load_library
 from app.request.coding import inflate
 from app.request.reply import ReplyFormat
 from app.request.validate import Request
@@ -21,6 +22,7 @@ from app.request.vocabulary import Vocabulary
 from app.request.wires import Render, Wire
 from app.settings import Settings
 from app.telemetry.exchange import Exchange
+from model.config import ModelConfig
 from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
 
@@ -58,6 +60,7 @@ class Ranking:
         self.limits = settings.limits
         self.keys = KeyRing(settings.auth)
         self.metrics = service.metrics
+        self._library = load_library()
         self._words: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
 
     def enter(self, headers: Headers, exchange: Exchange) -> None:
@@ -121,18 +124,27 @@ class Ranking:
         )
         try:
             vocabulary, form = self.words_of(model.manifest)
-            request = wire.check(typed, vocabulary)
-            config = model.manifest.config
-            context, candidates = features.context_of(request, config), features.candidates_of(request, config)
+            request, context, candidates = self._columns(typed, wire, vocabulary, model.manifest.config)
         except BaseException:
             ticket.release()
             raise
         if len(context) < request.history_length:
             self.metrics.history_truncated.inc()
-            request = request.without_history()
+            if len(request.history):
+                request = request.without_history()
         seconds = time.perf_counter() - started
         add_seconds(exchange, "parse", seconds)
         return Prepared(model, ticket, request, context, candidates, form, seconds)
+
+    def _columns(
+        self, typed: Typed, wire: Wire, vocabulary: Vocabulary, config: ModelConfig
+    ) -> tuple[Request, Context, Candidates]:
+        if isinstance(typed, Packed):
+            if typed.codec is vocabulary.codec:
+                return typed.unpack(config)
+            typed = body.decode(typed.body, self.limits, vocabulary)  # another model serves since it was read
+        request = wire.check(typed, vocabulary)
+        return request, features.context_of(request, config), features.candidates_of(request, config)
 
     def render(
         self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange, write: Render = wires.render
@@ -171,7 +183,10 @@ class Ranking:
     def words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
         """The vocabulary and the reply format of a model, kept for the manifest used last."""
         if self._words is None or self._words[0] is not manifest:
-            self._words = (manifest, Vocabulary.of(manifest), ReplyFormat.of(manifest))
+            vocabulary = Vocabulary.of(manifest)
+            codec = None if self._library is None else Codec(self._library, manifest, vocabulary, self.limits)
+            form = replace(ReplyFormat.of(manifest), codec=codec)
+            self._words = (manifest, replace(vocabulary, codec=codec), form)
         return self._words[1], self._words[2]
 
 

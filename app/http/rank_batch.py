@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import orjson
@@ -16,7 +18,7 @@ from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Prepared, Ranking
 from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
-from app.request.body import BatchDecoder, Body, decode
+from app.request.body import BatchDecoder, Typed
 from app.request.wires import JSON, OBJECTS
 from app.settings import Batching, Budgets
 from app.telemetry.exchange import Exchange
@@ -33,7 +35,7 @@ class Answer(NamedTuple):
     body: bytes
     model: ServedModel | None = None
     ranked: Ranked | None = None
-    again: Body | None = None
+    again: Typed | None = None
 
 
 class BatchEndpoint:
@@ -55,12 +57,13 @@ class BatchEndpoint:
         except ClientGone:
             ranking.metrics.cancelled.labels("body").inc()
             raise
-        started = time.perf_counter()
+        started, held = time.perf_counter(), time.thread_time()
         items, is_bare = self.decoder.split(ranking.plain(raw, terms))
+        held = time.thread_time() - held
         exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
         deadline = terms.deadline or ranking.deadline(service.default_deadline_seconds)  # one for all, from the start
-        run = Run(ranking, self.batching, deadline, exchange, self.candidates)
+        run = Run(ranking, self.batching, deadline, exchange, self.candidates, held)
         try:
             with Watching(receive):
                 answers = await run.all(items)
@@ -77,12 +80,19 @@ class Run:
     """The requests of one call."""
 
     def __init__(
-        self, ranking: Ranking, batching: Batching, deadline: float | None, exchange: Exchange, budget: Budget
+        self,
+        ranking: Ranking,
+        batching: Batching,
+        deadline: float | None,
+        exchange: Exchange,
+        budget: Budget,
+        held_seconds: float,
     ) -> None:
         self.ranking = ranking
         self.deadline = deadline
         self.exchange = exchange
         self.candidates = 0  # of its requests so far; their places in the budget are given back when all is answered
+        self.held_seconds = held_seconds  # of the event loop, in processor time of its thread, since the last rest
         self._budget = budget
         self._window = Window(batching)
 
@@ -91,11 +101,9 @@ class Run:
         begun: list[Answer | asyncio.Task[Answer]] = []
         try:
             for item in items:
-                before = self.exchange.stages["parse"]
                 begun.append(await self._begin(item))
-                await asyncio.sleep(
-                    rest_seconds(self.exchange.stages["parse"] - before)
-                )  # other callers come in between
+                held, self.held_seconds = self.held_seconds, 0.0
+                await asyncio.sleep(rest_seconds(held))  # other callers come in between
             answers = [answer if isinstance(answer, Answer) else await answer for answer in begun]
             return [answer if answer.again is None else await self._alone(answer.again) for answer in answers]
         finally:
@@ -103,25 +111,37 @@ class Run:
 
     async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
         try:
-            body = self.ranking.decode(lambda words: decode(item, self.ranking.limits, words), self.exchange)
+            with self._holding():
+                body = self.ranking.decode(
+                    lambda words: OBJECTS.decode(item, {}, self.ranking.limits, words), self.exchange
+                )
             self._count(body.count("candidates"))
         except ServiceError as error:
             return _failed(error)
         return await self._queue(body)
 
-    async def _alone(self, body: Body) -> Answer:
+    async def _alone(self, body: Typed) -> Answer:
         begun = await self._queue(body, again=True)
         return begun if isinstance(begun, Answer) else await begun
 
-    async def _queue(self, body: Body, again: bool = False) -> Answer | asyncio.Task[Answer]:
+    async def _queue(self, body: Typed, again: bool = False) -> Answer | asyncio.Task[Answer]:
         def admit(*, again: bool, waits: bool) -> Prepared:
-            return self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
+            with self._holding():
+                return self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
 
         try:
             job = await self._window.admit(admit, again=again)
         except ServiceError as error:
             return _failed(error)
         return self._window.begin(self._finish(job, body), len(job.candidates), 1 + len(job.context))
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        started = time.thread_time()  # not by the clock: a busy machine holds the loop as well
+        try:
+            yield
+        finally:
+            self.held_seconds += time.thread_time() - started
 
     def _count(self, candidates: int) -> None:
         """Raise TooLarge or Overloaded where the whole call, or all calls, would hold too many."""
@@ -131,7 +151,7 @@ class Run:
             raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
         self.candidates += candidates
 
-    async def _finish(self, job: Prepared, body: Body) -> Answer:
+    async def _finish(self, job: Prepared, body: Typed) -> Answer:
         try:
             result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
         except Overloaded as error:  # by an engine process; in one process `prepare` is refused
@@ -145,5 +165,5 @@ class Run:
         return Answer(b"".join(pieces), job.model, result)
 
 
-def _failed(error: ServiceError, again: Body | None = None) -> Answer:
+def _failed(error: ServiceError, again: Typed | None = None) -> Answer:
     return Answer(orjson.dumps({"error": error.problem()}), again=again)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
-from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
+from app.http.asgi import ClientGone, Watching, exchange_of, read_body, rest, send_reply
 from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Ranking, add_seconds
 from app.http.rank_batch import JSON_HEADER
@@ -21,20 +21,22 @@ from app.request.vocabulary import Vocabulary
 from app.request.wires import JSON
 from app.settings import Settings
 from app.telemetry.exchange import Exchange
-from model.inputs import Scores
+from model.inputs import Context, Scores
 from model.retrieval.inputs import Query
 from weights.format.manifest import Manifest
 
 
 @dataclass(slots=True)
 class Asked:
-    """A valid request, on the versions that it ends on. `ticket` is its place in the ranker's queue, where there is one."""
+    """A valid request, on the versions that it ends on. `ticket` is its place in the ranker's queue, where there is one, and `context`
+    what the ranker reads of its history."""
 
     served: ServedRetrieval
     request: RetrievalRequest
     query: Query
     model: ServedModel | None = None
     ticket: Ticket | None = None
+    context: Context | None = None
 
 
 class _Endpoint(ABC):
@@ -59,12 +61,16 @@ class _Endpoint(ABC):
         except ClientGone:
             ranking.metrics.cancelled.labels("body").inc()
             raise
-        started = time.perf_counter()
-        asked = self.ask(ranking.plain(raw, terms), deadline, exchange)
+        started, held = time.perf_counter(), time.thread_time()
+        try:
+            asked = self.ask(ranking.plain(raw, terms), deadline, exchange)
+        finally:
+            del raw
+            rest(scope, time.thread_time() - held)
         try:
             if asked.request.request_id is not None and not exchange.is_named_by_caller:
                 exchange.request_id = asked.request.request_id
-            if len(asked.query.context) < len(asked.request.viewer.history):
+            if len(asked.query.context) < asked.request.history_length:
                 ranking.metrics.history_truncated.inc()
             exchange.stages["parse"] = time.perf_counter() - started
             with Watching(receive):
@@ -121,7 +127,7 @@ class RetrieveEndpoint(_Endpoint):
         body = decode_retrieve(raw, self.ranking.limits, vocabulary)
         _note(exchange, body)
         request = check_retrieve(body, vocabulary)
-        return Asked(served, request, request.query(served.manifest.config))
+        return Asked(served, request.without_history(), request.query(served.manifest.config))
 
     async def answer(self, asked: Asked, found: Found, exchange: Exchange) -> tuple[bytes, Ranked | None]:
         """As `_Endpoint.answer`."""
@@ -147,7 +153,10 @@ class RecommendEndpoint(_Endpoint):
         ticket = self.service.admit(model, candidates=count, history=history, deadline=deadline, key=exchange.key)
         try:
             request = check_recommend(body, vocabularies)
-            return Asked(served, request, request.query(served.manifest.config), model, ticket)
+            assert request.ranker is not None
+            query = request.query(served.manifest.config)
+            context = features.context_of(request.ranker, model.manifest.config)
+            return Asked(served, request.without_history(), query, model, ticket, context)
         except BaseException:
             ticket.release()
             raise
@@ -156,10 +165,11 @@ class RecommendEndpoint(_Endpoint):
         """As `_Endpoint.answer`."""
         assert asked.model is not None
         assert asked.ticket is not None
+        assert asked.context is not None
         posts, manifest = found.posts, asked.model.manifest
         config, form = manifest.config, self.ranking.words_of(manifest)[1]
         request = asked.request.ranking(posts)
-        context, scored = features.context_of(request, config), None
+        context, scored = asked.context, None
         scores = Scores(
             *(np.empty((0, n), np.float32) for n in (config.actions, config.actions, config.continuous_actions))
         )

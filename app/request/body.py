@@ -66,18 +66,23 @@ HistoryItem, HistoryArrays = _shapes("HistoryItem", product_surface=Surface, act
 Candidate, CandidateArrays = _shapes("Candidate", product_surface=Surface, created_at=Time)
 
 
-class Body(Strict):
+class Wishes(Strict):
+    """What a request says of its reply."""
+
+    weights: Weights | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    actions_wanted: list[str] | UnsetType = UNSET
+    request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
+    reply: Literal["objects", "columns"] | UnsetType = UNSET
+
+
+class Body(Wishes, kw_only=True):
     """A request whose types are right. Ids, names and lengths are still to be checked."""
 
     user_id: Id
     candidates: list[Candidate] | CandidateArrays  # type: ignore[valid-type]
     history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
     impression_ts: Time | UnsetType = UNSET
-    weights: Weights | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    actions_wanted: list[str] | UnsetType = UNSET
-    request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
-    reply: Literal["objects", "columns"] | UnsetType = UNSET
 
     timeout_seconds: ClassVar[None] = None  # a header says it
 

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
+from app.budgets import MAX_CHANGE_VALUES, MAX_CHANGED
 from app.errors import InvalidRequest, TooLarge
 from app.interface import PostChange, PostRows
 from app.request.body import Id, Strict, Time, Topic, check_cost
 from app.request.ids import read_ids
 from app.request.strict_json import parse, refuse_duplicates
 
-MAX_CHANGED, MAX_VALUES = 10_000, 60_000  # posts in one change: a search waits for the vectors of so many to be indexed
 RULE = (
     'must be {"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]} with each post once: ids are unsigned '
     "64-bit integers or decimal strings, a post_id is not 0; created_at and topic may be left out"
@@ -44,7 +44,7 @@ _ENCODER = msgspec.json.Encoder()
 
 def read_change(body: bytes | bytearray) -> PostChange:
     """Raises MalformedJson, InvalidRequest, or TooLarge for more than `MAX_CHANGED` posts."""
-    check_cost(body, MAX_VALUES)
+    check_cost(body, MAX_CHANGE_VALUES)
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError):
         typed = _CHANGE.decode(body)
         refuse_duplicates(body, _ENCODER.encode(typed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -18,6 +18,9 @@ from app.request.validate import Request
 from model.inputs import Scores
 from weights.format.manifest import Manifest
 
+if TYPE_CHECKING:
+    from app.request.codec import Codec
+
 ROWS_IN_A_PIECE = 1024  # about 2 ms
 
 
@@ -26,6 +29,8 @@ class ReplyFormat:
     """What all replies of one checkpoint have in common.
 
     `scales` float32 `[Z]`: continuous outputs in their units. `before_continuous`: what is written before each of them.
+    `head`: what a reply in JSON with every action begins with.
+    `codec` writes most replies, if there is one.
     """
 
     model: dict[str, str]
@@ -33,13 +38,16 @@ class ReplyFormat:
     continuous_names: tuple[str, ...]
     scales: NDArray[np.float32]
     before_continuous: tuple[bytes, ...]
+    head: bytes
+    codec: Codec | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> ReplyFormat:
-        """From a checkpoint's manifest."""
+        """From a checkpoint's manifest, without a codec."""
         names = tuple(output.name for output in manifest.continuous)
+        model = {"name": manifest.name, "version": manifest.version}
         return cls(
-            model={"name": manifest.name, "version": manifest.version},
+            model=model,
             action_names=manifest.action_names,
             continuous_names=names,
             scales=np.array([output.scale for output in manifest.continuous], np.float32),
@@ -47,6 +55,7 @@ class ReplyFormat:
                 b"%b%b:" % (b"," if place else b'],"continuous":{', orjson.dumps(name))
                 for place, name in enumerate(names)
             ),
+            head=_head(model, manifest.action_names),
         )
 
 
@@ -89,14 +98,14 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
     order = order_of(combined)
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(1, len(order) + 1)
-    ids: Any = request.candidates.post_ids if request.echo_ids is None else request.echo_ids
+    ids: Any = request.candidates.post_ids if request.quoted is None else request.echo_ids
     probabilities, continuous = scores.probabilities, scores.continuous * form.scales
     names = form.action_names
     if request.wanted is not None:
         probabilities, names = probabilities[:, request.wanted], tuple(names[column] for column in request.wanted)
     if request.top_k is not None:
         best = order[: request.top_k]
-        ids = ids[best] if request.echo_ids is None else [ids[index] for index in best]
+        ids = ids[best] if request.quoted is None else [ids[index] for index in best]
         combined, ranks = combined[best], ranks[best]
         probabilities, continuous = probabilities[best], continuous[best]
     return Rows(ids, combined, ranks, np.ascontiguousarray(probabilities), continuous, names)
@@ -144,8 +153,10 @@ def render(
 
     `timings_ms` is written as it is; the scores must be finite.
     """
-    rows = rows_of(request, scores, form)
-    head = orjson.dumps({"model": form.model, "actions": rows.names})
+    names = (
+        form.action_names if request.wanted is None else tuple(form.action_names[column] for column in request.wanted)
+    )
+    head = b'%b,"candidates":' % orjson.dumps({"model": form.model, "actions": names})[:-1]
     tail: dict[str, Any] = {
         "history_used": history_used,
         "history_dropped": request.history_length - history_used,
@@ -153,15 +164,23 @@ def render(
     }
     if request.request_id is not None:
         tail["request_id"] = request.request_id
-    end = orjson.dumps(tail)[1:]
-    if request.reply == "columns":
-        yield b'%b,"candidates":%b,%b' % (head[:-1], _columns(rows, form), end)
+    end = b"," + orjson.dumps(tail)[1:]
+    if form.codec is not None and (written := form.codec.write(request, scores, head, end)) is not None:
+        yield written
         return
-    before = b'%b,"candidates":[' % head[:-1]
+    rows = rows_of(request, scores, form)
+    if request.reply == "columns":
+        yield head + _columns(rows, form) + end
+        return
+    before = head + b"["
     for start in range(0, len(rows.scores), ROWS_IN_A_PIECE):
         yield before + _candidates(rows, slice(start, start + ROWS_IN_A_PIECE), form)
         before = b","
-    yield b"],%b" % end
+    yield b"]" + end
+
+
+def _head(model: Mapping[str, str], names: Sequence[str]) -> bytes:
+    return b'%b,"candidates":' % orjson.dumps({"model": model, "actions": names})[:-1]
 
 
 def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -37,6 +37,7 @@ class RetrievalRequest:
     columns of its reply, where the posts are to be ranked."""
 
     viewer: Viewer
+    history_length: int
     k: int
     filters: Filters
     least: float
@@ -54,6 +55,12 @@ class RetrievalRequest:
             raise InvalidRequest([("user_id", "is 0 and the history holds no post: nothing is known of this user")])
         return Query(context, self.k, self.filters, self.least)
 
+    def without_history(self) -> RetrievalRequest:
+        """All that the reply needs, so that neither a long history nor a long exclusion is kept twice while the request waits."""
+        nothing = np.empty(0)
+        viewer = Viewer(self.viewer.user_id, Posts(nothing, nothing, nothing), nothing, nothing)  # type: ignore[arg-type]
+        return replace(self, viewer=viewer, ranker=None if self.ranker is None else viewer, filters=Filters(NO_IDS))
+
     def ranking(self, posts: Retrieved) -> Request:
         """The request to rank these posts, best first: the one that a caller would send who got them from /retrieve."""
         assert self.ranker is not None
@@ -61,13 +68,13 @@ class RetrievalRequest:
         surfaces = np.zeros(len(posts), np.int64)
         return Request(
             user_id=self.ranker.user_id,
-            history_length=len(self.ranker.history),
+            history_length=self.history_length,
             history=self.ranker.history,
             actions=self.ranker.actions,
             dwell_seconds=self.ranker.dwell_seconds,
             candidates=Posts(posts.post_ids, posts.author_ids, surfaces),
             created_at=posts.created_at,
-            echo_ids=_texts(posts.post_ids),
+            quoted=np.ones(len(posts), bool),
             impression_ts=self.impression_ts,
             weights=self.weights,
             top_k=min(self.top_k or len(posts), len(posts)),
@@ -94,7 +101,7 @@ def check_recommend(body: RecommendBody, vocabularies: Sequence[Vocabulary]) -> 
             raise ValueError
         viewer = viewer_of(body.user_id, body.history, ranker)
         return RetrievalRequest(
-            checked.viewer, checked.k, checked.filters, checked.least, checked.impression_ts, checked.request_id,
+            checked.viewer, checked.history_length, checked.k, checked.filters, checked.least, checked.impression_ts, checked.request_id,
             viewer, weights, top_k, wanted,
         )  # fmt: skip
     raise explain(parse(msgspec.json.encode(body)), retrieval_rule(vocabularies, ranks=True))
@@ -116,7 +123,9 @@ def _checked(body: RetrieveBody, vocabulary: Vocabulary) -> RetrievalRequest:
     topics = None if body.topics is UNSET else tuple(body.topics)
     least = -np.inf if body.min_score is UNSET else body.min_score
     filters = Filters(excluded, topics, after)
-    return RetrievalRequest(viewer, body.k or DEFAULT_K, filters, least, impression_ts, body.request_id or None)
+    return RetrievalRequest(
+        viewer, len(viewer.history), body.k or DEFAULT_K, filters, least, impression_ts, body.request_id or None
+    )
 
 
 def render(
@@ -141,7 +150,7 @@ def render(
     tail: dict[str, Any] = {
         "visible": posts.visible,
         "history_used": history_used,
-        "history_dropped": len(request.viewer.history) - history_used,
+        "history_dropped": request.history_length - history_used,
         "timings_ms": timings_ms,
     }
     if request.request_id is not None:

@@ -155,7 +155,7 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
         dwell_seconds=columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
         candidates=candidates,
         created_at=columns.get("candidates.created_at", np.zeros(len(candidates), np.int64)),
-        echo_ids=None,
+        quoted=None,
         impression_ts=parameters.impression_ts or 0,
         weights=weights,
         top_k=parameters.top_k or None,

@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from app.request.body import Body, CandidateArrays, ExplainBody, HistoryArrays
+from app.request.body import Body, CandidateArrays, ExplainBody, HistoryArrays, Wishes
 from app.request.contract import MAX_ID, is_request_id
 from app.request.explain import explain, explanation_rule, request_rule
 from app.request.ids import read_ids
@@ -53,7 +53,7 @@ class Viewer:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A valid request. `echo_ids` are the candidates' post ids as they came, None where those are the columns' own.
+    """A valid request. `quoted` bool `[C]`: which of the candidates' post ids came as text, None where none did.
 
     `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`, `created_at`
     int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`. `wanted` are columns of the reply, None for all.
@@ -67,13 +67,23 @@ class Request:
     dwell_seconds: NDArray[np.float64]
     candidates: Posts
     created_at: NDArray[np.int64]
-    echo_ids: list[int | str] | None
+    quoted: NDArray[np.bool_] | None
     impression_ts: int
     weights: NDArray[np.float64]
     top_k: int | None
     wanted: list[int] | None
     request_id: str | None
     reply: Literal["objects", "columns"] | dict[str, bool] = "objects"
+
+    @property
+    def echo_ids(self) -> list[int | str]:
+        """The candidates' post ids as they came."""
+        ids: list[int | str] = self.candidates.post_ids.tolist()
+        return (
+            ids
+            if self.quoted is None
+            else [str(id_) if is_text else id_ for id_, is_text in zip(ids, self.quoted, strict=True)]
+        )
 
     def without_history(self) -> Request:
         """All that the reply needs, so that a long history is not kept while the request waits."""
@@ -99,6 +109,7 @@ def check_explain(body: ExplainBody, vocabulary: Vocabulary) -> tuple[Request, N
 
 def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     """Raises ValueError, OverflowError or KeyError where the body is not right."""
+    check_wishes(body)
     posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
     echo_ids, candidate_authors, candidate_surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
     events, count = len(posts), len(echo_ids)
@@ -106,10 +117,10 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
     history = Posts(ids[1 : 1 + events], ids[1 + events : 1 + 2 * events], _surfaces(surfaces, events, vocabulary))
     of_candidates = ids[1 + 2 * events :].copy()  # a view would keep the ids of the history
     candidates = Posts(of_candidates[:count], of_candidates[count:], _surfaces(candidate_surfaces, count, vocabulary))
-    weights, wanted = wishes_of(body.weights, body.actions_wanted, vocabulary)
-    top_k, request_id = body.top_k or None, body.request_id
-    if not (count and (top_k is None or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
+    if not count:
         raise ValueError
+    weights, wanted = wishes_of(body.weights, body.actions_wanted, vocabulary)
+    quoted = np.array([type(value) is str for value in echo_ids])
     return Request(
         user_id=int(ids[0]),
         history_length=events,
@@ -118,12 +129,12 @@ def _checked(body: Body, vocabulary: Vocabulary) -> Request:
         dwell_seconds=_numbers("d", dwell_times, events),
         candidates=candidates,
         created_at=_numbers("q", created_at, count),
-        echo_ids=list(echo_ids),
+        quoted=quoted if quoted.any() else None,
         impression_ts=body.impression_ts or 0,
         weights=weights,
-        top_k=top_k,
+        top_k=body.top_k or None,
         wanted=wanted,
-        request_id=request_id or None,
+        request_id=body.request_id or None,
         reply=body.reply or "objects",
     )
 
@@ -146,6 +157,13 @@ def wishes_of(
         numbers = np.zeros(len(vocabulary.action_names))
         numbers[_distinct(weights, vocabulary.index)] = list(weights.values())
     return numbers, None if wanted is UNSET else _distinct(wanted, vocabulary.index)
+
+
+def check_wishes(wishes: Wishes) -> None:
+    """What the types of the others leave open. Raises ValueError."""
+    top_k, request_id = wishes.top_k, wishes.request_id
+    if not ((top_k is UNSET or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
+        raise ValueError
 
 
 def _columns(items: Sequence[Struct] | Struct) -> Any:

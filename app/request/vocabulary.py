@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weights.format.manifest import Manifest
 
+if TYPE_CHECKING:
+    from app.request.codec import Codec
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`index` maps action names and decimal strings to columns; `weights` float64 `[A]`."""
+    """`index` maps action names and decimal strings to columns; `weights` float64 `[A]`. `codec` reads most requests, if there is one."""
 
     action_names: tuple[str, ...]
     index: Mapping[str, int]
     product_surfaces: int
     weights: NDArray[np.float64]
+    codec: Codec | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> Vocabulary:
-        """From a checkpoint's manifest."""
+        """From a checkpoint's manifest, without a codec."""
         names = manifest.action_names
         index = {str(column): column for column in range(len(names))} | {
             name: column for column, name in enumerate(names)

@@ -32,7 +32,13 @@ class Wire:
 Render = Callable[..., Iterator[bytes]]
 """Request, Scores, ReplyFormat, history_used, timings_ms → the reply in pieces."""
 
-OBJECTS = Wire(lambda data, headers, limits, vocabulary: body.decode(data, limits, vocabulary), validate.check)
+
+def _decode_objects(data: bytes | bytearray, headers: Headers, limits: Limits, vocabulary: Vocabulary) -> Typed:
+    packed = None if vocabulary.codec is None else vocabulary.codec.read(data)
+    return body.decode(data, limits, vocabulary) if packed is None else packed
+
+
+OBJECTS = Wire(_decode_objects, validate.check)
 TENSORS = Wire(
     lambda data, headers, limits, vocabulary: inference.decode(data, limits, vocabulary, headers.get(LENGTH)),
     tensors.check,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,12 @@ CLOCK_SECONDS = 0.001  # resolution of uvloop's clock
 class Deadline:
     """Calls what it was last given when that time has passed; belongs to the event loop."""
 
-    __slots__ = ("_act", "_ends", "_loop", "_timer", "at")
+    __slots__ = ("_act", "_arguments", "_ends", "_loop", "_timer", "at")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.at = math.inf  # in seconds of the loop's clock
-        self._act: Callable[[], None] = _nothing
+        self._act: Callable[..., None] = _nothing
+        self._arguments: tuple[Any, ...] = ()
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None  # looks at the deadline, then or before
         self._ends = math.inf
@@ -26,7 +26,7 @@ class Deadline:
     def set(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
         """Call that so many seconds from now, in place of what was set before. An earlier timer stays: it will look again."""
         self.at = self._loop.time() + seconds
-        self._act = functools.partial(act, *arguments)
+        self._act, self._arguments = act, arguments
         if self.at < self._ends:
             self._set_timer(self.at)
 
@@ -50,7 +50,7 @@ class Deadline:
         if now >= self.at:
             self._set_timer(None)
             self.clear()
-            self._act()
+            self._act(*self._arguments)
         else:
             self._set_timer(max(self.at, now + CLOCK_SECONDS) if self.at < math.inf else None)
 

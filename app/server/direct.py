@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from app.server.protocol import StrictProtocol
 
 Fields = Sequence[tuple[bytes, bytes]]
+SHORT_BYTES = 2**13  # no body of that length holds the event loop; asking for processor time is a system call
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -32,8 +33,8 @@ class Handler(Protocol):
         """Too much is being read for all callers."""
         ...
 
-    def abandon(self) -> None:
-        """The client has disconnected: nobody reads a reply."""
+    def abandon(self, answered: tuple[int, str] | None = None) -> None:
+        """Nobody reads a reply: the client has disconnected, or the connection has refused the request, with status and code."""
         ...
 
 
@@ -107,12 +108,12 @@ class Call:
         if self._handler is not None:
             self._finish()
 
-    def disconnect(self) -> None:
-        """Nobody reads a reply any more."""
+    def disconnect(self, answered: tuple[int, str] | None = None) -> None:
+        """Nobody reads a reply any more; `answered` as of `Handler.abandon`."""
         self.disconnected = True
         self._protocol.observer.refusals.forget(self._write)
         if self._handler is not None and not self.response_started:
-            self._handler.abandon()
+            self._handler.abandon(answered)
 
     def _finish(self) -> None:
         handler, body = self._handler, self._body
@@ -122,10 +123,13 @@ class Call:
         if self._size > handler.max_body_bytes:
             handler.too_long()
             return
-        started = time.thread_time()  # not by the clock: a busy machine holds the loop as well
-        handler.finish(body[0] if len(body) == 1 else b"".join(body))
+        whole = body[0] if len(body) == 1 else b"".join(body)
+        is_short = self._size < SHORT_BYTES and not any(name == b"content-encoding" for name, _ in self._fields)
+        started = 0.0 if is_short else time.thread_time()  # not by the clock: a busy machine holds the loop as well
+        handler.finish(whole)
         self._protocol.release(self)
-        self._protocol.rest(time.thread_time() - started)
+        if not is_short:
+            self._protocol.rest(time.thread_time() - started)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
         """Write head and body at once. Raises RuntimeError for a value that would break the head."""

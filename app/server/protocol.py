@@ -38,7 +38,7 @@ from app.server.deadline import Deadline
 from app.server.direct import Call, Routes
 from app.server.observer import Observer
 from app.server.patience import REPEAT_SECONDS
-from app.server.refusals import refusal_reply, without_upgrade
+from app.server.refusals import REFUSALS, refusal_reply, without_upgrade
 from app.server.sockets import has_unread, set_write_deadline
 from app.settings import Connections
 
@@ -232,6 +232,8 @@ class StrictProtocol(HttpToolsProtocol):
         self.url, self.scope["headers"], self.expect_100_continue = read
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
+        self.cycle.receive = _Receive(self.cycle)
+        self.scope["state"]["rest"] = self.rest
 
     def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
         if isinstance(cycle, Call):
@@ -326,8 +328,10 @@ class StrictProtocol(HttpToolsProtocol):
         version, method = self.parser.get_http_version(), self.parser.get_method()
         if version not in ("1.1", "1.0"):
             raise Refused("version")
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        names = [name for name, _ in self.headers]
+        hosts, codings = names.count(b"host"), []
+        if b"transfer-encoding" in names:
+            codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if (
             method == b"CONNECT"
             or hosts > 1
@@ -382,7 +386,7 @@ class StrictProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self._cut(refusal)
                 return
-            _disconnect(cycle)  # the application says nothing more
+            _disconnect(cycle, REFUSALS[refusal][:2])  # the application says nothing more
             self.release(cycle)
             self.pending.remove(cycle)
             self.pipeline = deque(entry for entry in self.pipeline if entry[0] is not cycle)
@@ -447,10 +451,23 @@ class _ReplyTransport:
         return self._protocol.state in (State.LINGERING, State.CLOSED) or self._protocol.transport.is_closing()
 
 
-def _disconnect(cycle: RequestResponseCycle | Call) -> None:
-    """The application is told that the client disconnected."""
+class _Receive:
+    """A request's messages; the last says what the connection has answered in the application's place."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.answered: tuple[int, str] | None = None
+        self._receive = cycle.receive
+
+    async def __call__(self) -> dict[str, Any]:
+        message: Any = await self._receive()
+        return {**message, "answered": self.answered} if message["type"] == "http.disconnect" else message
+
+
+def _disconnect(cycle: RequestResponseCycle | Call, answered: tuple[int, str] | None = None) -> None:
+    """The application is told that the client disconnected, or was answered by the connection, with status and code."""
     if isinstance(cycle, Call):
-        cycle.disconnect()
+        cycle.disconnect(answered)
     else:
+        cast(_Receive, cycle.receive).answered = answered
         cycle.disconnected = True
         cycle.message_event.set()

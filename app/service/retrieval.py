@@ -7,9 +7,10 @@ import contextlib
 
 import structlog
 
+from app.budgets import Budget
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
 from app.engine.searches import Searches, Version
-from app.errors import CorpusNotLoaded, EngineDown
+from app.errors import CorpusNotLoaded, EngineDown, Overloaded
 from app.interface import Changed, Found, PostChange, ReloadInProgress, ServedRetrieval
 from app.scheduling.job import Clock
 from app.settings import Settings
@@ -26,6 +27,7 @@ class RetrievalService:
         self.settings = settings
         self.metrics = metrics
         self.searches = Searches(settings, metrics, clock)
+        self.room = metrics.watch_budget("changes", Budget(settings.budgets.changes))
         self._load = load
         self._current: Version | None = None
         self._versions: list[Version] = []
@@ -117,10 +119,16 @@ class RetrievalService:
 
     async def change(self, change: PostChange) -> Changed:
         """As `interface.Retrieval.change`. What has been begun ends, whoever waits for it."""
+        if not self.room.take(1):
+            raise Overloaded("Other changes of posts are being made.", retry_after_seconds=1.0)
         task = asyncio.get_running_loop().create_task(self._change(change))
         self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(self._changed)
         return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[Changed]) -> None:
+        self._changes.discard(task)
+        self.room.give(1)
 
     async def _change(self, change: PostChange) -> Changed:
         async with self._changing:

@@ -143,9 +143,15 @@ class RankingService:
             gc.collect()
             gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
             gc.disable()  # until `stop`: a long body would begin a collection in the middle of its reading; see `_watchdog`
-            most = most_bytes(self.settings, worker.model.served.manifest.config)
+            most = self.most_bytes()
             log.info("memory", **{f"{name}_bytes": count for name, count in most.items()})
             self.lifecycle.move(State.READY)
+
+    def most_bytes(self) -> dict[str, int]:
+        """As `budgets.most_bytes`, for what serves. Raises NotReady."""
+        corpus = self.retrieval.state()
+        towers = None if corpus is None else self.retrieval.served.manifest.config
+        return most_bytes(self.settings, self.model.manifest.config, towers, 0 if corpus is None else corpus.posts)
 
     # admission
 
@@ -269,7 +275,7 @@ class RankingService:
         if job.worker.failure is not None:
             loop.call_soon(job.finish, EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
             return
-        job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.finish, DeadlineExceeded())
+        job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.expire)
         job.worker.submit(job)
 
     async def attention(

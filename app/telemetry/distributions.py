@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 MOST_PENDING = 1024  # observations that wait to be counted
-MOST_PENDING_REPLIES = 64
+MOST_PENDING_REPLIES = 512
 PROBABILITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 

@@ -23,6 +23,7 @@ from app.telemetry.exchange import Exchange
 from app.telemetry.sink import Sink
 
 MAX_TEXT = 512  # characters of one value; nothing of ours is longer
+LONG_LINE = 2048  # of a request: one value may be too long
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 Event = MutableMapping[str, Any]
@@ -117,7 +118,9 @@ class RequestLog:
             return
         fields["event"], fields["level"], fields["time"] = "request", level, _now()
         fields.update(output.process)
-        line = output.render(None, level, _shorten(None, level, fields)) + "\n"
+        line = output.render(None, level, fields) + "\n"
+        if len(line) > LONG_LINE:
+            line = output.render(None, level, _shorten(None, level, fields)) + "\n"
         if succeeded and isinstance(output.stream, Sink):
             output.stream.write_droppable(line)
         else:

@@ -30,6 +30,8 @@ def rows(dtype: torch.dtype, options: argparse.Namespace) -> Iterator[Row]:
     if options.vectors != "auto":
         yield from engines.vector_rows(options.rounds, options.vectors)
     yield from engines.speed_rows(dtype, options.rounds, options.vectors)
+    if options.vectors == "auto":
+        yield from engines.preset_rows(dtype, options.rounds)
     yield from engines.product_rows(dtype, options.rounds, options.vectors)
     yield engines.growth_row(dtype, options.rounds, options.vectors)
     yield engines.bits_row(options.compositions, options.vectors)

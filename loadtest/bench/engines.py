@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -12,10 +14,12 @@ from loadtest.bits import small_config
 from loadtest.geometries import GEOMETRIES, in_dtype
 from loadtest.timing import Figure, alternate, ratio
 from model.config import ModelConfig
+from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import Engine, Item
 from model.native.build import Vectors
 from model.native.engine import NativeEngine
+from model.presets import PRESETS, with_preset
 from model.split.engine import SplitEngine
 from model.synthetic import random_ranker, random_request
 
@@ -53,6 +57,35 @@ def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> It
                     ours_ms=1e3 * Figure.of(seconds[side]).median,
                     reference_ms=1e3 * Figure.of(seconds["dense"]).median,
                 )
+
+
+def preset_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
+    """Every trunk in the shape of mini, by the engine that `auto` takes for it, against the dense definition."""
+    for name in PRESETS:
+        ranker = random_ranker(with_preset(GEOMETRIES["mini"], name))
+        options = EngineOptions("cpu", "bfloat16" if dtype is torch.bfloat16 else "float32")
+        cold, cached = (create_engine(ranker, replace(options, cache_bytes=kept)) for kept in (0, CACHE_BYTES))
+        item = item_of(ranker.config, 64)
+        seconds = alternate(
+            {
+                "dense": _forward(DenseEngine(in_dtype(copy.deepcopy(ranker), dtype), dtype), item),
+                "cold": _forward(cold, item),
+                "cached": _forward(cached, item),
+            },
+            rounds,
+        )
+        for side in ("cold", "cached"):
+            yield Row(
+                f"{name}, mini C=64, {side}, {cold.info.backend}, vs dense eager",
+                ratio(seconds["dense"], seconds[side]),
+                "×",
+                1,
+                at_least=True,
+                ours_ms=1e3 * Figure.of(seconds[side]).median,
+                reference_ms=1e3 * Figure.of(seconds["dense"]).median,
+            )
+        cold.close()
+        cached.close()
 
 
 def vector_rows(rounds: int, vectors: Vectors) -> Iterator[Row]:

@@ -1,24 +1,56 @@
-"""`python -m loadtest.fuzz`: fuzz the application around a checkpoint, one JSON line a row of the reliability matrix."""
+"""`python -m loadtest.fuzz`: fuzz the service around a checkpoint, one JSON line a row of the reliability matrix."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 import os
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import grpc
+import httpx
 import typer
+import uvloop
 
-from app.assembly import build_app
+from app.assembly import build_service, create_reloader
+from app.http.admin import create_admin_app
+from app.http.application import create_app
 from app.ports import create_grpc_server
-from app.settings import Grpc, Logs, Settings
+from app.scheduling import loop_lag
+from app.settings import Admin, Grpc, Logs, Queue, Retrieval, Settings
 from app.telemetry import logs
-from loadtest.fuzz.run import Tally, fuzz, series_by_route, sources
-from loadtest.fuzz.wires import GrpcBridge
+from app.telemetry.metrics import Metrics
+from loadtest.fuzz.run import Tally, fuzz, learn, series_by_route, sources
+from loadtest.fuzz.sources import corpus
+from loadtest.fuzz.targets import InProcess, Sockets, Target
+from loadtest.matrix import Row
+from loadtest.servers.launch import HOST, free_port, ranking_server
+from weights.checkpoint import load_manifest
 
 PROGRESS_SECONDS = 10.0
+TOKEN = "fuzz"  # noqa: S105
+DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
+TOWERS, POSTS = Path("weights/demo-towers"), Path("weights/demo-posts")
+GROWTH_LIMIT, SLACK_BYTES = 16.0, 16 * 2**20  # a leaked object of each request would be more
+
+
+@dataclass(frozen=True)
+class Fuzzed:
+    """What is fuzzed: where calls go, its process, its metrics, its document."""
+
+    target: Target
+    process: int
+    metrics: Callable[[], bytes]
+    document: dict[str, object]
 
 
 def main(
@@ -26,53 +58,133 @@ def main(
     seconds: Annotated[float, typer.Option(help="Stop after this time, whatever was sent.")] = 3600.0,
     checkpoint: Annotated[Path, typer.Option(help="What to serve.")] = Path("weights/demo"),
     seed: Annotated[int, typer.Option(help="Another seed, other requests.")] = 0,
+    sockets: Annotated[
+        bool, typer.Option("--sockets", help="A server of its own, over pipelined connections.")
+    ] = False,
     only_paths: Annotated[
         bool, typer.Option("--only-paths", help="Paths that nobody serves, and nothing else.")
     ] = False,
 ) -> None:
     """Exit code 1 when a promise was broken; the calls that broke it go to standard error."""
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
-        tally = asyncio.run(_run(requests, seconds, checkpoint, seed, only_paths))
-    rows = [row for row in tally.rows() if not only_paths or row.row == "B9"]
+        posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written beside it
+        where = server(checkpoint, posts) if sockets else in_process(checkpoint, posts)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            rows = runner.run(_run(where, requests, seconds, checkpoint, seed, only_paths))
+    rows = [row for row in rows if not only_paths or row.row == "B9"]
     for row in rows:
         print(row.to_json(), flush=True)
     raise typer.Exit(0 if all(row.ok for row in rows) else 1)
 
 
-async def _run(requests: int, seconds: float, checkpoint: Path, seed: int, only_paths: bool) -> Tally:
-    settings = Settings(checkpoint=checkpoint, logs=Logs(success_sample=0), grpc=Grpc(port=0))
-    app = build_app(settings)
+@asynccontextmanager
+async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
+    """The applications in this process."""
+    settings = Settings(
+        checkpoint=checkpoint,
+        retrieval=Retrieval(checkpoint=TOWERS, corpus=posts),
+        logs=Logs(success_sample=0),
+        queue=Queue(max_wait_seconds=0, stall_seconds=60, stall_exit_seconds=120),
+        grpc=Grpc(port=0),
+        admin=Admin(port=0, token_sha256=DIGEST),  # type: ignore[arg-type]
+    )
+    loop_lag.WAIT_SECONDS = math.inf  # making the calls would be taken for answering them
+    service = build_service(settings, Metrics())
+    app = create_app(settings, service)
+    admin = create_admin_app(settings.admin, create_reloader(service, settings), service)
     async with app.router.lifespan_context(app):
-        await app.state.service.wait_ready()
-        server = create_grpc_server(app, settings)
-        await server.start()
-        bridge = GrpcBridge(app, f"127.0.0.1:{server.port}")
-        started = shown = time.monotonic()
-        told = 0
+        await service.wait_ready()
+        listener = create_grpc_server(app, settings)
+        await listener.start()
+        async with grpc.aio.insecure_channel(f"{HOST}:{listener.port}") as channel:
+            yield Fuzzed(InProcess(app, admin, channel, app.rank), os.getpid(), service.metrics.render, app.openapi())
+        await listener.stop(1.0)
 
-        def progress(tally: Tally) -> None:
-            nonlocal shown, told
-            for reason, call in tally.failures[told:]:
-                print(f"{reason}: {call!r}"[:4000], file=sys.stderr)
-            told = len(tally.failures)
-            if time.monotonic() - shown > PROGRESS_SECONDS:
-                shown = time.monotonic()
-                rate = tally.sent.total() / (shown - started)
-                statuses = dict(sorted(tally.statuses.items()))
-                print(
-                    f"{tally.sent.total()} sent, {rate:.0f} /s, {statuses}, failed {dict(tally.failed)}",
-                    file=sys.stderr,
-                )
 
-        calls = sources(app.openapi(), seed, app.state.service.model.manifest)
-        calls = {"paths": calls["paths"]} if only_paths else calls
-        metrics = app.state.metrics
-        series = lambda: series_by_route(metrics.render())  # noqa: E731
-        tally = await fuzz(bridge, calls, series, requests=requests, seconds=seconds, on_progress=progress)
-        await bridge.close()
-        await server.stop(1.0)
-        return tally
+@asynccontextmanager
+async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
+    """A process of its own."""
+    admin_port, grpc_port = free_port(), free_port()
+    with ranking_server(
+        checkpoint=checkpoint,
+        retrieval__checkpoint=TOWERS,
+        retrieval__corpus=posts,
+        admin__port=admin_port,
+        admin__token_sha256=DIGEST,
+        grpc__port=grpc_port,
+        logs__level="error",
+        queue__max_wait_seconds=0,
+        queue__stall_seconds=60,
+        queue__stall_exit_seconds=120,
+    ) as started:
+        channel = grpc.aio.insecure_channel(f"{HOST}:{grpc_port}")
+        target = Sockets(HOST, started.port, admin_port, channel)
+        async with httpx.AsyncClient(base_url=started.url) as client:
+            document = (await client.get("/openapi.json")).json()
+        yield Fuzzed(target, started.process.pid, lambda: httpx.get(f"{started.url}/metrics").content, document)
+        await target.close()
+
+
+async def _run(
+    where: AbstractAsyncContextManager[Fuzzed],
+    requests: int,
+    seconds: float,
+    checkpoint: Path,
+    seed: int,
+    only_paths: bool,
+) -> list[Row]:
+    async with where as fuzzed:
+        watch = Watch(fuzzed.process)
+        calls = sources(fuzzed.document, seed, load_manifest(checkpoint), TOKEN)
+        tally = await fuzz(
+            fuzzed.target,
+            {"paths": calls["paths"]} if only_paths else calls,
+            lambda: series_by_route(fuzzed.metrics()),
+            requests=requests,
+            seconds=seconds,
+            known=await learn(fuzzed.target, corpus(seed)),
+            on_progress=watch.progress,
+        )
+        watch.look(tally)
+        return [*tally.rows(), watch.row()]
+
+
+class Watch:
+    """Tells on standard error how it goes, and looks at the memory of the process."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+        self.began = self.shown = time.monotonic()
+        self.told = 0
+        self.memory: list[tuple[int, int]] = []  # requests sent, resident bytes
+
+    def look(self, tally: Tally) -> None:
+        """Note the memory now."""
+        pages = int(Path(f"/proc/{self.process}/statm").read_text().split()[1])
+        self.memory.append((tally.sent.total(), pages * os.sysconf("SC_PAGE_SIZE")))
+
+    def progress(self, tally: Tally) -> None:
+        """What failed at once, the rest now and then."""
+        for reason, call in tally.failures[self.told :]:
+            print(f"{reason}: {call!r}"[:4000], file=sys.stderr)
+        self.told = len(tally.failures)
+        now = time.monotonic()
+        if now - self.shown > PROGRESS_SECONDS:
+            self.shown = now
+            self.look(tally)
+            sent, resident = self.memory[-1]
+            statuses = dict(sorted(tally.statuses.items()))
+            said = f"{sent} sent, {sent / (now - self.began):.0f} /s, {resident >> 20} MiB, {statuses}"
+            print(f"{said}, failed {dict(tally.failed)}", file=sys.stderr)
+
+    def row(self) -> Row:
+        """Memory over requests in the second half, when pools and caches have filled."""
+        sent, last = self.memory[-1]
+        half = next((found for found in self.memory if found[0] >= sent / 2), self.memory[-1])
+        grown = max(0, last - half[1] - SLACK_BYTES) / max(1, sent - half[0])
+        what = f"resident memory in the second half: {half[1] >> 20} to {last >> 20} MiB"
+        return Row("L4", what, sent, 0, grown, GROWTH_LIMIT, "bytes a request")
 
 
 if __name__ == "__main__":

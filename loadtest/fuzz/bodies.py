@@ -42,6 +42,35 @@ valid = st.fixed_dictionaries(
     optional=options | {"history": st.lists(event, max_size=20)},
 )
 
+wanted_posts = st.fixed_dictionaries(
+    {"user_id": ids},
+    optional={
+        "history": st.lists(event, min_size=1, max_size=20), "k": st.integers(1, 40), "exclude": st.lists(ids, max_size=5),
+        "exclude_history": st.booleans(), "topics": st.lists(st.sampled_from(["sport", "news", "0"]), max_size=3),
+        "min_score": st.floats(-1, 1), "impression_ts": times, "request_id": options["request_id"],
+    },
+)  # fmt: skip
+wanted_scores = wanted_posts.flatmap(
+    lambda body: st.fixed_dictionaries(
+        {}, optional={name: options[name] for name in ("weights", "top_k", "actions_wanted")}
+    ).map(lambda added: body | added)
+)
+few = st.integers(1, 50)  # the corpus keeps its size
+changed_posts = st.fixed_dictionaries(
+    {},
+    optional={
+        "upsert": st.lists(
+            st.fixed_dictionaries({"post_id": few, "author_id": ids}, optional={"created_at": times}),
+            max_size=3,
+            unique_by=lambda post: post["post_id"],
+        ),
+        "delete": st.lists(few.map(lambda number: str(number + 50)), max_size=3, unique=True),
+    },
+)
+reloads = st.fixed_dictionaries(
+    {}, optional={name: st.sampled_from(["none", "../demo", "demo/..", "x" * 300]) for name in ("checkpoint", "corpus")}
+).filter(bool)
+
 
 def columnar(body: dict[str, Any]) -> dict[str, Any]:
     """The same request in arrays."""

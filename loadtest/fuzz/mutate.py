@@ -18,6 +18,7 @@ VALUES: tuple[Any, ...] = (
 KEYS = (
     "user_id", "history", "candidates", "impression_ts", "weights", "top_k", "actions_wanted", "request_id", "post_id",
     "author_id", "actions", "product_surface", "dwell_time", "created_at", "requests", "reply", MARK, "", "__class__", "post_id ",
+    "k", "exclude", "exclude_history", "topics", "min_score", "max_age_seconds", "upsert", "delete", "topic",
 )  # fmt: skip
 PIECES = (
     b"NaN", b"Infinity", b"-Infinity", b"1e999", b"null", b"\\ud800", b"\xff", b"\xef\xbb\xbf", b"\x00", b'"a":1,"a":1,',
@@ -67,6 +68,13 @@ class Mutator:
         return Call(
             body, path=path, method=random.choice(("GET", "POST", "PUT", "M" + format(random.getrandbits(20), "X")))
         )
+
+    def call_to(self, path: str, headers: tuple[tuple[bytes, bytes], ...]) -> Call:
+        """The next one for another endpoint: the body as it is, or with values or bytes changed."""
+        choice, body = self.random.random(), self.random.choice(self.corpus)
+        if choice > 0.2:
+            body = orjson.dumps(self.corrupted(orjson.loads(body))) if choice < 0.7 else self.cut(body)
+        return Call(body, path=path, headers=headers)
 
     def _value(self) -> Any:
         return copy.deepcopy(self.random.choice(VALUES))

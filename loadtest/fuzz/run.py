@@ -1,4 +1,4 @@
-"""Sends calls from all sources to the application in process, and counts what they break. Makes up no calls itself."""
+"""Sends calls from all sources to a target, and counts what they break. Makes up no calls itself."""
 
 from __future__ import annotations
 
@@ -6,35 +6,47 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from starlette.types import ASGIApp
+import orjson
 
-from loadtest.fuzz.calls import MAX_PROBLEM_BYTES, Answer, Call, complaint, send
+from app.errors import Overloaded
+from loadtest.fuzz.calls import JSON_TYPE, MAX_PROBLEM_BYTES, REQUEST_ID, Answer, Call, complaint
 from loadtest.fuzz.mutate import Mutator
-from loadtest.fuzz.sources import corpus, from_hypothesis, from_schemathesis
+from loadtest.fuzz.sources import corpus, from_hypothesis, from_pages, from_schemathesis
+from loadtest.fuzz.targets import Target
 from loadtest.fuzz.wires import WireMutator
 from loadtest.matrix import Row
 from weights.format.manifest import Manifest
 
-SHARES = {"mutations": 0.5, "wires": 0.2, "hypothesis": 0.1, "schemathesis": 0.15, "paths": 0.05}  # of the time
-BLOCK = 32  # calls in flight together
+SHARES = {  # of the time
+    "mutations": 0.55, "wires": 0.15, "pages": 0.12, "hypothesis": 0.03, "schemathesis": 0.07, "paths": 0.08,
+}  # fmt: skip
+SLOW = ("hypothesis", "schemathesis")  # to make: in a thread, since the application may share the loop
+BLOCK = 64  # calls in flight together
 WARM_UP_CALLS = 3000
 KEPT = 5
+
+Known = dict[bytes, Any]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What happened. `failures` keeps the first calls that failed, with the reason."""
+    """What happened. `failures` keeps the first calls that failed, with the reason.
 
+    `known`: replies to bodies that were asked alone; whoever else sends one has to get the same.
+    """
+
+    known: Known = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[str, Call]] = field(default_factory=list)
     longest_problem_bytes: int = 0
     new_series: int = 0
+    compared: int = 0
 
     def note(self, source: str, call: Call, answer: Answer) -> None:
         """Judge one answer."""
@@ -42,21 +54,60 @@ class Tally:
         self.statuses[answer.status] += 1
         if answer.status != 200:
             self.longest_problem_bytes = max(self.longest_problem_bytes, len(answer.body))
-        if reason := complaint(answer):
+        if reason := complaint(answer) or self._crossed(call, answer):
             self.failed[reason] += 1
             if len(self.failures) < KEPT:
                 self.failures.append((reason, call))
+
+    def _crossed(self, call: Call, answer: Answer) -> str:
+        """Whether it is another call's: `named` has given each a name of its own."""
+        name, given = call.headers[-1] if call.headers else (b"", b""), answer.headers.get(REQUEST_ID)
+        if name[0] == REQUEST_ID and name[1].startswith(NAME) and given not in (name[1], None):
+            return "another request's name"
+        is_known = call.path == "/rank" and call.headers[:-1] == (JSON_TYPE,) and call.body in self.known
+        if not is_known or call.method != "POST" or answer.status == Overloaded.status:
+            return ""
+        self.compared += 1
+        is_right = answer.status == 200 and plain(answer) == self.known[call.body]
+        return "" if is_right else "another request's scores"
 
     def rows(self) -> list[Row]:
         """The rows of the matrix."""
         tried, failed, paths = self.sent.total(), self.failed.total(), self.sent["paths"]
         longest = self.longest_problem_bytes
         names = ", ".join(f"{count} {source}" for source, count in self.sent.items())
+        crossed = sum(count for reason, count in self.failed.items() if reason.startswith("another"))
         return [
-            Row("B1", f"odd bodies and headers in process ({names})", tried, failed, failed, 0, "failures"),
+            Row("B1", f"odd bodies and headers ({names})", tried, failed, failed, 0, "failures"),
             Row("B2", "longest problem reply among them", tried, 0, longest, MAX_PROBLEM_BYTES, "bytes"),
             Row("B9", "random paths and methods: new metric series", paths, 0, self.new_series, 0, "series"),
+            Row("C2", "replies by name, and to known bodies by their scores", self.compared, 0, crossed, 0, "crossed"),
         ]
+
+
+NAME = b"fuzz-"
+
+
+def named(calls: Sequence[Call], first: int) -> list[Call]:
+    """The same, each with an id of its own as its last header unless it brings one."""
+    return [
+        call
+        if any(name == REQUEST_ID for name, _ in call.headers)
+        else replace(call, headers=(*call.headers, (REQUEST_ID, NAME + b"%d" % number)))
+        for number, call in enumerate(calls, first)
+    ]
+
+
+def plain(answer: Answer) -> Any:
+    """A reply without what is new in each."""
+    content = orjson.loads(answer.body)
+    return {name: value for name, value in content.items() if name not in ("timings_ms", "request_id")}
+
+
+async def learn(target: Target, bodies: Sequence[bytes]) -> Known:
+    """The reply to each body that is answered, asked one by one."""
+    answers = [(body, (await target.ask([Call(body)]))[0]) for body in bodies]
+    return {body: plain(answer) for body, answer in answers if answer.status == 200}
 
 
 def random_paths(seed: int) -> Iterator[Call]:
@@ -67,14 +118,15 @@ def random_paths(seed: int) -> Iterator[Call]:
         yield Call(b"", path=f"/{source.getrandbits(64):x}/rank", method=method)
 
 
-def sources(document: dict[str, Any], seed: int, manifest: Manifest) -> dict[str, Callable[[], Call]]:
-    """The next call of each source, for the model of that manifest."""
+def sources(document: dict[str, Any], seed: int, manifest: Manifest, token: str) -> dict[str, Callable[[], Call]]:
+    """The next call of each source, for the model of that manifest; `token` opens the admin port."""
     bodies = corpus(seed)
     mutator, wires = Mutator(seed, bodies), WireMutator(seed, bodies, manifest.name, manifest.action_names)
     generators = {
         "hypothesis": from_hypothesis(seed),
         "schemathesis": from_schemathesis(document, seed),
         "paths": random_paths(seed),
+        "pages": from_pages(seed, token),
     }
     return {"mutations": mutator.call, "wires": wires.call} | {
         name: generator.__next__ for name, generator in generators.items()
@@ -87,24 +139,24 @@ def series_by_route(exposition: bytes) -> int:
 
 
 async def fuzz(
-    app: ASGIApp,
+    target: Target,
     calls: dict[str, Callable[[], Call]],
     count_series: Callable[[], int],
     *,
     requests: int,
     seconds: float,
+    known: Known | None = None,
     on_progress: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
     """Send until enough requests were sent or the time is over, every source getting its share of the time."""
-    tally, spent, series = Tally(), dict.fromkeys(calls, 0.0), 0
+    tally, spent, series = Tally(known or {}), dict.fromkeys(calls, 0.0), 0
     until = time.monotonic() + seconds
     while tally.sent.total() < requests and time.monotonic() < until:
         source = min(calls, key=lambda name: spent[name] / SHARES[name])
         started = time.monotonic()
-        block = await asyncio.to_thread(
-            lambda make: [make() for _ in range(BLOCK)], calls[source]
-        )  # else the loop is overrun
-        for call, answer in zip(block, await asyncio.gather(*(send(app, call) for call in block)), strict=True):
+        made = await asyncio.to_thread(_block, calls[source]) if source in SLOW else _block(calls[source])
+        block = named(made, tally.sent.total())
+        for call, answer in zip(block, await target.ask(block), strict=True):
             tally.note(source, call, answer)
         spent[source] += time.monotonic() - started
         if tally.sent.total() < WARM_UP_CALLS:
@@ -112,3 +164,7 @@ async def fuzz(
         on_progress(tally)
     tally.new_series = count_series() - series
     return tally
+
+
+def _block(make: Callable[[], Call]) -> list[Call]:
+    return [make() for _ in range(BLOCK)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import schemathesis
@@ -11,8 +12,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 from schemathesis import GenerationMode
 
-from loadtest.fuzz.bodies import nearly_valid, valid
+from app.http.admin import POSTS, RELOAD
+from loadtest.fuzz.bodies import changed_posts, nearly_valid, reloads, valid, wanted_posts, wanted_scores
 from loadtest.fuzz.calls import JSON_TYPE, Call
+from loadtest.fuzz.mutate import Mutator
 
 BATCH = 50  # examples drawn at a time
 
@@ -70,9 +73,21 @@ def _from_case(case: Any) -> Call:
     return Call(body, path=case.formatted_path, method=case.method.upper(), headers=(JSON_TYPE, *headers))
 
 
-def corpus(number: int) -> list[bytes]:
+def from_pages(number: int, token: str) -> Iterator[Call]:
+    """Endless bodies of the endpoints for posts, and of the admin port, whose token is given now and then."""
+    pages = {"/retrieve": wanted_posts, "/recommend": wanted_scores, POSTS: changed_posts, RELOAD: reloads}
+    mutators = {path: Mutator(number, corpus(number, bodies)) for path, bodies in pages.items()}
+    paths, random = list(pages), Random(number)
+    while True:
+        path = random.choices(paths, (12, 12, 1, 0.2))[0]
+        bearer = () if random.random() < 0.1 else ((b"authorization", b"Bearer " + token.encode()),)
+        admin = ((b"host", b"localhost"), *bearer) if path in (POSTS, RELOAD) else ()
+        yield mutators[path].call_to(path, (JSON_TYPE, *admin))
+
+
+def corpus(number: int, bodies: SearchStrategy[Any] = valid) -> list[bytes]:
     """Good bodies, small ones, for the mutator."""
-    return [_written(value) for value in drawn(valid, number)]
+    return [_written(value) for value in drawn(bodies, number)]
 
 
 def _written(value: Any) -> bytes:

@@ -8,11 +8,10 @@ from typing import Any
 
 import grpc
 import orjson
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.grpc_server import ROUTES
 from app.request import protobuf
-from loadtest.fuzz.calls import JSON_TYPE, MARK, Call
+from loadtest.fuzz.calls import JSON_TYPE, MARK, REQUEST_ID, Answer, Call
 from loadtest.fuzz.mutate import Mutator
 from loadtest.generate.tensors import LENGTH, Inference, datatype, inference_of
 
@@ -45,7 +44,7 @@ class WireMutator:
         if choice < 0.8:
             packed = gzip.compress(random.choice(self.bodies))
             return Call(self.mutator.cut(packed) if random.random() < 0.7 else packed, headers=(JSON_TYPE, GZIP))
-        return Call(self._message(asked), path=random.choice((*ROUTES, *ROUTES[-1:] * 20)))
+        return Call(self._message(asked), path=random.choice((*ROUTES, *ROUTES[-1:] * 20)), headers=())
 
     def _binary(self, asked: Inference) -> Call:
         """JSON and data that no longer fit each other, perhaps; or fit, and hold odd numbers."""
@@ -84,33 +83,17 @@ class WireMutator:
         return data if random.random() < 0.3 else self.mutator.cut(data)
 
 
-class GrpcBridge:
-    """An application whose gRPC paths are asked over a real channel, so that one judge sees the answers of every wire."""
-
-    def __init__(self, app: ASGIApp, address: str) -> None:
-        self.app = app
-        self.channel = grpc.aio.insecure_channel(address)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http" or scope["path"] not in ROUTES:
-            await self.app(scope, receive, send)
-            return
-        body = (await receive())["body"]
-        try:
-            call = self.channel.unary_unary(scope["path"])(body, timeout=60)
-            reply, status = await call, 200
-            sort = b"application/grpc" if scope["path"] == ROUTES[-1] else b"application/protobuf"
-            fields = dict(await call.trailing_metadata())
-        except grpc.aio.AioRpcError as error:
-            fields = dict(error.trailing_metadata())
-            reply = fields.get("problem-bin", error.details().encode())
-            status = orjson.loads(reply)["status"] if "problem-bin" in fields else 500
-            sort = b"application/problem+json"
-        headers = [(b"content-type", sort), (b"x-request-id", str(fields.get("x-request-id", "")).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply})
-
-    async def close(self) -> None:
-        """End the channel."""
-        await self.channel.close()
+async def ask_grpc(channel: grpc.aio.Channel, call: Call) -> Answer:
+    """One call over a real channel, answered as HTTP would: one judge sees the answers of every wire."""
+    named = tuple((name.decode(), value.decode()) for name, value in call.headers if name == REQUEST_ID)
+    try:
+        asked = channel.unary_unary(call.path)(call.body, timeout=60, metadata=named)
+        reply, status = await asked, 200
+        sort = b"application/grpc" if call.path == ROUTES[-1] else b"application/protobuf"
+        fields = dict(await asked.trailing_metadata())
+    except grpc.aio.AioRpcError as error:
+        fields = dict(error.trailing_metadata())
+        reply = fields.get("problem-bin", (error.details() or "").encode())
+        status = orjson.loads(reply)["status"] if "problem-bin" in fields else 500
+        sort = b"application/problem+json"
+    return Answer(status, {b"content-type": sort, REQUEST_ID: str(fields.get("x-request-id", "")).encode()}, reply)

@@ -1,13 +1,17 @@
-"""Runs the checks, then the table, and prints one JSON line last. `--device cpu --tiny` tries everything without a card."""
+"""The first half hour on a card: guarded phases, each in a process of its own, JSON lines that survive, a table, one JSON line last.
+
+`--device cpu --tiny` tries everything without a card. docs/gpu.md says how to read it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,9 @@ import torch
 
 from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
-from loadtest.gpu.checks import parity
-from loadtest.gpu.table import Geometry, Row
+from loadtest.gpu.faults import FAULTS
+from loadtest.gpu.phases import BISECT, Phase, Record, all_phases
+from loadtest.machine import commit
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -24,104 +29,154 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--tiny", action="store_true", help="small shapes and few readings: a trial of the script itself"
+        "--tiny", action="store_true", help="small shapes and few readings: a trial of the bench itself"
     )
     parser.add_argument(
         "--geometries", nargs="+", choices=list(GEOMETRIES), default=["mini", "seed", "flagship", "nano"]
     )
+    parser.add_argument("--phases", nargs="+", help="only those whose name begins so")
+    parser.add_argument("--seconds", type=float, default=1800, help="phases that would start later are left out")
     parser.add_argument(
-        "--seconds", type=float, default=420, help="geometries that would start later than this are left out"
+        "--phase-seconds", type=float, help="the most that any phase may take, in place of its own share"
     )
-    parser.add_argument("--out", type=Path, help="directory for gpu.json, loadtest/results for example")
+    parser.add_argument("--out", type=Path, default=Path("loadtest/results"), help="directory for the JSON lines")
+    parser.add_argument("--fault", choices=FAULTS, default="", help="plant one, to see that it is found and named")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # one phase, in this process, its records to --log
+    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
 
 def main(given: list[str] | None = None) -> int:
-    """0 when everything asked for was measured; 1 when a check failed or a geometry was left out."""
+    """0 when every phase ran and found nothing; 1 otherwise; 2 without a card."""
     options = arguments(given)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured (try --device cpu --tiny)", file=sys.stderr)
         return 2
+    if options.run:
+        return run_phase(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.log = options.out / f"gpu-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.jsonl"
     started = time.monotonic()
-    card = Card(torch.device(options.device), tiny=options.tiny)
-    report = _environment(card)
-    report["parity"] = parity(card)
-    print(f"parity with the dense definition, largest difference of a logit: {report['parity']}", flush=True)
-    ceilings = card.ceilings()
-    report["ceilings"] = {"bf16_tflops": ceilings.tflops, "copy_gb_per_s": ceilings.gigabytes_per_second}
-    print(
-        f"{card.name}: {ceilings.tflops:.0f} TFLOP/s bf16, {ceilings.gigabytes_per_second:.0f} GB/s copied", flush=True
-    )
-    rows: list[Row] = []
-    report["bits"], report["engines"], report["left_out"], report["peer_errors"] = {}, {}, [], []
-    for name in options.geometries:
-        if time.monotonic() - started > options.seconds:
-            report["left_out"].append(name)
+    ended: dict[str, str] = {}
+    try:
+        for name, phase in all_phases(options.geometries).items():
+            if not options.phases or name.startswith(tuple(options.phases)):
+                late = time.monotonic() - started > options.seconds
+                ended[name] = "left out" if late else run_apart(options, name, phase)
+        if any(end != "ok" and end != "left out" for end in ended.values()):
+            ended["bisect"] = run_apart(options, "bisect", BISECT, CUDA_LAUNCH_BLOCKING="1")
+    finally:
+        report = summary(options, ended, time.monotonic() - started)
+        print(json.dumps(report), flush=True)
+    return 0 if report["ok"] else 1
+
+
+def run_apart(options: argparse.Namespace, name: str, phase: Phase, **environment: str) -> str:
+    """Run one phase in a process of its own; how it ended: `ok`, `problems`, `failed: …`, `died: …` or `hung`."""
+    command = [
+        sys.executable,
+        "-m",
+        "loadtest.gpu",
+        "--device",
+        options.device,
+        "--run",
+        name,
+        "--log",
+        str(options.log),
+    ]
+    command += ["--tiny"] * options.tiny + (["--fault", options.fault] if options.fault else [])
+    limit = options.phase_seconds or phase.seconds
+    start = time.monotonic()
+    try:
+        finished = subprocess.run(
+            command, env=os.environ | environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        end = f"hung: not done after {limit:g} s"
+    else:
+        words = (finished.stderr.strip().splitlines() or ["no word"])[-1]
+        code = finished.returncode
+        end = {0: "ok", 1: "problems"}.get(code) or (
+            f"failed: {words}" if code > 0 else f"died by signal {-code}: {words}"
+        )
+    if end.startswith(("hung", "died", "failed")):
+        write(options.log, {"phase": name, "problem": end})
+    print(f"{name:<16} {time.monotonic() - start:6.1f} s  {end}", flush=True)
+    return end
+
+
+def run_phase(options: argparse.Namespace) -> int:
+    """Run a phase here. 1 when it found a problem; an exception ends the process with 3."""
+    card = Card(torch.device(options.device), tiny=options.tiny, fault=options.fault)
+    phase = BISECT if options.run == "bisect" else all_phases(list(GEOMETRIES))[options.run]
+    shared = {
+        "phase": options.run, "commit": commit(), "card": card.name, "tiny": card.tiny, "torch": torch.__version__,
+        "cuda": torch.version.cuda, "triton": _triton(), "python": platform.python_version(),
+    }  # fmt: skip
+    problems = 0
+    try:
+        for record in phase.run(card, phase.geometry):
+            problems += "problem" in record
+            write(options.log, shared | {"at": round(time.time(), 1)} | record)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 3
+    return int(problems > 0)
+
+
+def write(log: Path, record: Record) -> None:
+    """Append a line, on the disk before the next step is tried."""
+    with log.open("a") as file:
+        file.write(json.dumps(record, default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(log: Path) -> list[Record]:
+    """The whole lines of a file, in order; a line that was cut is left out."""
+    found = []
+    for line in log.read_text().splitlines() if log.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
             continue
-        geometry = Geometry(name, card, ceilings)
-        report["bits"][name] = geometry.bits(5 if card.tiny else 100)
-        report["engines"][name] = {**geometry.engine.info.notes, "products": _used(geometry.engine.info.notes)}
-        print(f"{name}: {report['bits'][name]}, {time.monotonic() - started:.0f} s so far", flush=True)
-        for row in geometry.rows():
-            rows.append(row)
-            print(_line(row), flush=True)
-        report["peer_errors"] += geometry.peer_errors
-        del geometry
-        if card.is_cuda:
-            torch.cuda.empty_cache()
-    report["rows"] = [row.as_dict() for row in rows]
-    report["seconds"] = round(time.monotonic() - started, 1)
-    return _finish(report, options.out)
+    return found
 
 
-def _environment(card: Card) -> dict[str, Any]:
+def summary(options: argparse.Namespace, ended: dict[str, str], seconds: float) -> Record:
+    """The table, printed, and what the last line says."""
+    records = read(options.log)
+    for record in records:
+        if "figure" in record:
+            print(f"  {_line(record)}")
+    problems = [f"{record['phase']}: {record['problem']}" for record in records if "problem" in record]
+    for problem in problems:
+        print(f"  ! {problem}")
+    head = next((record for record in records if "card" in record), {})
+    return {
+        "ok": bool(ended) and all(end == "ok" for end in ended.values()),
+        "measured_on": head.get("card"), "commit": head.get("commit"), "tiny": options.tiny, "fault": options.fault,
+        "phases": ended, "problems": problems[:20], "log": str(options.log), "seconds": round(seconds, 1),
+    }  # fmt: skip
+
+
+def _line(row: dict[str, Any]) -> str:
+    text = f"{row['name']:<62} {row['figure']:>12.4g} {row['unit']:<4}"
+    if "low" in row:
+        text += f" ({row['low']:.4g} to {row['high']:.4g})"
+    if "target" in row:
+        text += f"  target {row['target']:.4g}: {'met' if row.get('met') else 'missed'}"
+    if "floor" in row:
+        text += f", floor {row['floor']:.4g}"
+    return text + (f"  wall {row['wall_ms']:.3g} ms" if "wall_ms" in row else "")
+
+
+def _triton() -> str | None:
     try:
         import triton
-
-        version = triton.__version__
     except ImportError:
-        version = None
-    return {
-        "measured_on": card.name,
-        "tiny": card.tiny,
-        "torch": torch.__version__,
-        "triton": version,
-        "python": platform.python_version(),
-    }
-
-
-def _used(notes: dict[str, Any]) -> Any:
-    """How often each kind of matrix product was chosen, over all shapes and sizes: the whole choice is too long to print."""
-    kinds: dict[str, int] = {}
-    for by_size in notes["products"].values():
-        for kind in by_size.values() if isinstance(by_size, dict) else by_size:
-            kinds[str(kind)] = kinds.get(str(kind), 0) + 1
-    return kinds
-
-
-def _line(row: Row) -> str:
-    shares: Iterable[tuple[str, float | None]] = (
-        ("of the matrix rate", row.matrix_share),
-        ("of the bandwidth", row.bandwidth_share),
-    )
-    text = f"  {row.name:<62} {row.figure:>12.4g} {row.unit:<4}"
-    if row.low is not None and row.high is not None:
-        text += f" ({row.low:.4g} to {row.high:.4g})"
-    if row.target is not None:
-        text += f"  target {row.target:.4g}: {'met' if row.met else 'missed'}"
-    if row.floor is not None:
-        text += f", floor {row.floor:.4g}"
-    text += "".join(f"  {share:.0%} {name}" for name, share in shares if share is not None)
-    return text + (f"  wall {row.wall_ms:.3g} ms" if row.wall_ms is not None else "")
-
-
-def _finish(report: dict[str, Any], out: Path | None) -> int:
-    line = json.dumps(report)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(line)
-    return 1 if report["left_out"] else 0
+        return None
+    return str(triton.__version__)
 
 
 if __name__ == "__main__":

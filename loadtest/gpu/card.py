@@ -22,9 +22,11 @@ class Ceilings:
 class Card:
     """A device to measure on. On a CPU the clock is the host's, so that the whole script can be tried anywhere."""
 
-    def __init__(self, device: torch.device, *, tiny: bool) -> None:
+    def __init__(self, device: torch.device, *, tiny: bool, fault: str = "") -> None:
+        """`fault` is planted into every engine, see `faults`."""
         self.device = device
         self.tiny = tiny
+        self.fault = fault
         self.is_cuda = device.type == "cuda"
 
     @property

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from loadtest import bits
+from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
+from loadtest.gpu.faults import plant
+from loadtest.gpu.watch import WatchedKernels
 from model.config import ModelConfig
 from model.dense import DenseEngine
 from model.engine import Engine, Item
+from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
+from model.selftest import largest_difference
 from model.split.engine import SplitEngine
 from model.split.graphs import PlainRecorder
+from model.split.kernels.portable import PortableKernels
 from model.synthetic import random_candidates, random_context, random_ranker
 from model.tolerances import PARITY
 
@@ -50,34 +56,58 @@ def make_engine(
     *,
     cache_bytes: int = 0,
     capacity: int | None = None,
+    warm: bool = True,
 ) -> SplitEngine:
     """A warm engine that runs in padded sizes on any device; short steps where everything is tiny."""
     recorder, capacity = (None, capacity) if card.is_cuda else (PlainRecorder(), 256)
     engine = SplitEngine(ranker, card.device, dtype, cache_bytes=cache_bytes, capacity=capacity, recorder=recorder)
-    engine.warm_up()
+    plant(engine, card.fault)
+    if warm:
+        engine.warm_up()
     return engine
 
 
-def parity(card: Card) -> dict[str, float]:
-    """The largest difference of any logit from the fp32 dense definition on the same device, by variant and dtype.
+def parity_cases(card: Card) -> dict[str, ModelConfig]:
+    """Small architectures with every feature, one with each other trunk, and the measured geometries with two layers."""
+    if card.tiny:
+        return {"tiny": small_config(width=64, layers=2)}
+    cases = {name: small_config(**overrides) for name, overrides in VARIANTS.items()}
+    cases |= {f"trunk of {name}": with_preset(small_config(), name) for name in PRESETS if name != "grok"}
+    return cases | {f"{name}, two layers": replace(config, layers=2) for name, config in GEOMETRIES.items()}
+
+
+def parity_items(config: ModelConfig) -> list[Item]:
+    """Requests of all sizes, one with padding inside its history."""
+    items = [_item(config, history, count, seed) for seed, (history, count) in enumerate(SIZES)]
+    items[3].context.post_ids[[0, 50]] = 0
+    return items
+
+
+def parity(card: Card, config: ModelConfig, dtype: torch.dtype) -> float:
+    """The largest difference of any logit from the fp32 dense definition on the same device.
 
     Raises AssertionError beyond the project's tolerance.
     """
-    found = {}
-    for name, overrides in list(VARIANTS.items())[: 1 if card.tiny else None]:
-        config = small_config(**overrides)
-        ranker = random_ranker(config).to(card.device)
-        items = [_item(config, history, count, seed) for seed, (history, count) in enumerate(SIZES)]
-        items[3].context.post_ids[[0, 50]] = 0
-        expected = DenseEngine(ranker, torch.float32).forward(items)
-        for dtype, tolerance in PARITY.items():
-            outcomes = make_engine(ranker, card, dtype, capacity=512).forward(items)
-            pairs = zip(outcomes, expected, strict=True)
-            worst = max(float(np.abs(a.scores.logits - b.scores.logits).max()) for a, b in pairs)
-            if not worst <= tolerance.logits:
-                raise AssertionError(f"{name}, {dtype}: logits differ by {worst}, more than {tolerance.logits}")
-            found[f"{name}, {str(dtype).removeprefix('torch.')}"] = worst
-    return found
+    ranker = random_ranker(config).to(card.device)
+    items = parity_items(config)
+    expected = [outcome.scores for outcome in DenseEngine(ranker, torch.float32).forward(items)]
+    capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
+    found = [outcome.scores for outcome in make_engine(ranker, card, dtype, capacity=capacity).forward(items)]
+    worst, tolerance = largest_difference(found, expected), PARITY[dtype].logits
+    if not worst <= tolerance:
+        raise AssertionError(f"logits differ by {worst}, more than {tolerance}")
+    return worst
+
+
+def watch(card: Card, config: ModelConfig, dtype: torch.dtype) -> WatchedKernels:
+    """Every operation of a forward beside its plain form; what was found stands in `found`."""
+    ranker = random_ranker(config).to(card.device)
+    capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
+    engine = make_engine(ranker, card, dtype, capacity=capacity, warm=False)
+    plain = PortableKernels(config, engine._trunk.weights.rope)
+    watched = WatchedKernels(engine._kernels, plain, config.layers)
+    engine.run_through(watched, parity_items(config)[:5])
+    return watched
 
 
 def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def tiny(config: ModelConfig) -> ModelConfig:
 
 
 class Geometry:
-    """One architecture with random weights on the card, a warm engine, and the peers."""
+    """One architecture with random weights on the card: a warm engine, or its peers."""
 
     def __init__(self, name: str, card: Card, ceilings: Ceilings) -> None:
         self.name = name
@@ -70,8 +71,16 @@ class Geometry:
         self.ceilings = ceilings
         self.config = tiny(GEOMETRIES[name]) if card.tiny else GEOMETRIES[name]
         self.ranker: Ranker = random_ranker(self.config).to(card.device)
-        self.peer_errors: list[str] = []
-        self.engine: SplitEngine = make_engine(self.ranker, card)
+
+    @cached_property
+    def engine(self) -> SplitEngine:
+        """The one that is timed."""
+        return make_engine(self.ranker, self.card)
+
+    def peer_rows(self) -> Iterator[Row]:
+        """What else computes the same on this card."""
+        for candidates in COUNTS[self.name]:
+            yield from self._peer_rows(self.item(candidates))
 
     def rows(self) -> Iterator[Row]:
         """Everything that is measured of this geometry."""
@@ -79,10 +88,6 @@ class Geometry:
             item = self.item(candidates)
             for kind in ("cold", "cached"):
                 yield from self._forward_rows(item, kind)
-            try:
-                yield from self._peer_rows(item)
-            except Exception as error:  # a peer that fails on this machine must not cost the engine's own figures
-                self.peer_errors.append(f"{self.name} C={candidates}: {type(error).__name__}: {error}"[:500])
         if self.name == "mini":
             yield from self._batch_rows()
             yield self._padding_row()

@@ -28,6 +28,7 @@ struct alignas(64) TileShapes {  // what `ldtilecfg` reads
     std::uint16_t row_bytes[16] = {};
     std::uint8_t rows[16] = {};
 };
+static_assert(sizeof(TileShapes) == 64, "as the processor reads it");
 
 #if defined(RANKER_EMULATE_AMX)
 struct EmulatedTile {

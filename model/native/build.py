@@ -28,6 +28,7 @@ NEEDED: dict[Vectors, set[str]] = {
 }  # as /proc/cpuinfo has it
 COMPILE_SECONDS = 300
 DIGEST_BYTES = 32
+HERE = Path(__file__).parent
 
 _one_build = threading.Lock()
 
@@ -45,9 +46,9 @@ class BuiltKernel:
 
 
 def build_kernel(
-    directory: Path | None = None, *defines: str, source: str = "kernel", vectors: Vectors = "auto"
+    directory: Path | None = None, *defines: str, source: Path = HERE / "kernel.cpp", vectors: Vectors = "auto"
 ) -> BuiltKernel:
-    """The compiled `source`.cpp from `directory` (default: the user's cache), or built into it: about ten seconds for the ranker.
+    """The compiled `source` from `directory` (default: the user's cache), or built into it: about ten seconds for the ranker.
 
     A file that is cut, empty, foreign or a link is replaced. A directory that others may write to, or that cannot be
     written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
@@ -67,8 +68,8 @@ def build_kernel(
         raise KernelUnavailable(f"the kernel could not be built: {error}") from error
 
 
-def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...], source: str) -> BuiltKernel:
-    name = f"{source}-{_fingerprint(compiler, flags, source)}.so"
+def _kept_or_built(directory: Path | None, compiler: str, flags: tuple[str, ...], source: Path) -> BuiltKernel:
+    name = f"{source.stem}-{_fingerprint(compiler, flags, source)}.so"
     notes = []
     try:
         directory = directory or Path.home() / ".cache" / "phoenix-ranking-server"
@@ -134,11 +135,10 @@ def _is_whole(library: Path) -> bool:
     return len(body) > 0 and hashlib.sha256(body).digest() == digest
 
 
-def _fingerprint(compiler: str, flags: tuple[str, ...], source: str) -> str:
+def _fingerprint(compiler: str, flags: tuple[str, ...], source: Path) -> str:
     """Names what the binary depends on: sources, flags, compiler, processor."""
-    here = Path(__file__).parent
     hashed = hashlib.sha256(" ".join(flags).encode())
-    for file in sorted([here / f"{source}.cpp", *here.glob("*.h"), Path(__file__)]):
+    for file in sorted([source, *source.parent.glob("*.h"), Path(__file__)]):
         hashed.update(file.read_bytes())
     hashed.update(subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout)
     hashed.update(_processor().encode())
@@ -158,12 +158,11 @@ def _processor_words() -> set[str]:
     return set(_processor().replace(":", " ").split())
 
 
-def _compile(compiler: str, flags: tuple[str, ...], source: str, library: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], source: Path, library: Path) -> None:
     """Build, append the SHA-256 (a loader ignores what follows its sections), and rename only what is on the disk."""
-    file = Path(__file__).parent / f"{source}.cpp"
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
-        command = [compiler, *flags, str(file), "-o", str(built)]
+        command = [compiler, *flags, str(source), "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
         if result.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")

@@ -31,6 +31,14 @@ inline Vec gelu(Vec x) {
     return x * reciprocal(1.0f + exp2(inner * (-2 * 0.7978845608f * LOG2_E)));
 }
 
+inline Vec silu(Vec x) { return x * reciprocal(1.0f + exp2(x * -LOG2_E)); }
+
+// What one row's attention to one head has gathered but for its sums of values.
+struct Gathered {
+    alignas(64) float denominators[MAX_TILE_ROWS * GRAIN] = {};  // sixteen running sums a row
+    float peaks[MAX_TILE_ROWS];                                  // the largest logit so far; unused where the cap bounds them
+};
+
 struct Free {
     void operator()(void* p) const { std::free(p); }
 };
@@ -119,7 +127,7 @@ class Engine {
     void query_key_value(const Layer& layer, const float* hidden, Index rows, const Index* positions, T* queries, Scratch& s) const;
     void rotate(const float* in, Index position, T* out) const;
     void attend(const T* queries, Index rows, const T* head_keys, Index blocks, Index first_limit, Index limit_step, Scratch& s,
-                float* denominators) const;
+                Gathered& gathered) const;
     void finish_layer(const Layer& layer, float* hidden, Index rows, Scratch& s) const;
 
     const Model m_;

@@ -34,12 +34,11 @@ void Engine<T>::context_task(const ContextJob& job, Work& work, Index index, Ind
         const Index limit = m_.bidirectional ? total_rows : job.start + tile.first + 1;
         const T* previous_keys = layer_keys - layer_elements;
         for (Index n = 0; n < m_.query_heads; ++n) {
-            alignas(64) float denominators[MAX_TILE_ROWS * GRAIN] = {};
-            std::fill_n(s.sums.get(), tile.rows * value_width_, 0.0f);
+            Gathered gathered;
             const T* head_keys = previous_keys + n / group * elements;
-            attend(queries + n * width, tile.rows, head_keys, job.blocks, limit, m_.bidirectional ? 0 : 1, s, denominators);
+            attend(queries + n * width, tile.rows, head_keys, job.blocks, limit, m_.bidirectional ? 0 : 1, s, gathered);
             for (Index r = 0; r < tile.rows; ++r) {
-                const float factor = 1.0f / total(denominators + r * GRAIN);
+                const float factor = 1.0f / total(gathered.denominators + r * GRAIN);
                 const float* sums = s.sums.get() + r * value_width_;
                 T* mixed = s.mixed.get() + r * queries_ + n * width;
                 each(
@@ -83,7 +82,7 @@ bool Engine<T>::candidate_tile(const CandidateJob& job, const Candidates& all, c
         positions[r] = m_.candidate_position + (job.first_slot + tile.first + r) % m_.candidate_slots;
     const Index elements = job.blocks * block_elements(), width = m_.head_width, kv = m_.kv_heads * width;
     const Index group = m_.query_heads / m_.kv_heads;
-    const CappedExp capped(m_.attention_multiplier, m_.attention_cap);
+    const Weights weights(m_);
     float* hidden = s.hidden.get();
     mark(TOKENS);
     candidate_tokens(all, first, tile.rows, hidden, s);
@@ -92,21 +91,21 @@ bool Engine<T>::candidate_tile(const CandidateJob& job, const Candidates& all, c
         for (Index n = 0; n < m_.query_heads; ++n) {
             const Index g = n / group;
             const T* head_keys = static_cast<const T*>(job.keys) + (layer * m_.kv_heads + g) * elements;
-            alignas(64) float denominators[MAX_TILE_ROWS * GRAIN] = {};
-            std::fill_n(s.sums.get(), tile.rows * value_width_, 0.0f);
-            attend(s.queries.get() + n * width, tile.rows, head_keys, job.blocks, job.keys_count, 0, s, denominators);
+            Gathered gathered;
+            attend(s.queries.get() + n * width, tile.rows, head_keys, job.blocks, job.keys_count, 0, s, gathered);
             mark(OWN_KEY);
             for (Index r = 0; r < tile.rows; ++r) {  // the candidate's own key, the diagonal of the mask
                 const T *query = s.queries.get() + r * queries_ + n * width, *key = s.keys.get() + r * kv + g * width;
-                const float own = capped(broadcast(dot(query, key, width)))[0], weight = widen(narrow<T>(own));
-                const float factor = 1.0f / (total(denominators + r * GRAIN) + own);
+                float own, rest;
+                weights.own(dot(query, key, width), gathered.peaks[r], own, rest);
+                const float weight = widen(narrow<T>(own)), factor = 1.0f / (total(gathered.denominators + r * GRAIN) * rest + own);
                 const T* value = s.values.get() + r * kv + g * width;
                 const float* sums = s.sums.get() + r * value_width_;
                 T* mixed = s.mixed.get() + r * queries_ + n * width;
                 each(
                     width,
-                    [&](Index i) { narrow_store(mixed + i, fma(widen_load(value + i), broadcast(weight), load(sums + i)) * factor); },
-                    [&](Index i) { mixed[i] = narrow<T>((sums[i] + weight * widen(value[i])) * factor); });
+                    [&](Index i) { narrow_store(mixed + i, fma(widen_load(value + i), broadcast(weight), load(sums + i) * rest) * factor); },
+                    [&](Index i) { mixed[i] = narrow<T>((sums[i] * rest + weight * widen(value[i])) * factor); });
             }
         }
         finish_layer(m_.layer[layer], hidden, tile.rows, s);

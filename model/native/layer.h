@@ -21,12 +21,21 @@ void Engine<T>::norm(const float* rows, Index count, const float* scale, T* out)
     }
 }
 
+// Adds rows to the residual stream, normed where the trunk is a sandwich.
 template <class T>
 void Engine<T>::add_normed(float* hidden, const float* rows, Index stride, Index count, const float* scale) const {
     for (Index r = 0; r < count; ++r, hidden += padded_, rows += stride) {
+        if (scale == nullptr) {
+            add(hidden, rows);
+            continue;
+        }
         const Vec factor = broadcast(norm_factor(rows));
         for (Index i = 0; i < padded_; i += LANES) store(hidden + i, load(hidden + i) + load(rows + i) * factor * load(scale + i));
     }
+}
+
+inline void scale(float* row, Index width, float factor) {
+    for (Index i = 0; i < width; i += LANES) store(row + i, load(row + i) * factor);
 }
 
 // x·cos + concat(-x2, x1)·sin for one head.
@@ -79,14 +88,84 @@ struct CappedExp {
     Vec operator()(Vec x) const { return exp2(outer * reciprocal(1.0f + exp2(x * inner))); }
 };
 
-// Adds to s.sums [rows, value_width] and denominators [rows, 16] what `rows` queries of one head see in the key blocks.
+constexpr float BOUNDED_CAP = 40;  // exp of twice as much is a float still
+constexpr float NO_PEAK = -1e30f;
+
+// The attention weights of one model. Under a small cap they are `capped`, whatever the other keys. Otherwise the softmax
+// needs the row's largest logit so far, its peak, and what was gathered shrinks where a key exceeds it: still operations on
+// one row, in the order of its keys.
+struct Weights {
+    const CappedExp capped;
+    const float multiplier, cap;
+    explicit Weights(const Model& m) : capped(m.attention_multiplier, m.attention_cap), multiplier(m.attention_multiplier), cap(m.attention_cap) {}
+
+    bool bounded() const { return cap > 0 && cap <= BOUNDED_CAP; }
+    // The logits over ln 2, so that their exponentials are powers of two.
+    Vec logits(Vec x) const {
+        if (cap == 0) return x * (multiplier * LOG2_E);
+        return (cap * LOG2_E) * (1.0f - 2.0f * reciprocal(1.0f + exp2(x * capped.inner)));
+    }
+
+    // A key of its own beside what a row has gathered: its weight, and the factor that shrinks the rest.
+    void own(float product, float peak, float& weight, float& rest) const {
+        rest = 1;
+        if (bounded()) {
+            weight = capped(broadcast(product))[0];
+            return;
+        }
+        const float logit = logits(broadcast(product))[0], top = logit > peak ? logit : peak;
+        weight = exp2(broadcast(logit - top))[0];
+        rest = exp2(broadcast(peak - top))[0];
+    }
+
+    // One row's 64 products with a block's keys become weights, of which the first `seen` count.
+    template <class T>
+    void block(float* products, Index seen, float* denominators, T* out) const {
+        for (Index p = 0; p < GRAIN; p += LANES) {
+            Vec denominator = load(denominators + p);
+            for (Index j = p; j < PANEL; j += GRAIN) {
+                Vec weight = load(products + j);
+                weight = bounded() ? capped(weight) : exp2(weight);
+                if (seen < j + LANES) mask(weight, seen - j, 0.0f);
+                denominator += weight;
+                narrow_store(out + j, weight);
+            }
+            store(denominators + p, denominator);
+        }
+    }
+
+    // Turns the products into logits below the peak, which they may raise; the factor that shrinks what was gathered before.
+    float shift(float* products, Index seen, float& peak) const {
+        Vec most = broadcast(peak);
+        for (Index j = 0; j < PANEL; j += LANES) {
+            Vec x = logits(load(products + j));
+            if (seen < j + LANES) mask(x, seen - j, NO_PEAK);
+            store(products + j, x);
+            most = x > most ? x : most;
+        }
+        float top = peak;
+        for (Index i = 0; i < LANES; ++i) top = most[i] > top ? most[i] : top;
+        for (Index j = 0; j < PANEL; j += LANES) store(products + j, load(products + j) - top);
+        const float factor = exp2(broadcast(peak - top))[0];
+        peak = top;
+        return factor;
+    }
+
+    static void mask(Vec& x, Index seen, float unseen) {
+        for (Index i = 0; i < LANES; ++i) x[i] = i < seen ? x[i] : unseen;
+    }
+};
+
+// Adds to s.sums [rows, value_width] and what is gathered what `rows` queries of one head see in the key blocks.
 // Row r sees keys 0 … first_limit + r · limit_step − 1; a masked key adds exactly nothing.
 template <class T>
 void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index blocks, Index first_limit, Index limit_step,
-                       Scratch& s, float* denominators) const {
-    const CappedExp capped(m_.attention_multiplier, m_.attention_cap);
+                       Scratch& s, Gathered& gathered) const {
+    const Weights weights(m_);
     const T* head_values = head_keys + blocks * PANEL * m_.head_width;
     const Index last_limit = first_limit + (rows - 1) * limit_step;
+    std::fill_n(s.sums.get(), rows * value_width_, 0.0f);
+    std::fill_n(gathered.peaks, rows, NO_PEAK);
     for (Index b = 0; b * PANEL < last_limit; ++b) {
         const MaskedReads masked((b + 1) * PANEL > first_limit);
         mark(LOGITS);
@@ -94,17 +173,15 @@ void Engine<T>::attend(const T* queries, Index rows, const T* head_keys, Index b
         mark(SOFTMAX);
         for (Index r = 0; r < rows; ++r) {
             const Index seen = first_limit + r * limit_step - b * PANEL;
-            for (Index p = 0; p < GRAIN; p += LANES) {
-                Vec denominator = load(denominators + r * GRAIN + p);
-                for (Index j = p; j < PANEL; j += GRAIN) {
-                    Vec weight = capped(load(s.logits.get() + r * PANEL + j));
-                    if (seen < j + LANES)
-                        for (Index i = 0; i < LANES; ++i) weight[i] = j + i < seen ? weight[i] : 0.0f;
-                    denominator += weight;
-                    narrow_store(s.weights.get() + r * PANEL + j, weight);
+            float *products = s.logits.get() + r * PANEL, *denominators = gathered.denominators + r * GRAIN;
+            if (!weights.bounded()) {
+                const float factor = weights.shift(products, seen, gathered.peaks[r]);
+                if (factor < 1) {
+                    scale(denominators, GRAIN, factor);
+                    scale(s.sums.get() + r * value_width_, value_width_, factor);
                 }
-                store(denominators + r * GRAIN + p, denominator);
             }
+            weights.block(products, seen, denominators, s.weights.get() + r * PANEL);
         }
         mark(VALUES);
         accumulate(s.weights.get(), PANEL, rows, head_values + b * PANEL * value_width_, PANEL, value_width_, s.sums.get(),
@@ -129,7 +206,8 @@ void Engine<T>::finish_layer(const Layer& layer, float* hidden, Index rows, Scra
         for (Index r = 0; r < rows; ++r)
             for (Index i = 0; i < 32; i += LANES) {
                 const float* both = s.wide.get() + r * PANEL + i;
-                narrow_store(s.activated.get() + r * ffn + p * 32 + i, gelu(load(both)) * load(both + 32));
+                const Vec gate = m_.silu ? silu(load(both)) : gelu(load(both));
+                narrow_store(s.activated.get() + r * ffn + p * 32 + i, gate * load(both + 32));
             }
     }
     mark(FFN_OUTPUT);

@@ -11,9 +11,9 @@ using Id = std::uint64_t;
 
 inline Index round_up(Index n, Index step) { return (n + step - 1) / step * step; }
 
-// All widths are in elements; every matrix is packed in panels of 64 columns, depth padded with zero rows.
+// All widths are in elements; every matrix is packed in strips of columns, depth padded with zero rows.
 struct Layer {
-    const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm;  // [padded width]
+    const float *attention_norm, *attention_post_norm, *ffn_norm, *ffn_post_norm;  // [padded width]; null without a sandwich
     const void* query_key_value;                                                   // [padded width, (N + 2G) K]
     const void* output;                                                            // [N K, width]
     const void* gate_value;  // [padded width, F] twice, a panel holding 32 gate columns and their 32 value columns
@@ -27,9 +27,9 @@ struct Entity {
 };
 
 struct Model {
-    Index width, layers, query_heads, kv_heads, head_width, ffn_width, actions, continuous, tables_bf16, bidirectional;
+    Index width, layers, query_heads, kv_heads, head_width, ffn_width, actions, continuous, tables_bf16, bidirectional, silu;
     Index candidate_position, candidate_slots;  // of slot s: candidate_position + s % candidate_slots
-    float attention_multiplier, attention_cap, norm_epsilon;
+    float attention_multiplier, attention_cap, norm_epsilon, input_scale;  // cap 0: none
     const Layer* layer;
     Entity user, post, author;
     const float *user_projection, *history_projection, *candidate_projection;  // packed fp32; the hash embeddings' rows only
@@ -79,8 +79,8 @@ constexpr Member MEMBERS[] = {
     WHOLE(Entity), AT(Entity, table), AT(Entity, scales), AT(Entity, biases), AT(Entity, hashes), AT(Entity, modulus),
     AT(Entity, vocab_size),
     WHOLE(Model), AT(Model, width), AT(Model, layers), AT(Model, query_heads), AT(Model, kv_heads), AT(Model, head_width),
-    AT(Model, ffn_width), AT(Model, actions), AT(Model, continuous), AT(Model, tables_bf16), AT(Model, bidirectional),
-    AT(Model, candidate_position), AT(Model, candidate_slots), AT(Model, attention_multiplier), AT(Model, attention_cap), AT(Model, norm_epsilon), AT(Model, layer), AT(Model, user),
+    AT(Model, ffn_width), AT(Model, actions), AT(Model, continuous), AT(Model, tables_bf16), AT(Model, bidirectional), AT(Model, silu),
+    AT(Model, candidate_position), AT(Model, candidate_slots), AT(Model, attention_multiplier), AT(Model, attention_cap), AT(Model, norm_epsilon), AT(Model, input_scale), AT(Model, layer), AT(Model, user),
     AT(Model, post), AT(Model, author), AT(Model, user_projection), AT(Model, history_projection),
     AT(Model, candidate_projection), AT(Model, action_tokens), AT(Model, history_surfaces), AT(Model, candidate_surfaces),
     AT(Model, dwell_input), AT(Model, dwell_output), AT(Model, post_ages), AT(Model, final_norm), AT(Model, heads),

@@ -35,9 +35,9 @@ Layer = structure(
 Entity = structure("Entity", (Pointer, "table scales biases"), (Int64, "hashes modulus vocab_size"))
 Model = structure(
     "Model",
-    (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional"),
+    (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional silu"),
     (Int64, "candidate_position candidate_slots"),
-    (Float, "attention_multiplier attention_cap norm_epsilon"),
+    (Float, "attention_multiplier attention_cap norm_epsilon input_scale"),
     (Pointer, "layer"),
     (Entity, "user post author"),
     (Pointer, "user_projection history_projection candidate_projection"),
@@ -51,17 +51,16 @@ ContextJob = structure(
     (Pointer, "keys positions post_ids author_ids surfaces actions dwell_seconds outputs"),
 )
 CandidateJob = structure("CandidateJob", (Int64, "rows first first_slot keys_count blocks context"), (Pointer, "keys"))
-KERNEL_TAKES = {
-    "norm": "rms", "sandwich": True, "positions": "rope", "cap_form": "tanh", "activation": "gelu_tanh", "gated": True,
-    "biases": False, "input_scale": 1.0, "qk_norm": False,
+KERNEL_TAKES: dict[str, tuple[object, ...]] = {
+    "norm": ("rms",), "positions": ("rope",), "cap_form": ("tanh",), "activation": ("gelu_tanh", "silu"), "gated": (True,),
+    "biases": (False,), "qk_norm": (False,),
 }  # fmt: skip
 STRUCTS = (Layer, Entity, Model, ContextJob, CandidateJob)  # mirrored in layout.h, compared with it at load
 
 
 def refusal(config: ModelConfig) -> str | None:
     """Why the kernel cannot take an architecture, as a sentence; None where it can."""
-    grok = {name: getattr(config, name) == default for name, default in KERNEL_TAKES.items()}
-    others = [name for name, same in grok.items() if not same] + ["attention_cap"] * (config.attention_cap is None)
+    others = [name for name, known in KERNEL_TAKES.items() if getattr(config, name) not in known]
     return f"the native kernel does not know this trunk's {', '.join(others)}" if others else None
 
 
@@ -134,9 +133,9 @@ def pack(
         "width": config.width, "layers": config.layers, "query_heads": config.query_heads, "kv_heads": config.kv_heads,
         "head_width": config.head_width, "ffn_width": config.ffn_width, "actions": config.actions,
         "continuous": config.continuous_actions, "tables_bf16": model.tables.user.dtype is torch.bfloat16,
-        "bidirectional": config.context_attention == "bidirectional",
-        "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap,
-        "norm_epsilon": config.norm_epsilon, "layer": ctypes.addressof(packed.layers),
+        "bidirectional": config.context_attention == "bidirectional", "silu": config.activation == "silu",
+        "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap or 0.0,
+        "norm_epsilon": config.norm_epsilon, "input_scale": config.input_scale, "layer": ctypes.addressof(packed.layers),
         "candidate_position": config.candidate_position, "candidate_slots": slot_period(config, candidate_positions),
         "user": entity(model.tables.user, config.user_hashes, keep),
         "post": entity(model.tables.post, config.post_hashes, keep),
@@ -168,14 +167,17 @@ def _layers(
     config = model.config
     width, ffn = round_up(config.width, GRAIN), round_up(config.ffn_width, 32)
     for layer in model.trunk.decoder_layers():
-        norms = (layer.attention_norm, layer.attention_post_norm, layer.ffn_norm, layer.ffn_post_norm)
+        names = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
+        norms = (getattr(layer, name, None) for name in names)  # without a sandwich there are two
         weights = (
             strips(torch.cat((layer.query, layer.key, layer.value), 1), width, dtype, strip),
             strips(layer.output, len(layer.output), dtype, strip),
             strips(gate_and_value(layer.ffn_gate, layer.ffn_value), width, dtype, strip),
             strips(layer.ffn_output, ffn, dtype, strip),
         )
-        yield Layer(*(keep(pad(norm[None].float(), 1, width)) for norm in norms), *map(keep, weights))
+        yield Layer(
+            *(None if norm is None else keep(pad(norm[None].float(), 1, width)) for norm in norms), *map(keep, weights)
+        )
 
 
 def _features(model: Ranker | Towers, strip: int) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.engine import EngineError
-from model.native.build import Vectors, build_kernel
+from model.native.build import HERE, Vectors, build_kernel
 from model.native.kernel import check_status, open_library
 from model.native.packing import Float, Int64, Pointer, structure
 from model.retrieval.search import Found, Wish
@@ -45,7 +45,7 @@ class NativeIndex:
         if vectors.dtype != np.float32 or not vectors.flags.c_contiguous or vectors.ndim != 2 or not len(vectors):
             raise ValueError("vectors must be C-ordered float32 [n, D], one row at least")
         self._handle: ctypes.c_void_p | None = None
-        built = build_kernel(kernel_directory, *defines, source="search", vectors=kind)
+        built = build_kernel(kernel_directory, *defines, source=HERE / "search.cpp", vectors=kind)
         self.note = built.note
         self.library = open_library(built.path, [CWish])
         self.library.search_run.argtypes = (Pointer, Pointer, Int64)

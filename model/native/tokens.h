@@ -29,9 +29,9 @@ void Engine<T>::gather(const Entity& entity, Id id, float* out) const {
 
 // Tokens are made in fp32 and then take the model's dtype, as the published pipeline does it.
 template <class T>
-void round_rows(const float* in, Index stride, Index rows, Index width, float* out) {
+void round_rows(const float* in, Index stride, Index rows, Index width, float scale, float* out) {
     for (Index r = 0; r < rows; ++r)
-        for (Index i = 0; i < width; ++i) out[r * width + i] = widen(narrow<T>(in[r * stride + i]));
+        for (Index i = 0; i < width; ++i) out[r * width + i] = widen(narrow<T>(in[r * stride + i])) * scale;
 }
 
 template <class T>
@@ -64,7 +64,7 @@ void Engine<T>::context_tokens(const ContextJob& job, const Tile& tile, float* h
         gather(m_.user, job.user_id, s.tokens.get());
         multiply(s.tokens.get(), 0, 1, m_.user_projection, m_.user.hashes * m_.width, out_columns_, wide, out_columns_);
     }
-    round_rows<T>(wide, out_columns_, tile.rows, padded_, hidden);
+    round_rows<T>(wide, out_columns_, tile.rows, padded_, m_.input_scale, hidden);
 }
 
 template <class T>
@@ -80,7 +80,7 @@ void Engine<T>::candidate_tokens(const Candidates& all, Index first, Index rows,
         add(wide + r * out_columns_, m_.candidate_surfaces + all.surfaces[first + r] * padded_);
         if (m_.post_ages) add(wide + r * out_columns_, m_.post_ages + all.ages[first + r] * padded_);
     }
-    round_rows<T>(wide, out_columns_, rows, padded_, hidden);
+    round_rows<T>(wide, out_columns_, rows, padded_, m_.input_scale, hidden);
 }
 
 }  // namespace ranker

@@ -39,8 +39,8 @@ Collect = Callable[[], NDArray[np.float32]]
 
 
 def row_sizes(capacity: int) -> list[int]:
-    """Sizes that waste little: steps of 64 rows up to 512, of 128 up to 4096, of 512 beyond."""
-    sizes = [*range(64, 512, 64), *range(512, 4096, 128), *range(4096, capacity, 512), capacity]
+    """Sizes that waste little: steps of 64 rows up to 2048, of 128 up to 4096, of 512 beyond."""
+    sizes = [*range(64, 2048, 64), *range(2048, 4096, 128), *range(4096, capacity, 512), capacity]
     return sorted({size for size in sizes if size <= capacity})
 
 
@@ -97,7 +97,7 @@ class BucketRunner:
         # the reference comes first: it must not use what is still to be checked
         self._trunk.kernels.use_reference()
         plans = {size: probe(size) for size in self._sizes}
-        expected = {size: self._plain(plan) for size, plan in plans.items()}
+        expected = {size: self.run_plain(plan) for size, plan in plans.items()}
         notes["products"] = self._trunk.kernels.choose_products(self._trunk.linear_weights(), self._sizes)
         for buffer in (*self._staging, self._arrived):
             buffer.zero_()  # a step of no rows at every size: what a probe left there has another layout
@@ -204,7 +204,7 @@ class BucketRunner:
         host = tuple(arrays(buffer).numpy() for buffer in self._staging)
         return Frame(arrays(self._arrived), host, step_bytes(self._config, self._capacity, size))
 
-    def _plain(self, plan: StepPlan) -> NDArray[np.float32]:
+    def run_plain(self, plan: StepPlan) -> NDArray[np.float32]:
         """The plan's outputs without any recording."""
         size = self._fitting(plan.rows, plan.tiles)
         frame = self._frames[size]

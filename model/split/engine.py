@@ -161,6 +161,24 @@ class SplitEngine:
             self._stream.synchronize()  # what follows is queued on the caller's stream
         return torch.inference_mode()(again)
 
+    @torch.inference_mode()
+    def run_through(self, kernels: Kernels, items: Sequence[Item]) -> None:
+        """Compute the items once, unrecorded, by other kernels on the same weights; for checks. Raises EngineError as `rehearse`."""
+        if not isinstance(self._runner, BucketRunner):
+            raise EngineError("only an engine that runs in padded sizes can be run through")
+        own, self._kernels = self._kernels, kernels  # states get room for what they need
+        self._trunk.kernels = kernels
+        try:
+            with self._on_device():
+                works: list[Work] = []
+                for number, item in enumerate(items):
+                    context, state, _ = self._context_of(item, {})
+                    works.append((context, number, item.candidates, state))
+                for plan in plan_steps(works, self._capacity):
+                    self._runner.run_plain(plan)
+        finally:
+            self._kernels = self._trunk.kernels = own
+
     def late_compilations(self) -> int:
         """Kernels compiled and graphs recorded since `warm_up`: none, or readiness was declared too early."""
         return self._compilations() - self._prepared

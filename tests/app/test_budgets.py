@@ -6,16 +6,19 @@ import itertools
 import re
 
 import pytest
+from pydantic import SecretStr
 from torch.profiler import ProfilerActivity, profile
 
 from app.budgets import Budget, attention_bytes, most_bytes, rest_seconds
-from app.settings import Budgets, Cache, Explore, Limits, Queue, Settings
+from app.settings import Admin, Budgets, Cache, Explore, Grpc, Limits, Queue, Retrieval, Settings
 from loadtest.machine import ROOT
 from model.attention import candidate_attention
 from tests.model.builders import random_config, random_ranker, random_request
 from weights.checkpoint import load_manifest
 
 CONFIG = load_manifest(ROOT / "weights/demo").config
+TOWERS = load_manifest(ROOT / "weights/demo-towers").config
+ALL = Settings(grpc=Grpc(port=0), admin=Admin(port=0, token_sha256=SecretStr("0" * 64)))
 PAGE = (ROOT / "docs/operations.md").read_text()
 MIB = 2**20
 
@@ -29,7 +32,7 @@ def test_a_budget_takes_no_more_than_its_limit() -> None:
 
 
 def test_the_page_states_the_sum_and_its_parts() -> None:
-    most = most_bytes(Settings(), CONFIG)
+    most = most_bytes(ALL, CONFIG, TOWERS, 10_000_000)
     stated = {name: int(mib) for name, mib in re.findall(r"^\| `(\w+)` \| (\d+) MiB \|", PAGE, re.M)}
     assert stated == {name: round(count / MIB) for name, count in most.items()}
     assert most["total"] == sum(most.values()) - most["total"]
@@ -40,13 +43,23 @@ def test_the_page_states_the_sum_and_its_parts() -> None:
     [
         {"budgets": Budgets(connections=4096)}, {"budgets": Budgets(body_bytes=2**30)}, {"budgets": Budgets(reply_bytes=2**30)},
         {"budgets": Budgets(batch_candidates=2**20)}, {"cache": Cache(bytes=2**30)}, {"queue": Queue(max_requests=10**5)},
+        {"budgets": Budgets(excluded_ids=2**22)}, {"budgets": Budgets(changes=8)}, {"grpc": Grpc(port=0, max_calls=128)},
+        {"retrieval": Retrieval(max_waiting=2048)}, {"retrieval": Retrieval(batch_requests=64)},
+        {"retrieval": Retrieval(cache_bytes=2**30)},
         {"explore": Explore(concurrent=2)}, {"explore": Explore(max_candidates=64)},
         {"queue": Queue(max_context_tokens=2**20)}, {"limits": Limits(max_values=10**6)}, {"limits": Limits(max_batch_candidates=2**16)},
     ],
     ids=str,
 )  # fmt: skip
 def test_whatever_may_grow_grows_the_sum(changed: dict[str, object]) -> None:
-    assert most_bytes(Settings(**changed), CONFIG)["total"] > most_bytes(Settings(), CONFIG)["total"]  # type: ignore[arg-type]
+    more = most_bytes(ALL.model_copy(update=changed), CONFIG, TOWERS, 1000)
+    assert more["total"] > most_bytes(ALL, CONFIG, TOWERS, 1000)["total"]
+
+
+def test_what_does_not_serve_takes_nothing() -> None:
+    parts = ("retrieval", "changes", "grpc")
+    assert [most_bytes(Settings(), CONFIG)[part] for part in parts] == [0, 0, 0]
+    assert most_bytes(ALL, CONFIG, TOWERS, 2000)["retrieval"] > most_bytes(ALL, CONFIG, TOWERS, 1000)["retrieval"]
 
 
 def test_only_a_caller_that_held_the_loop_rests() -> None:

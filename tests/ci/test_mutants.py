@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,13 @@ def test_decisions_of_cpp() -> None:
     ]
 
 
+@pytest.fixture(scope="module")
+def tests() -> Iterator[Any]:
+    runner = TOOL["Tests"]()
+    yield runner
+    runner.close()
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A project of one module, one of whose decisions no test looks at."""
@@ -75,18 +83,18 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_no_test_sees_survives_and_the_rest_is_killed(tree: Path) -> None:
+def test_what_no_test_sees_survives_and_the_rest_is_killed(tests: Any, tree: Path) -> None:
     found = TOOL["decisions"](tree, None)
-    verdicts = {mutant.change: TOOL["verdict"](tree, mutant, {}) for mutant in found}
+    verdicts = {mutant.change: TOOL["verdict"](tests, tree, mutant, {}) for mutant in found}
     assert verdicts["< → <="] == "survived"  # half of 0 is 0 either way: such a one is judged equivalent
     assert verdicts["// → *"] == "killed"
     assert verdicts["2 → (2 + 1)"] == "killed"
     assert (tree / "app/half.py").read_text().count("x < 0") == 1  # the change is taken back
 
 
-def test_tests_that_fail_anyway_kill_nothing(tree: Path) -> None:
+def test_tests_that_fail_anyway_kill_nothing(tests: Any, tree: Path) -> None:
     (tree / "tests/app/test_half.py").write_text("def test_it():\n    assert False\n")
-    assert {TOOL["verdict"](tree, mutant, {}) for mutant in TOOL["decisions"](tree, None)} == {"broken"}
+    assert {TOOL["verdict"](tests, tree, mutant, {}) for mutant in TOOL["decisions"](tree, None)} == {"broken"}
 
 
 def test_only_changed_lines_are_drawn_when_asked(tree: Path) -> None:

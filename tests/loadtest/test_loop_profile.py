@@ -19,8 +19,8 @@ DEMO = Path(__file__).parents[2] / "weights" / "demo"
 
 def test_every_station_is_passed_and_nothing_is_left_patched() -> None:
     kept = {place: getattr(*place) for places in STATIONS.values() for place in places}
-    columns = loop_columns(DEMO, (DEMO / "example.json").read_bytes().replace(b"\n", b" "), 1.0)
-    assert set(columns) == {"1 connection", "16 connections"}
+    columns = loop_columns(DEMO, {"demo": [(DEMO / "example.json").read_bytes().replace(b"\n", b" ")]}, 1.0)
+    assert set(columns) == {"demo, 1 connection", "demo, 16 connections"}
     for column in columns.values():
         assert set(column) == {*STATIONS, "sockets and the loop"}
         assert all(column[station] > 0 for station in STATIONS)

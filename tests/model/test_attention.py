@@ -10,6 +10,7 @@ from model.attention import candidate_attention
 from model.batch import collate
 from model.layers import rms_norm
 from model.trunk import Seen
+from tests import trunk_goldens
 from tests.model.builders import random_config, random_ranker, random_request
 
 FIELDS = [{}, {"context_attention": "bidirectional"}, {"right_anchored": True}, {"query_heads": 2}]
@@ -57,3 +58,14 @@ def test_the_position_of_a_slot_moves_the_weights_in_sequential_mode_alone() -> 
     np.testing.assert_allclose(shared[:, :, 3:4], candidate_attention(ranker, context, alone), atol=1e-6)
     sequential = candidate_attention(ranker, context, candidates, "sequential")
     assert np.abs(sequential[:, :, 3] - shared[:, :, 3]).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_the_mask_is_where_another_implementation_attends(name: str) -> None:
+    """Capped logits leave no weight at exactly 0 that may be looked at. The plain causal mask, the control, is another one."""
+    model, context = trunk_goldens.ranker(name)
+    seen = trunk_goldens.arrays(name, "expected")["ranking/attention_fp32"] > 0
+    length = seen.shape[-1]
+    mask = model.mask(context, torch.ones(1, length, dtype=torch.bool))[0].numpy()
+    assert np.array_equal(seen, np.broadcast_to(mask, seen.shape))
+    assert not np.array_equal(seen[0, 0], np.tri(length, dtype=bool))

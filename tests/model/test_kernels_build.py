@@ -16,28 +16,35 @@ ROOT = Path(__file__).resolve().parents[2]
 
 COMPILE = """
 import json, sys, torch
-from model.split.kernels.build import collect, compile_launch, describe, distinct
+from model.split.kernels.build import collect, compile_launch, describe, distinct, launches_a_forward
 from model.presets import with_preset
 from tests.model.builders import random_config
-found = []
+dtype = getattr(torch, sys.argv[1])
 attention = ("attend_tiles",)
-for dtype, kernels, overrides in (
-    (torch.bfloat16, None, {"head_width": 128}),
-    (torch.bfloat16, attention, {"head_width": 16, "context_attention": "bidirectional", "layers": 1}),
-    (torch.bfloat16, attention, {"head_width": 32, "layers": 1}),
-    (torch.bfloat16, attention, {"head_width": 64, "layers": 1}),
-    (torch.float32, None, {"head_width": 64, "layers": 1, "has_dwell": False, "has_post_age": False}),
-    (torch.float32, attention, {"head_width": 32, "layers": 1}),
-    (torch.float32, attention, {"head_width": 128, "layers": 1}),
-    (torch.bfloat16, ("attend_tiles", "norm_head_rows", "gate_rows"), {"layers": 1, "preset": "phoenix-2026"}),
-    (torch.bfloat16, ("attend_tiles", "norm_rows", "gate_rows"), {"layers": 1, "preset": "vanilla"}),
-):
+if dtype == torch.bfloat16:
+    cases = [
+        (None, {"head_width": 128, "layers": 2}),
+        (attention, {"head_width": 16, "context_attention": "bidirectional"}),
+        (attention, {"head_width": 32}),
+        (attention, {"head_width": 64}),
+        (("attend_tiles", "norm_head_rows", "gate_rows"), {"preset": "phoenix-2026"}),
+        (("attend_tiles", "norm_rows", "gate_rows"), {"preset": "vanilla"}),
+    ]
+else:
+    cases = [
+        (None, {"head_width": 64, "layers": 2, "has_dwell": False, "has_post_age": False}),
+        (attention, {"head_width": 32}),
+        (attention, {"head_width": 128}),
+    ]
+found = []
+for kernels, overrides in cases:
     preset = overrides.pop("preset", "grok")
-    shape = {"width": 128, "layers": 2, "query_heads": 2, "kv_heads": 1}
+    shape = {"width": 128, "layers": 1, "query_heads": 2, "kv_heads": 1}
     for launch in distinct(collect(with_preset(random_config(**shape | overrides), preset), dtype)):
         if kernels is None or launch.kernel.fn.__name__ in kernels:
             found.append(describe(launch, compile_launch(launch)))
-print(json.dumps(found))
+counts = [launches_a_forward(random_config(layers=layers)) for layers in (4, 24)]
+print(json.dumps({"kernels": found, "launches": counts}))
 """
 
 SPILLING = """
@@ -67,13 +74,13 @@ compile_launch(next(iter(collector.launches)))
 """
 
 
-def run(source: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(source: str, directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = directory / "script.py"  # a file: Triton reads the source of its kernels
     script.write_text(source)
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=110
+        [sys.executable, str(script), *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=110
     )
 
 
@@ -81,11 +88,15 @@ def run(source: str, directory: Path, **environment: str) -> subprocess.Complete
 STACK_BYTES = {("embed_tiles", 0): 768, ("attend_tiles", 128): 256}
 
 
-def test_every_kernel_compiles_for_hopper_and_keeps_its_numbers_in_registers(tmp_path: Path) -> None:
-    finished = run(COMPILE, tmp_path)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_kernel_compiles_for_hopper_and_keeps_its_numbers_in_registers(dtype: str, tmp_path: Path) -> None:
+    finished = run(COMPILE, tmp_path, dtype)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    found = json.loads(finished.stdout.splitlines()[-1])
-    names = {"attend_tiles", "embed_tiles", "gate_rows", "multiply_tiles", "norm_head_rows", "norm_rows", "rotate_rows"}
+    report = json.loads(finished.stdout.splitlines()[-1])
+    assert report["launches"] == [9 * 4 + 5, 9 * 24 + 5]
+    found = report["kernels"]
+    names = {"attend_tiles", "embed_tiles", "gate_rows", "multiply_tiles", "norm_rows", "rotate_rows"}
+    names |= {"norm_head_rows"} if dtype == "bfloat16" else set()
     assert {kernel["kernel"] for kernel in found} == names
     for kernel in found:
         assert kernel["shared_bytes"] <= 227 * 1024, kernel

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.bits import Compositions, small_config
-from model.config import HashSpec
+from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import EngineError, Item
@@ -23,6 +23,8 @@ from model.native import build, packing
 from model.native.build import KernelUnavailable
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
+from model.native.packing import refusal
+from model.presets import with_preset
 from model.selftest import check_isolation, same_bits
 from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
@@ -125,6 +127,53 @@ def test_fp32_has_the_same_bits_at_every_width_of_vectors(variant: dict[str, Any
         item = Item(*random_request(ranker.config, ranker.config.history_length, count))
         ours, theirs = narrower.forward([item])[0], widest.forward([item])[0]
         assert same_bits(ours.scores, theirs.scores)
+
+
+SHAPE = random_config(history_length=150)
+TRUNKS = {
+    "gemma": with_preset(replace(SHAPE, kv_heads=1, head_width=256), "gemma"),
+    "gemma2": with_preset(SHAPE, "gemma2"),
+    "llama": with_preset(SHAPE, "llama"),
+    "no cap, steep": replace(SHAPE, attention_cap=None, attention_multiplier=-4.0, sandwich=False),
+    "a cap beyond what exp holds": replace(SHAPE, attention_cap=80.0, attention_multiplier=2.0, activation="silu"),
+    "bidirectional, no cap": replace(SHAPE, attention_cap=None, context_attention="bidirectional", input_scale=3.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", TRUNKS.values(), ids=TRUNKS)
+def test_other_trunks_equal_the_plain_definition_and_depend_on_no_batch(
+    config: ModelConfig, dtype: torch.dtype
+) -> None:
+    ranker = random_ranker(config)
+    item = Item(*random_request(config, config.history_length, 40))
+    expected = DenseEngine(ranker, torch.float32).forward([item])[0].scores
+    tolerance = PARITY[dtype].logits
+    if dtype is torch.bfloat16:  # where steep logits amplify its rounding, twice what the definition has
+        rounded = DenseEngine(ranker, dtype).forward([item])[0].scores.logits
+        tolerance = max(tolerance, 2 * float(np.abs(rounded - expected.logits).max()))
+    scores = []
+    for vectors in ("auto", NARROWER):
+        engine = NativeEngine(ranker, dtype, cache_bytes=10**6, vectors=vectors)
+        scores.append(engine.forward([item])[0].scores)
+        np.testing.assert_allclose(scores[-1].logits, expected.logits, atol=tolerance, rtol=0)
+        draws = Compositions(
+            NativeEngine(ranker, dtype, threads=1, vectors=vectors), 1, users=2, growth=(1, 37, 64, 150), pool=12
+        )
+        assert sum(draws.check(engine)[1] for _ in range(5)) == 0
+    assert dtype is torch.bfloat16 or same_bits(*scores)
+
+
+def test_a_trunk_that_the_kernel_does_not_know_goes_to_the_torch_engine_with_the_reason() -> None:
+    vanilla = with_preset(random_config(), "vanilla")
+    assert refusal(random_config()) is None
+    assert refusal(vanilla) == "the native kernel does not know this trunk's norm, positions, activation, gated, biases"
+    assert (
+        refusal(with_preset(SHAPE, "phoenix-2026"))
+        == "the native kernel does not know this trunk's cap_form, gated, qk_norm"
+    )
+    with pytest.raises(KernelUnavailable, match="norm, positions, activation"):
+        NativeEngine(random_ranker(vanilla))
 
 
 def test_vectors_that_the_processor_lacks_are_refused_with_their_name(monkeypatch: pytest.MonkeyPatch) -> None:

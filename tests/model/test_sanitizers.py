@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from model.engine import Item, Outcome
 from model.native.build import FLAGS, MARCH
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
+from model.presets import with_preset
 from model.synthetic import random_ranker
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "model/native"
 LIBRARIES = {"address,undefined": ("asan", "ubsan"), "address": ("asan",), "thread": ("tsan",)}
-COMPOSITIONS = 8
+COMPOSITIONS = 5
 GROWTH = (0, 1, 62, 63, 150)  # blocks of 64 keys that are seen whole, and in part
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
@@ -87,8 +89,10 @@ class Aside:
 def compose(library: Path) -> int:
     """Candidates whose bits differ from those alone, over random compositions in both dtypes with three threads and a fourth aside."""
     kernel, config = Kernel(library), small_config(history_length=max(GROWTH))
-    ranker, different = random_ranker(config), 0
-    for dtype in (torch.float32, torch.bfloat16):
+    uncapped = replace(with_preset(config, "llama"), attention_cap=None)
+    different = 0
+    for trunk, dtype in ((config, torch.float32), (config, torch.bfloat16), (uncapped, torch.bfloat16)):
+        ranker = random_ranker(trunk)
         alone = NativeEngine(ranker, dtype, threads=1, kernel=kernel, cache_bytes=10**7)
         engine = NativeEngine(ranker, dtype, threads=3, kernel=kernel, cache_bytes=10**6)
         draws = Compositions(alone, seed=1, users=2, growth=GROWTH, pool=12)

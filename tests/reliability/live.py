@@ -16,6 +16,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.assembly import build_server
+from app.engine.loading import RetrievalLoader
 from app.server.process import RankingServer
 from app.service.service import RankingService
 from app.settings import Settings
@@ -50,12 +51,12 @@ class Live:
 
 
 @contextmanager
-def live(engine: Any, **settings: Any) -> Iterator[Live]:
-    """Serve a fake engine on a free port until the block ends."""
+def live(engine: Any, towers: RetrievalLoader | None = None, **settings: Any) -> Iterator[Live]:
+    """Serve a fake engine, and towers with a corpus where there are any, on a free port until the block ends."""
     values = {"port": 0, "drain": {"delay_seconds": 0.0, "timeout_seconds": 5.0}, "logs": {"level": "error"}}
     chosen = Settings(**{**values, **settings})
     logs.configure(chosen.logs)
-    service = RankingService(loader(engine), chosen, Metrics())
+    service = RankingService(loader(engine), chosen, Metrics(), retrieval=towers)
     server = build_server(chosen, service)
     loop = asyncio.new_event_loop()
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import socket
+import threading
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
+import numpy as np
+import orjson
 import pytest
 
 from app.budgets import CHUNK_BYTES, Budget
+from app.engine.loading import LoadedRetrieval, RetrievalLoader
+from app.errors import Overloaded
+from app.interface import Changed, PostChange, PostRows
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.soak.fake_engine import FakeEngine
+from model.retrieval.inputs import Answers, Query
+from tests.app import retrieving
 from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 HALF = (
@@ -25,6 +37,12 @@ def budget(server: Live, name: str, series: str = "used") -> float:
     found = server.service.metrics.registry.get_sample_value(f"ranker_budget_{series}", {"budget": name})
     assert found is not None
     return found
+
+
+def logged(server: Live, path: str, status: int) -> float:
+    """Requests at this path that were counted, and so logged, with this status."""
+    labels = {"method": "POST", "route": path, "code": str(status)}
+    return server.service.metrics.registry.get_sample_value("ranker_http_requests_total", labels) or 0.0
 
 
 def refusals(server: Live, name: str) -> float:
@@ -58,9 +76,11 @@ def half_sent(server: Live, count: int, path: bytes) -> Iterator[list[socket.soc
         yield found
 
 
-@pytest.mark.parametrize("path", [b"/rank", b"/rank/batch"])
-def test_bodies_beyond_the_budget_are_answered_429(path: bytes) -> None:
-    with live(FakeEngine(), budgets={"body_bytes": 250_000}) as server:
+@pytest.mark.parametrize("path", [b"/rank", b"/rank/batch", b"/retrieve"])
+def test_bodies_beyond_the_budget_are_answered_429(path: bytes, tmp_path: Path) -> None:
+    with live(
+        FakeEngine(), retrieving.loader(tmp_path) if path == b"/retrieve" else None, budgets={"body_bytes": 250_000}
+    ) as server:
         with half_sent(server, 6, path) as crowd:
             wait_until(lambda: refusals(server, "body_bytes") >= 4)
             assert 200_000 < budget(server, "body_bytes") <= 250_000
@@ -70,6 +90,7 @@ def test_bodies_beyond_the_budget_are_answered_429(path: bytes) -> None:
                 with suppress(TimeoutError):
                     replies[place] = sock.recv(4096)
             assert sorted(statuses(b"".join(replies))) == [429] * 4
+            assert (logged(server, path.decode(), 429), logged(server, path.decode(), 499)) == (4, 0)
             with connect(server.port) as sock:
                 sock.sendall(rank_request(1))
                 assert statuses(one_reply(sock)) == [200]  # a small one still has room
@@ -154,9 +175,10 @@ def test_without_budgets_all_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 STALLS = {"header_seconds": 5.0, "stall_seconds": 0.4, "body_seconds": 3.0}
 
 
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
 @pytest.mark.parametrize(("pieces", "size", "expected"), [(8, 5000, 200), (8, 100, 408)], ids=["progress", "trickle"])
-def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int, expected: int) -> None:
-    sent = rank_request(1)
+def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int, expected: int, path: str) -> None:
+    sent = post("x", path, rank_body(1) if path == "/rank" else b"[%b]" % rank_body(1))
     head, _, body = sent.partition(b"\r\n\r\n")
     body = b" " * (pieces * size) + body
     head = head.replace(b"Content-Length: ", b"Content-Length: %d\r\nX: " % len(body))
@@ -172,6 +194,7 @@ def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int
         else:
             sock.sendall(body[pieces * size :])
         assert statuses(one_reply(sock)) == [expected]
+        assert logged(server, path, expected) == 1
 
 
 def test_a_body_that_makes_progress_for_ever_is_refused_in_the_end() -> None:
@@ -185,3 +208,97 @@ def test_a_body_that_makes_progress_for_ever_is_refused_in_the_end() -> None:
                 break
         assert 1.0 < time.monotonic() - began < 2.5
         assert statuses(one_reply(sock)) == [408]
+
+
+def gated(load: RetrievalLoader, opened: threading.Event) -> RetrievalLoader:
+    """Searches wait for this."""
+
+    def loaded() -> LoadedRetrieval:
+        found = load()
+        search = found.engine.retrieve
+
+        def retrieve(queries: Sequence[Query]) -> Answers:
+            assert opened.wait(100)
+            return search(queries)
+
+        vars(found.engine)["retrieve"] = retrieve
+        return found
+
+    return loaded
+
+
+CALLERS, HISTORY = 64, 2000
+SEARCHES = {
+    "budgets": {"excluded_ids": 60_000}, "limits": {"max_retrieved": 10}, "queue": {"max_wait_seconds": 0, "max_candidates": 1000},
+}  # fmt: skip
+
+
+def waiting(work: Path, history: int, **asked: object) -> tuple[int, list[int], dict[str, int]]:
+    """Bytes that requests for posts hold while they wait for their search, how each ended, and what is stated."""
+    posts = {"post_id": list(range(1, history + 1)), "author_id": [1] * history}
+    sent = post("x", "/recommend", orjson.dumps({"user_id": 1, "k": 10, "history": posts} | asked))
+    opened = threading.Event()
+    small = {
+        "checkpoint": work / "towers-v1",
+        "corpus": work / "corpus-v1",
+        "max_waiting": CALLERS,
+        "batch_requests": 8,
+    }
+    with (
+        live(
+            FakeEngine(), gated(retrieving.loader(work), opened), retrieval=small | {"cache_bytes": 0}, **SEARCHES
+        ) as server,
+        ExitStack() as crowd,
+    ):
+        searches = server.service.retrieval.searches
+        callers = [crowd.enter_context(connect(server.port, 60)) for _ in range(CALLERS)]
+        wait_until(lambda: budget(server, "connections") == CALLERS)
+        gc.collect()
+        tracemalloc.start()
+        for caller in callers:
+            caller.sendall(sent)
+        wait_until(lambda: logged(server, "/recommend", 429) + len(searches._running) + searches.waiting == CALLERS, 60)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        opened.set()
+        ended = [statuses(one_reply(caller))[0] for caller in callers]
+        stated = server.service.most_bytes()
+    assert searches.excluded.used == 0
+    return held, ended, stated
+
+
+EXCLUDED = list(range(10_000, 18_000))
+
+
+def test_searches_that_wait_hold_no_more_than_stated(tmp_path: Path) -> None:
+    held, ended, stated = waiting(tmp_path, HISTORY, exclude=EXCLUDED)
+    assert sorted(ended) == [200] * 6 + [429] * (CALLERS - 6)
+    assert held < stated["retrieval"] < 3_000_000
+
+
+def test_without_the_budget_searches_that_wait_hold_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setattr(Budget, "take", lambda budget, amount: budget.give(-amount) or True)
+    held, ended, stated = waiting(tmp_path, HISTORY, exclude=EXCLUDED)
+    assert ended == [200] * CALLERS
+    assert held > stated["retrieval"]
+
+
+def test_a_long_history_is_not_kept_while_its_search_waits(tmp_path: Path) -> None:
+    short, long = (waiting(tmp_path / str(n), n, exclude_history=False)[0] / CALLERS for n in (8, HISTORY))
+    assert long < short + 4 * HISTORY, "what is beyond the windows is gone: ids alone would be 16 bytes an item"
+
+
+def test_changes_of_posts_beyond_the_budget_are_refused(tmp_path: Path) -> None:
+    change = PostChange(np.array([1], np.uint64), PostRows(*(np.empty(0, np.uint64),) * 2, np.empty(0, np.int64), []))
+    with live(FakeEngine(), retrieving.loader(tmp_path), budgets={"changes": 2}) as server:
+
+        async def several() -> list[object]:
+            retrieval = server.service.retrieval
+            return await asyncio.gather(*(retrieval.change(change) for _ in range(5)), return_exceptions=True)
+
+        ended = server.call(several())
+        assert [type(each) for each in ended] == [Changed] * 2 + [Overloaded] * 3
+        assert (budget(server, "changes"), refusals(server, "changes")) == (0, 3)
+        assert type(server.call(server.service.retrieval.change(change))) is Changed

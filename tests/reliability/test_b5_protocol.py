@@ -15,6 +15,7 @@ OTHER = {
     "HTTP/2.0": (b"GET /livez HTTP/2.0\r\nHost: x\r\n\r\n", 505),
     "no version": (b"GET /livez\r\n\r\n", 505),
     "a hundred headers": (GET + b"".join(b"A%d: b\r\n" % n for n in range(200)) + b"\r\n", 431),
+    "a header more than a hundred": (GET + b"".join(b"A%d: b\r\n" % n for n in range(99)) + b"\r\n", 431),
     "a long header": (GET + b"A: " + b"b" * 40_000 + b"\r\n\r\n", 431),
     "a long path": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
     "many headers that never end": (GET + b"A: bbbbbbbbbb\r\n" * 10_000, 431),
@@ -47,6 +48,11 @@ def test_the_verdict_does_not_depend_on_how_the_bytes_arrive(server: Live, pace:
             for start in range(0, len(BROKEN[name]), pace):
                 sock.sendall(BROKEN[name][start : start + pace])
             assert statuses(read_all(sock)) == [400]
+
+
+def test_a_hundred_headers_pass_of_which_the_target_is_one(server: Live) -> None:
+    head = GET + b"Connection: close\r\n" + b"".join(b"A%d: b\r\n" % n for n in range(97))
+    assert statuses(exchange(server.port, head + b"\r\n")) == [200]
 
 
 def test_whole_requests_pass_and_the_connection_stays(server: Live) -> None:

@@ -1,4 +1,4 @@
-"""The commands `world`, `train`, `eval`, `eval-retrieval` and `train-demo`. Their libraries are imported when they run."""
+"""The commands `world`, `train`, `eval`, `eval-retrieval`, `compare`, `train-demo`. Their libraries are imported when they run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from model.config import ModelConfig
+from model.presets import PRESETS, with_preset
 from weights.actions import continuous_outputs, default_score_weights
 from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import progress_bar, read_json, refusals, say
@@ -40,6 +41,7 @@ def register(app: typer.Typer) -> None:
     app.command()(train)
     app.command("eval")(eval_)
     app.command("eval-retrieval")(eval_retrieval)
+    app.command()(compare)
     app.command("train-demo")(train_demo)
 
 
@@ -69,6 +71,11 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="JSON file with an architecture; the demo's where not given.")
     ] = None,
+    preset: Annotated[str, typer.Option(help=f"Another trunk for the architecture: {', '.join(PRESETS)}.")] = "",
+    start: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint whose architecture and weights to begin with, such as a grafted one."),
+    ] = None,
     state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds, log and threads: equal checkpoints.")] = 1,
@@ -85,17 +92,26 @@ def train(
             raise CheckpointError("--resume needs --state, the directory of the run to continue.")
         if out.exists() and not replace_existing:
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
+        if start and (config or preset):
+            raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
         settings = with_settings(TrainSettings(seed=seed), set_)
         impressions = read_log(log)
-        architecture = (
-            ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(len(impressions.action_names))
-        )
+        begun = load_checkpoint(start) if start else None
+        if begun:
+            impressions, architecture = aligned(impressions, begun.manifest.action_names), begun.manifest.config
+        else:
+            architecture = (
+                ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(len(impressions.action_names))
+            )
+        if preset:
+            architecture = with_preset(architecture, preset)
         with progress_bar() as bar:
             ranker = run(
                 impressions,
                 architecture,
                 settings,
                 until_ts=until,
+                start=begun.ranker if begun else None,
                 state=state,
                 resume=resume,
                 report=training_report(bar),
@@ -163,6 +179,33 @@ def eval_retrieval(
         found = evaluate_retrieval(world, encoder.towers, ranker.ranker, posts, ranker.manifest.score_weights)
     Console(width=None if sys.stdout.isatty() else 120).print(as_table(found))
     say(json.dumps(found))
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="A checkpoint directory: what serves now, say.")],
+    second: Annotated[Path, typer.Argument(help="Another one: what might serve next.")],
+    log: Annotated[Path, typer.Option(help="A log of impressions.")],
+    out: Annotated[Path, typer.Option(help="Directory for index.html and figures.json.")],
+    since: Annotated[int, typer.Option(help="Unix seconds: the requests from then on.")] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="Most requests, drawn by --seed.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Equal seeds, equal requests.")] = 1,
+    explorer: Annotated[
+        str, typer.Option(help="Where a server has its page, for links.")
+    ] = "http://127.0.0.1:8000/explore",
+) -> None:
+    """Compare two checkpoints on the requests of a log: scores, order, calibration, the requests that changed most."""
+    with refusals(*REFUSED):
+        from weights.training.evaluate.compare import compare as compared
+        from weights.training.evaluate.compare_page import write_comparison
+        from weights.training.log import read_log
+
+        pair = load_checkpoint(first), load_checkpoint(second)
+        impressions = read_log(log)
+        logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
+        with progress_bar() as bar:
+            found = compared(pair, logs, since, requests, seed, bar)
+        figures = write_comparison(out, (pair[0].manifest, pair[1].manifest), found, explorer)
+    say(json.dumps({name: value for name, value in figures.items() if name not in ("actions", "changed")}))
 
 
 def train_demo(

@@ -50,7 +50,7 @@ def mini_config(seed: int, rows: tuple[int, int, int], continuous_actions: int =
 def random_chunks(config: ModelConfig, seed: int) -> Callable[[str], Iterator[Tensor]]:
     """It returns a function from a tensor's name to its values: flat float32 chunks of at most 1 MiB.
 
-    Norm scales are near 1; embeddings have deviation 0.5; matrices keep the size of what they multiply, so every input moves
+    Norm scales are near 1, biases near 0; embeddings have deviation 0.5; matrices keep the size of what they multiply, so every input moves
     every score. The values depend on seed, name and shape only.
     """
     shapes = expected_shapes(config)
@@ -63,7 +63,7 @@ def random_chunks(config: ModelConfig, seed: int) -> Callable[[str], Iterator[Te
             values = torch.from_numpy(rng.standard_normal(min(left, _CHUNK_ELEMENTS), dtype=np.float32))
             left -= len(values)
             if len(shape) == 1:
-                yield values.mul_(0.1).add_(1)
+                yield values.mul_(0.1).add_(0 if name.endswith("_bias") else 1)
             else:
                 yield values.mul_(0.5 if name.endswith("_table") or is_table(name) else shape[0] ** -0.5)
 

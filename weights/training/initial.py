@@ -19,6 +19,8 @@ from model.trunk import DecoderLayer
 
 PRE_NORMS = ("attention_norm", "ffn_norm")
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
+HEAD_NORMS = ("query_norm", "key_norm")
+LAST_LINEAR = ("output", "ffn_output")  # of a branch: without a sandwich a layer adds what they give
 QUERY_KEY = (".query", ".key")
 AUTHOR_DEVIATION = 1.0
 USER_DEVIATION = 0.3
@@ -49,14 +51,17 @@ def upstream(ranker: Ranker, generator: torch.Generator) -> None:
 
 
 def unit(ranker: Ranker, generator: torch.Generator) -> None:
-    """The common choice, for comparison: as `upstream`, but every norm scale 1 and every linear weight drawn."""
+    """The common choice, for comparison: as `upstream`, but every norm scale 1 and every linear weight drawn; biases start at 0."""
     upstream(ranker, generator)
     leave_saddle(ranker, generator)
     with torch.no_grad():
         ranker.heads.norm.fill_(1)
         for layer in ranker.trunk.layers:
-            for name in POST_NORMS:
+            for name in POST_NORMS if ranker.config.sandwich else ():
                 getattr(layer, name).fill_(1)
+            for name in () if ranker.config.sandwich else LAST_LINEAR:
+                weight = getattr(layer, name)
+                draw(weight, weight.shape[0] ** -0.5, generator)
 
 
 def stuck(module: nn.Module) -> list[str]:
@@ -71,15 +76,17 @@ def stuck(module: nn.Module) -> list[str]:
 def leave_saddle(ranker: Ranker, generator: torch.Generator) -> None:
     """Draw the trunk's linear weights and set its inner norm scales to 1, leaving the outer scales, hence every output bit, as they are.
 
-    The outer scales (`…_post_norm`) are still 0, so each layer still adds exactly 0; but now they have a gradient.
+    The outer scales (`…_post_norm`), or without a sandwich the last weights of both branches, are still 0, so each layer still
+    adds exactly 0; but now they have a gradient.
     """
+    kept = POST_NORMS if ranker.config.sandwich else LAST_LINEAR
     with torch.no_grad():
         for layer in ranker.trunk.layers:
             assert isinstance(layer, DecoderLayer)
             for name, parameter in layer.named_parameters():
-                if name in PRE_NORMS:
+                if name in PRE_NORMS + HEAD_NORMS:
                     parameter.fill_(1)
-                elif name not in POST_NORMS:
+                elif name not in kept and not name.endswith("_bias"):
                     draw(parameter, parameter.shape[0] ** -0.5, generator)
             _match_queries_and_keys(layer, ranker.config)
 
@@ -89,13 +96,18 @@ def _match_queries_and_keys(layer: DecoderLayer, config: ModelConfig) -> None:
 
     A pair of RoPE that turns by more than half a circle over the history hides whether two tokens are alike.
     """
+    if config.positions == "rope":
+        _favour_slow_pairs(layer, config)
+    queries = layer.query.unflatten(1, (config.kv_heads, -1, config.head_width))
+    layer.key.copy_(queries[:, :, 0].flatten(1))
+
+
+def _favour_slow_pairs(layer: DecoderLayer, config: ModelConfig) -> None:
     pairs = config.head_width // 2
     angles = config.history_length * config.rope_base ** (-torch.arange(pairs) / pairs)
     slow = angles <= math.pi
     gain = torch.where(slow, (pairs / slow.sum().clamp(min=1)).sqrt(), FAST_PAIR_GAIN)
     layer.query.mul_(gain.repeat(2 * config.query_heads))
-    queries = layer.query.unflatten(1, (config.kv_heads, -1, config.head_width))
-    layer.key.copy_(queries[:, :, 0].flatten(1))
 
 
 def draw(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:

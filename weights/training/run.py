@@ -27,11 +27,14 @@ def train(
     settings: TrainSettings,
     *,
     until_ts: int | None = None,
+    start: Ranker | None = None,
     state: Path | None = None,
     resume: bool = False,
     report: Callable[[Status], None] = lambda status: None,
 ) -> Ranker:
     """Train on the requests before `until_ts` (all where None); the last 3 % of them validate. Returns the best ranker.
+
+    `start`, of the same architecture, gives the initial values; drawn where None.
 
     Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
     Raises LogError for a log too small to split, StateError where `resume` finds no state of this run in `state`.
@@ -39,7 +42,7 @@ def train(
     examples = Examples(log if until_ts is None else log.take(log.impression_ts < until_ts), config)
     train_requests, validation = split(len(examples), settings.validation_requests)
     with reproducible(settings.threads):
-        trainer = Trainer(examples, train_requests, validation, settings)
+        trainer = Trainer(examples, train_requests, validation, settings, start)
         if resume and state:
             load_state(trainer, state)
         return trainer.run(report, lambda current: save_state(current, state) if state else None)

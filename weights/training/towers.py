@@ -115,12 +115,12 @@ def train_towers(
 
 
 def initial_towers(config: RetrievalConfig, generator: torch.Generator) -> Towers:
-    """Weights that keep their inputs' size, norm scales of 1, small embeddings."""
+    """Weights that keep their inputs' size, norm scales of 1, biases of 0, small embeddings."""
     towers = Towers(config)
     with torch.no_grad():
         for name, parameter in towers.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(1)
+                parameter.fill_(0 if name.endswith("_bias") else 1)
             else:
                 spread = 0.1 if name.startswith("tables.") or name.endswith("_table") else parameter.shape[0] ** -0.5
                 initial.draw(parameter, spread, generator)

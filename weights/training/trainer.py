@@ -38,7 +38,7 @@ class Status:
 
 
 class Trainer:
-    """Trains one ranker. `train` and `validation` are indices of requests in `examples`."""
+    """Trains one ranker, from `start`'s weights where it is given. `train` and `validation` are indices of requests in `examples`."""
 
     def __init__(
         self,
@@ -46,12 +46,15 @@ class Trainer:
         train: NDArray[np.int64],
         validation: NDArray[np.int64],
         settings: TrainSettings,
+        start: Ranker | None = None,
     ) -> None:
         self.examples, self.train, self.validation, self.settings = examples, train, validation, settings
         generator = torch.Generator().manual_seed(settings.seed)
         self.ranker = Ranker(examples.config)
         draw = initial.unit if settings.init == "unit" else initial.upstream
         draw(self.ranker, generator)
+        if start is not None:
+            self.ranker.load_state_dict(start.state_dict())
         self.generator = generator
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8)
         self.steps = max(1, round(settings.epochs * len(train) / settings.batch_requests))
@@ -99,7 +102,7 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.ranker.parameters(), settings.gradient_norm)
         self.optimizer.step()
-        if self.step == 0 and len(initial.stuck(self.ranker.trunk)) == sum(1 for _ in self.ranker.trunk.parameters()):
+        if self.step == 0 and "layers.0.query" in initial.stuck(self.ranker.trunk):
             initial.leave_saddle(self.ranker, self.generator)
         self.loss = loss.item()
         self.step += 1
@@ -145,7 +148,7 @@ class Trainer:
         return self.train[[orders[int(epoch)][p % len(self.train)] for epoch, p in zip(epochs, place, strict=True)]]
 
     def _groups(self) -> list[dict[str, object]]:
-        """Decay for matrices, a decay of their own for embedding tables, none for norm scales.
+        """Decay for matrices, a decay of their own for embedding tables, none for norm scales and biases.
 
         Norm scales that start from 0 learn faster, queries and keys slower.
         """
@@ -156,7 +159,7 @@ class Trainer:
                 return "table"
             if name.endswith(initial.QUERY_KEY):
                 return "query or key"
-            if name.endswith(initial.PRE_NORMS):
+            if name.endswith((*initial.PRE_NORMS, *initial.HEAD_NORMS, "_bias")):
                 return "inner norm"
             return "matrix" if parameter.ndim == 2 else "outer norm"
 

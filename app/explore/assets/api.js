@@ -2,7 +2,9 @@
 
 let key = ""; // where the service wants one: kept in this page alone, never in its link
 
-export const useKey = (given) => { key = given; };
+export const useKey = (given) => {
+  key = given;
+};
 
 /** A refusal: the problem that the service answered with, or that it could not be reached. */
 export class Refused extends Error {
@@ -31,7 +33,8 @@ export async function call(path, body) {
 
 /** Runs `task` now, or once more when it has ended: one at a time, and the last call is never lost. */
 export function latest(task) {
-  let running = null, again = false;
+  let running = null,
+    again = false;
   return () => {
     again = true;
     running ??= (async () => {
@@ -39,7 +42,9 @@ export function latest(task) {
         again = false;
         await task();
       }
-    })().finally(() => { running = null; });
+    })().finally(() => {
+      running = null;
+    });
     return running;
   };
 }

@@ -36,7 +36,8 @@ export function animated(elements, change) {
   change();
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
   for (const each of elements()) {
-    const now = each.getBoundingClientRect(), was = before.get(each);
+    const now = each.getBoundingClientRect(),
+      was = before.get(each);
     if (!was) each.animate({ opacity: [0, 1] }, { duration: 240 });
     else if (was.top !== now.top || was.left !== now.left) {
       const from = `translate(${was.left - now.left}px, ${was.top - now.top}px)`;

@@ -15,12 +15,20 @@ export class Names {
     for (const post of posts) {
       const known = this.posts.get(post.post_id) ?? {};
       const topic = post.topics?.[0] ?? known.topic ?? this.authors[post.author_id]?.topic;
-      this.posts.set(post.post_id, { author_id: post.author_id, topic, created_at: post.created_at || known.created_at || 0 });
+      this.posts.set(post.post_id, {
+        author_id: post.author_id,
+        topic,
+        created_at: post.created_at || known.created_at || 0,
+      });
     }
   }
 
-  author(id) { return this.authors[id]?.name ?? (id === "0" ? "unknown author" : `author ${short(id)}`); }
-  topic(post) { return this.posts.get(post.post_id)?.topic ?? this.authors[post.author_id]?.topic; }
+  author(id) {
+    return this.authors[id]?.name ?? (id === "0" ? "unknown author" : `author ${short(id)}`);
+  }
+  topic(post) {
+    return this.posts.get(post.post_id)?.topic ?? this.authors[post.author_id]?.topic;
+  }
 
   user(id) {
     const known = this.users[id];

@@ -20,28 +20,33 @@ export class RankedList {
   show(title, posts, view) {
     this.title.textContent = title;
     this.title.hidden = !title;
-    animated(() => [...this.list.children], () => {
-      const rows = posts.map((post) => {
-        const row = this.rows.get(post.key) ?? new Row(post, this.act);
-        row.fill(post, view);
-        return row;
-      });
-      this.rows = new Map(rows.map((row) => [row.key, row]));
-      const wanted = rows.map((row) => row.element), kept = new Set(wanted);
-      for (const child of [...this.list.children]) if (!kept.has(child)) child.remove();
-      const focused = document.activeElement;
-      wanted.forEach((element, place) => {
-        if (this.list.children[place] !== element) this.list.insertBefore(element, this.list.children[place] ?? null);
-      });
-      if (this.list.contains(focused)) focused.focus({ preventScroll: true }); // what is moved loses it
-    });
+    animated(
+      () => [...this.list.children],
+      () => {
+        const rows = posts.map((post) => {
+          const row = this.rows.get(post.key) ?? new Row(post, this.act);
+          row.fill(post, view);
+          return row;
+        });
+        this.rows = new Map(rows.map((row) => [row.key, row]));
+        const wanted = rows.map((row) => row.element),
+          kept = new Set(wanted);
+        for (const child of [...this.list.children]) if (!kept.has(child)) child.remove();
+        const focused = document.activeElement;
+        wanted.forEach((element, place) => {
+          if (this.list.children[place] !== element) this.list.insertBefore(element, this.list.children[place] ?? null);
+        });
+        if (this.list.contains(focused)) focused.focus({ preventScroll: true }); // what is moved loses it
+      },
+    );
   }
 }
 
 class Row {
   constructor(post, act) {
     this.key = post.key;
-    const button = (what, text) => h("button", { type: "button", class: "quiet", onclick: () => act(what, this.post) }, text);
+    const button = (what, text) =>
+      h("button", { type: "button", class: "quiet", onclick: () => act(what, this.post) }, text);
     this.rank = h("span", { class: "rank number" });
     this.move = h("span", { class: "move number" });
     this.name = h("strong");
@@ -51,27 +56,50 @@ class Row {
     this.report = button("report", "report");
     this.why = button("why", "why");
     this.bars = h("svg", { class: "bars", role: "img", preserveAspectRatio: "none" }, h("title"));
-    this.balance = h("svg", { class: "balance", preserveAspectRatio: "none", "aria-hidden": "true" },
-      h("rect", { class: "against", y: 2, height: 6 }), h("rect", { class: "for", y: 2, height: 6 }),
-      h("line", { class: "axis", y1: 0, y2: 10 }), h("line", { class: "net", y1: 0, y2: 10 }));
+    this.balance = h(
+      "svg",
+      { class: "balance", preserveAspectRatio: "none", "aria-hidden": "true" },
+      h("rect", { class: "against", y: 2, height: 6 }),
+      h("rect", { class: "for", y: 2, height: 6 }),
+      h("line", { class: "axis", y1: 0, y2: 10 }),
+      h("line", { class: "net", y1: 0, y2: 10 }),
+    );
     this.score = h("span", { class: "score number" });
     this.detail = h("div", { class: "detail", id: `why-${crypto.randomUUID()}`, hidden: true });
     this.why.setAttribute("aria-controls", this.detail.id);
-    this.element = h("li", { "data-key": this.key },
-      h("div", { class: "row" }, this.rank, this.move,
-        h("div", { class: "who" }, h("div", {}, this.name, this.topic), h("div", { class: "line" }, this.about, this.like, this.report, this.why)),
-        this.bars, this.balance, this.score),
-      this.detail);
+    this.element = h(
+      "li",
+      { "data-key": this.key },
+      h(
+        "div",
+        { class: "row" },
+        this.rank,
+        this.move,
+        h(
+          "div",
+          { class: "who" },
+          h("div", {}, this.name, this.topic),
+          h("div", { class: "line" }, this.about, this.like, this.report, this.why),
+        ),
+        this.bars,
+        this.balance,
+        this.score,
+      ),
+      this.detail,
+    );
   }
 
   fill(post, view) {
     this.post = post;
     const { names } = view;
-    const author = names.author(post.author_id), topic = names.topic(post);
-    const before = view.before?.get(this.key), moved = before === undefined ? 0 : before - post.place;
+    const author = names.author(post.author_id),
+      topic = names.topic(post);
+    const before = view.before?.get(this.key),
+      moved = before === undefined ? 0 : before - post.place;
     Object.assign(this.element.dataset, { post: post.post_id, rank: post.rank, score: post.score });
     this.rank.textContent = post.place;
-    this.move.textContent = view.before && before === undefined ? "new" : moved ? `${moved > 0 ? "▲" : "▼"}${Math.abs(moved)}` : "";
+    this.move.textContent =
+      view.before && before === undefined ? "new" : moved ? `${moved > 0 ? "▲" : "▼"}${Math.abs(moved)}` : "";
     this.move.className = `move number ${moved > 0 ? "up" : moved < 0 ? "down" : ""}`;
     this.name.textContent = author;
     this.topic.textContent = topic ?? "";
@@ -81,9 +109,14 @@ class Row {
     const rank = post.retrieval_rank ? `rank ${post.rank}, retrieved ${post.retrieval_rank}` : "";
     this.about.textContent = [age, rank].filter(Boolean).join(" · ") || `post ${short(post.post_id)}`;
     this.about.title = `post ${post.post_id}, author ${post.author_id}`;
-    for (const [button, text] of [[this.like, "Like a post of"], [this.report, "Report"], [this.why, "Why is this post here:"]]) {
+    for (const [button, text] of [
+      [this.like, "Like a post of"],
+      [this.report, "Report"],
+      [this.why, "Why is this post here:"],
+    ]) {
       button.setAttribute("aria-label", `${text} ${author}`);
     }
+    this.report.hidden = !view.disliked;
     this.score.textContent = number(post.score, 3);
     this.drawBars(post, view);
     this.drawBalance(post, view);
@@ -97,7 +130,10 @@ class Row {
     const shapes = this.bars.querySelectorAll("rect");
     if (shapes.length !== actions.length) {
       this.bars.setAttribute("viewBox", `0 0 ${actions.length * 5 - 1} ${HIGH}`);
-      this.bars.replaceChildren(this.bars.firstChild, ...actions.map((_, place) => h("rect", { x: place * 5, width: 4 })));
+      this.bars.replaceChildren(
+        this.bars.firstChild,
+        ...actions.map((_, place) => h("rect", { x: place * 5, width: 4 })),
+      );
     }
     this.bars.querySelectorAll("rect").forEach((shape, place) => {
       const height = Math.max(0.6, HIGH * Math.sqrt(post.probabilities[place]));
@@ -105,7 +141,10 @@ class Row {
       shape.setAttribute("height", height);
       shape.setAttribute("class", side(weights[actions[place]]));
     });
-    const most = actions.map((name, place) => [name, post.probabilities[place]]).sort((a, b) => b[1] - a[1]).slice(0, 4);
+    const most = actions
+      .map((name, place) => [name, post.probabilities[place]])
+      .sort((a, b) => b[1] - a[1])
+      .slice(0, 4);
     this.bars.firstChild.textContent = most.map(([name, share]) => `${words(name)} ${percent(share)}`).join(", ");
   }
 

@@ -10,7 +10,12 @@ export function normal(request, actions) {
     ...withTextIds(event),
     actions: Object.fromEntries(entries(event.actions).map(([name, value]) => [actions[name] ?? name, value])),
   }));
-  return { ...kept, user_id: String(request.user_id ?? 0), history, candidates: rows(request.candidates).map(withTextIds) };
+  return {
+    ...kept,
+    user_id: String(request.user_id ?? 0),
+    history,
+    candidates: rows(request.candidates).map(withTextIds),
+  };
 }
 
 const withTextIds = (item) => ({ ...item, post_id: String(item.post_id), author_id: String(item.author_id) });
@@ -47,13 +52,26 @@ export function body(state, side = state.side) {
 export async function pack(state) {
   const squeezed = new Blob([JSON.stringify(state)]).stream().pipeThrough(new CompressionStream("deflate-raw"));
   const bytes = new Uint8Array(await new Response(squeezed).arrayBuffer());
-  return btoa(String.fromCharCode(...bytes)).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
+  return btoa(String.fromCharCode(...bytes))
+    .replaceAll("+", "-")
+    .replaceAll("/", "_")
+    .replace(/=+$/, "");
 }
 
 export async function unpack(text) {
   const bytes = Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (each) => each.charCodeAt(0));
   const whole = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
-  return JSON.parse(await new Response(whole).text());
+  const state = JSON.parse(await new Response(whole).text());
+  const isWhole = ({ history, candidates }) => Array.isArray(history) && Array.isArray(candidates);
+  if (
+    !["rank", "recommend"].includes(state.source) ||
+    ![0, 1].includes(state.side) ||
+    !state.sides[state.side] ||
+    !state.sides.every(isWhole)
+  ) {
+    throw new Error("no state of this page"); // a link may come from anyone
+  }
+  return state;
 }
 
 /** The call as a command and as a program. */

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,11 @@ class Collector:
 
     def __init__(self) -> None:
         self.launches: dict[Launch, None] = {}
+        self.started = 0
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
         """Note the types as Triton's own dispatcher would see them."""
+        self.started += 1
         names = kernel.arg_names[: len(arguments)]
         unspecialized = {
             kernel.arg_names.index(name) if isinstance(name, str) else name for name in kernel.do_not_specialize or ()
@@ -79,6 +82,11 @@ def collect(
 ) -> list[Launch]:
     """The launches of a whole forward of this architecture, once with each kind of bf16 matrix product. Holds no weights."""
     collector = Collector()
+    _forward(config, dtype, collector, products)
+    return list(collector.launches)
+
+
+def _forward(config: ModelConfig, dtype: torch.dtype, collector: Collector, products: Iterable[ProductKind]) -> None:
     with torch.device("meta"):
         ranker = Ranker(config)
     weights = split_weights(ranker, torch.device("meta"), dtype)
@@ -94,7 +102,6 @@ def collect(
         }
         trunk.body(step, TILE_ROWS)
         trunk.tail(step, TILE_ROWS)
-    return list(collector.launches)
 
 
 def distinct(launches: Iterable[Launch]) -> list[Launch]:
@@ -186,16 +193,43 @@ def _activations(launch: Launch) -> str:
     return "bf16" if "bf16" in types else "fp32"
 
 
-def main() -> None:
-    """Compile every kernel of a small ranker in both dtypes and print what came out."""
+def launches_a_forward(config: ModelConfig) -> int:
+    """How many kernels one forward starts, products of the library counted as one each."""
+    collector = Collector()
+    _forward(config, torch.bfloat16, collector, ("narrow",))
+    return collector.started
+
+
+def main(given: list[str] | None = None) -> None:
+    """Compile every kernel for the widths of heads that occur, in both dtypes, and print what came out as a table."""
+    parser = argparse.ArgumentParser(prog="python -m model.split.kernels.build", description=main.__doc__)
+    parser.add_argument("--capability", type=int, nargs="+", default=[90], help="80, 90 and 100 are known to work")
+    parser.add_argument("--head-width", type=int, nargs="+", default=[32, 64, 128])
+    options = parser.parse_args(given)
     hashes = HashSpec((1, 3), (5, 7), 2**61 - 1, 1000)
-    config = ModelConfig(
-        width=128, layers=2, query_heads=4, kv_heads=2, head_width=64, history_length=127, candidate_length=64, actions=19,
-        user_hashes=hashes, post_hashes=hashes, author_hashes=hashes, continuous_actions=8, has_dwell=True, has_post_age=True,
-    )  # fmt: skip
-    for dtype in (torch.bfloat16, torch.float32):
-        for launch in distinct(collect(config, dtype)):
-            print(describe(launch, compile_launch(launch)))
+    configs = [
+        ModelConfig(
+            width=256, layers=2, query_heads=4, kv_heads=2, head_width=width, history_length=127, candidate_length=64,
+            actions=19, user_hashes=hashes, post_hashes=hashes, author_hashes=hashes, continuous_actions=8, has_dwell=True,
+            has_post_age=True,
+        ) for width in options.head_width
+    ]  # fmt: skip
+    found = [each for dtype in (torch.bfloat16, torch.float32) for config in configs for each in collect(config, dtype)]
+    numbers = [field.name for field in fields(Code)]
+    print(
+        f"{'kernel':<16}{'sm':>4} {'dtype':<5} {'tile':<12}{'shared':>8}" + "".join(f"{name:>14}" for name in numbers)
+    )
+    for capability in options.capability:
+        for launch in distinct(found):
+            row = describe(launch, compile_launch(launch, GPUTarget("cuda", capability, 32)))
+            constants = row["constants"]
+            tile = "x".join(
+                str(constants[key]) for key in ("TILE_ROWS", "TILE_OUT", "TILE_KEYS", "HEAD_WIDTH") if key in constants
+            )
+            head = f"{row['kernel']:<16}{capability:>4} {row['dtype']:<5} {tile:<12}{row['shared_bytes']:>8}"
+            print(head + "".join(f"{row[name]:>14}" for name in numbers), flush=True)
+    layers = ", ".join(f"{n} layers {launches_a_forward(replace(configs[0], layers=n))}" for n in (2, 4, 8, 24))
+    print(f"launches a forward: {layers}")
 
 
 if __name__ == "__main__":

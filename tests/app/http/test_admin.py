@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from app.assembly import create_reloader
 from app.engine.loading import LoadedModel, Loader, RetrievalLoader, retrieval_loader
 from app.http.admin import create_admin_app
-from app.interface import CheckpointNotFound
+from app.interface import CheckpointNotFound, ReloadInProgress
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Admin, Settings
@@ -89,6 +89,15 @@ def test_a_refused_checkpoint_says_why_and_the_old_one_serves(client: TestClient
     assert "digest differs" in str(reply["detail"])
     assert service.model is before
     assert 'ranker_reloads_total{result="failure"} 1.0' in service.metrics.render().decode()
+
+
+def test_a_second_reload_is_told_to_come_back(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def busy(*_: object) -> None:
+        raise ReloadInProgress
+
+    monkeypatch.setattr(Reloader, "reload", busy)
+    reply = client.post("/admin/reload", headers=GOOD)
+    assert (reply.status_code, reply.json()["code"], reply.headers["retry-after"]) == (409, "reload_in_progress", "5")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_every_reply_is_counted_once_and_named(
     app: Application, call: tuple[str, bytes, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if b'"fault"' in call[1]:
-        monkeypatch.setattr("app.http.rank.features.context_of", lambda *_: 1 / 0)
+        monkeypatch.setattr("app.request.codec.Packed.unpack", lambda *_: 1 / 0)
     before = counted(app, call[0])
     status, headers, _ = reply(app, *call)
     assert counted(app, call[0]) == before + 1

@@ -23,7 +23,7 @@ def test_a_fault_of_ours_is_a_problem_too(monkeypatch: pytest.MonkeyPatch, capsy
         raise RuntimeError("the history holds a secret")
 
     with served() as (client, service):
-        monkeypatch.setattr("app.request.features.context_of", fail)
+        monkeypatch.setattr("app.request.codec.Packed.unpack", fail)
         reply = client.post("/rank", json=good())
         assert (reply.status_code, reply.json()["code"]) == (500, "internal")
         assert reply.headers["x-request-id"] == reply.json()["request_id"]

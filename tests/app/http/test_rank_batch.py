@@ -6,15 +6,17 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from app.http.application import create_app
+from app.request.body import Body, decode
 from app.scheduling.admission import Refusal
 from app.settings import Batching, Budgets, Limits, Queue, Settings
 from model.engine import Item, Outcome
@@ -165,6 +167,13 @@ def test_nan_fails_one_request_alone() -> None:
         assert "NaN" not in alone.text
 
 
+def spin(seconds: float) -> None:
+    """Hold a core for so long."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
 def errors(client: TestClient, items: list[object]) -> list[int | None]:
     return [result.get("error", {}).get("status") for result in client.post("/rank/batch", json=items).json()]
 
@@ -182,6 +191,25 @@ def test_candidates_of_a_call_and_of_all_calls_have_room_up_to_a_bound() -> None
         assert value_of(client.get("/metrics").text, used) == 0
         assert value_of(client.get("/metrics").text, used.replace("used", "refusals_total")) == 6
         assert errors(client, items[:3]) == [None] * 3
+
+
+@pytest.mark.parametrize(("wait", "rests"), [(time.sleep, False), (spin, True)], ids=["busy machine", "dear"])
+def test_a_batch_rests_for_the_processor_time_that_a_request_took(
+    monkeypatch: pytest.MonkeyPatch, wait: Callable[[float], None], rests: bool
+) -> None:
+    seen: list[float] = []
+
+    def slow(*arguments: Any) -> Body:
+        wait(0.02)
+        return decode(*arguments)
+
+    monkeypatch.setattr("app.http.rank_batch.rest_seconds", lambda held: seen.append(held) or 0.0)
+    monkeypatch.setattr("app.http.rank_batch.decode", slow)
+    with served() as (client, _):
+        assert errors(client, [good(user_id=user) for user in range(4)]) == [None] * 4
+    assert len(seen) >= 4
+    assert (sum(held > 0.015 for held in seen) == 4) == rests
+    assert rests or max(seen) < 0.01
 
 
 def test_between_requests_of_a_batch_that_hold_the_loop_others_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,15 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
     assert again.json()["posts"] == content["posts"]
 
 
+def test_each_post_has_the_topic_of_the_corpus(client: TestClient) -> None:
+    columns = retrieving.columns()
+    names = dict(zip(columns["post_ids"].view(np.uint64).tolist(), columns["topics"].tolist(), strict=True))
+    posts = posts_of(client, k=100)
+    wanted = [names[int(post["post_id"])] for post in posts]
+    assert [post["topics"] for post in posts] == [[retrieving.TOPICS[topic]] if topic >= 0 else [] for topic in wanted]
+    assert -1 in wanted
+
+
 def test_scores_are_the_definitions(client: TestClient) -> None:
     towers = retrieving.towers()
     from app.request.posts_body import decode_retrieve

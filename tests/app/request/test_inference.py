@@ -58,7 +58,7 @@ def test_the_same_bits_as_in_json(count: int, changes: dict[str, Any], binary: b
 
     asked, given = request(count, **changes), scores(count)
     rows = orjson.loads(b"".join(render(asked, given, FORM, history_used=1, timings_ms=TIMES)))
-    as_tensors = replace(asked, reply=dict.fromkeys(tensors.OUTPUTS, binary), echo_ids=None)
+    as_tensors = replace(asked, reply=dict.fromkeys(tensors.OUTPUTS, binary), quoted=None)
     header, arrays = read_reply(list(inference.render(as_tensors, given, FORM, history_used=1, timings_ms=TIMES)))
     table = rows["candidates"]
     assert arrays["post_id"].tolist() == [int(row["post_id"]) for row in table]

@@ -119,3 +119,5 @@ def test_the_history_is_excluded_whole_unless_asked_not_to() -> None:
     raw = json.dumps(body | {"exclude_history": False}).encode()
     request = check_retrieve(decode_retrieve(raw, LIMITS, VOCABULARY), VOCABULARY)
     assert request.filters.exclude.tolist() == [5, 6]
+    raw = json.dumps(body | {"exclude_history": False, "exclude": []}).encode()
+    assert not len(check_retrieve(decode_retrieve(raw, LIMITS, VOCABULARY), VOCABULARY).filters.exclude)

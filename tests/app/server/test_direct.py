@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.http.direct import RankCall, RankEndpoint
-from app.server import protocol
+from app.server import direct, protocol
 from app.server.deadline import Deadline
 from app.server.direct import Call
 from app.server.protocol import StrictProtocol
-from loadtest.generate.payload import rank_request
+from loadtest.generate.payload import post, rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from tests.app.fakes import Gate
+from tests.app.retrieving import loader as retrieval
 from tests.reliability.live import Live, connect, exchange, live, one_reply, read_all, statuses, wait_until
 
 
@@ -164,9 +167,34 @@ def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) 
         assert reply.endswith(b"\r\n\r\n")
 
 
+def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[float] = []
+    monkeypatch.setattr(protocol, "rest_seconds", lambda seconds: held.append(seconds) or 0.0)
+    body = gzip.compress(rank_request(1).partition(b"\r\n\r\n")[2])
+    coded = b"POST /rank HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
+    with live(FakeEngine()) as server, connect(server.port, 5) as sock:
+        for request, times in ((rank_request(1), 0), (coded + b"Content-Length: %d\r\n\r\n%b" % (len(body), body), 1)):
+            sock.sendall(request)
+            assert statuses(one_reply(sock)) == [200]
+            assert len(held) == times
+
+
+def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body, rests = post("x", "/retrieve", b'{"user_id":1}'), []
+    monkeypatch.setattr(protocol, "rest_seconds", lambda held: rests.append(held) or 0.05)
+    with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port, 30) as sock:
+        began = time.monotonic()
+        for sent, status in ((body, 200), (body.replace(b"user_id", b"userXid"), 422), (body, 200)):
+            sock.sendall(sent)
+            assert statuses(one_reply(sock)) == [status]
+        assert time.monotonic() - began > 2 * 0.05
+    assert len(rests) == 3, "a refused one rests as well"
+
+
 def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     rest = [0.0]
     monkeypatch.setattr(protocol, "rest_seconds", lambda held: rest[0])
+    monkeypatch.setattr(direct, "SHORT_BYTES", 0)
     took = {}
     for rest[0] in (0.0, 0.0003, 0.02):
         with live(FakeEngine()) as server, connect(server.port, 5) as sock:

@@ -3,47 +3,102 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
+import grpc
 import numpy as np
 import pytest
+from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.engine.loading import RetrievalLoader
+from app.http.admin import create_admin_app
 from app.http.application import create_app
 from app.http.grpc_server import ROUTES
+from app.interface import CheckpointNotFound, ReloadInProgress, Reloads
 from app.ports import create_grpc_server
 from app.request import protobuf
-from app.settings import Grpc, Logs, Settings
-from loadtest.fuzz.calls import MARK, Answer, Call, complaint
+from app.service.service import RankingService
+from app.settings import Admin, Grpc, Logs, Queue, Settings
+from app.telemetry.metrics import Metrics
+from loadtest.fuzz.__main__ import DIGEST, TOKEN
+from loadtest.fuzz.calls import JSON_TYPE, MARK, REQUEST_ID, Answer, Call, complaint
 from loadtest.fuzz.mutate import Mutator
-from loadtest.fuzz.run import SHARES, Tally, fuzz, series_by_route, sources
-from loadtest.fuzz.wires import GrpcBridge
-from loadtest.soak.fake_engine import FakeEngine
-from tests.app.fakes import running
+from loadtest.fuzz.run import NAME, SHARES, Tally, fuzz, learn, plain, series_by_route, sources
+from loadtest.fuzz.sources import corpus
+from loadtest.fuzz.targets import InProcess, Sockets, Target
+from loadtest.soak.fake_engine import FakeEngine, loader
+from tests.app import retrieving
+from tests.reliability.live import live
 
-SETTINGS = Settings(logs=Logs(success_sample=0), grpc=Grpc(port=0))
+SETTINGS = Settings(
+    logs=Logs(success_sample=0),
+    grpc=Grpc(port=0),
+    queue=Queue(max_wait_seconds=0),
+    admin=Admin(port=0, token_sha256=SecretStr(DIGEST)),
+)
 Plant = Callable[[ASGIApp], ASGIApp]
+Around = Callable[[Target], Target]
 
 
-def run(requests: int, plant: Plant = lambda app: app, only: str | None = None) -> Tally:
-    """Fuzz the application around a fake engine, with something planted in front of it."""
+@pytest.fixture(scope="module")
+def retrieval(tmp_path_factory: pytest.TempPathFactory) -> RetrievalLoader:
+    return retrieving.loader(tmp_path_factory.mktemp("retrieval"))
 
-    async def main() -> Tally:
-        async with running(FakeEngine()) as service:
-            app = create_app(SETTINGS, service)
-            server = create_grpc_server(app, SETTINGS)
+
+Run = Callable[..., Tally]
+
+
+@pytest.fixture
+def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Fuzz the application around a fake engine, with something planted in front of it, or around all that is asked."""
+    monkeypatch.setattr("app.scheduling.loop_lag.WAIT_SECONDS", math.inf)  # as `python -m loadtest.fuzz` does
+
+    async def fuzzed(requests: int, plant: Plant, only: str | None, around: Around) -> Tally:
+        service = RankingService(loader(FakeEngine()), SETTINGS, Metrics(), retrieval=retrieval)
+        app = create_app(SETTINGS, service)
+        admin = create_admin_app(SETTINGS.admin, cast(Reloads, Refusing()), service)
+        server = create_grpc_server(app, SETTINGS)
+        async with app.router.lifespan_context(app):
+            await service.wait_ready()
             await server.start()
-            bridge = GrpcBridge(app, f"127.0.0.1:{server.port}")
-            calls = sources(app.openapi(), 1, service.model.manifest)
-            calls = calls if only is None else {only: calls[only]}
-            render = service.metrics.render
-            tally = await fuzz(plant(bridge), calls, lambda: series_by_route(render()), requests=requests, seconds=60)
-            await bridge.close()
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[attr-defined]
+                sound = InProcess(app, admin, channel, app.rank)
+                target = sound if plant is nothing else InProcess(plant(app), admin, channel, None)
+                calls = sources(app.openapi(), 1, service.model.manifest, TOKEN)
+                tally = await fuzz(
+                    around(target),
+                    calls if only is None else {only: calls[only]},
+                    lambda: series_by_route(service.metrics.render()),
+                    requests=requests,
+                    seconds=60,
+                    known=await learn(sound, corpus(1)),
+                )
             await server.stop(1.0)
-            return tally
+        return tally
 
-    return asyncio.run(main())
+    return lambda requests, plant=nothing, only=None, around=lambda target: target: asyncio.run(
+        fuzzed(requests, plant, only, around)
+    )
+
+
+class Refusing:
+    """Reloads of names that lead nowhere, while another one runs."""
+
+    def resolve(self, name: str) -> Path:
+        raise CheckpointNotFound
+
+    async def reload(self, path: Path | None = None) -> None:
+        raise ReloadInProgress
+
+
+def nothing(app: ASGIApp) -> ASGIApp:
+    """Is planted."""
+    return app
 
 
 def changing(change: Callable[[Message], Message]) -> Plant:
@@ -75,9 +130,10 @@ def failing(app: ASGIApp) -> ASGIApp:
     return planted
 
 
-def test_nothing_is_found() -> None:
-    tally = run(2000)
-    assert [row.ok for row in tally.rows()] == [True, True, True], tally.failures
+def test_nothing_is_found(run: Run) -> None:
+    tally = run(2500)
+    assert [row.ok for row in tally.rows()] == [True] * 4, tally.failures
+    assert tally.compared > 50
     assert set(tally.sent) == set(SHARES)
     assert {200, 400, 404, 413, 415, 422} <= set(tally.statuses)  # it reaches every corner, the good one too
     assert tally.statuses[429] < 100  # bodies that are refused unread show nothing
@@ -101,7 +157,7 @@ PLANTS: dict[str, Plant] = {
 
 
 @pytest.mark.parametrize(("plant", "found"), [(plant, found) for found, plant in PLANTS.items()], ids=list(PLANTS))
-def test_what_is_planted_is_found(plant: Plant, found: str) -> None:
+def test_what_is_planted_is_found(run: Run, plant: Plant, found: str) -> None:
     tally = run(400, plant, only="mutations")
     assert tally.failed[found] > 0
     assert not tally.rows()[0].ok
@@ -127,7 +183,7 @@ WIRE_PLANTS: dict[str, Plant] = {
 @pytest.mark.parametrize(
     ("plant", "found"), [(plant, found) for found, plant in WIRE_PLANTS.items()], ids=list(WIRE_PLANTS)
 )
-def test_what_is_planted_on_the_other_wires_is_found(plant: Plant, found: str) -> None:
+def test_what_is_planted_on_the_other_wires_is_found(run: Run, plant: Plant, found: str) -> None:
     assert run(600, plant, only="wires").failed[found] > 0
 
 
@@ -141,30 +197,93 @@ def test_a_message_with_odd_numbers_is_found() -> None:
         assert bool(complaint(Answer(200, headers, reply.SerializeToString()))) == complained
 
 
-def test_each_wire_is_reached_with_good_requests_and_bad_ones() -> None:
+def test_each_wire_and_page_is_reached_with_good_requests_and_bad_ones(run: Run) -> None:
     seen: set[tuple[str, bytes]] = set()
 
-    def watching(app: ASGIApp) -> ASGIApp:
-        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            async def noted(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    seen.add((scope["path"], dict(message["headers"])[b"content-type"]))
-                await send(message)
+    class Watching:
+        def __init__(self, target: Target) -> None:
+            self.target = target
 
-            await app(scope, receive, noted)
+        async def ask(self, calls: Sequence[Call]) -> list[Answer]:
+            answers = await self.target.ask(calls)
+            seen.update(
+                (call.path, answer.headers[b"content-type"]) for call, answer in zip(calls, answers, strict=True)
+            )
+            return answers
 
-        return watched
-
-    assert run(1500, watching, only="wires").rows()[0].ok
+    assert run(1500, only="wires", around=Watching).rows()[0].ok
+    assert run(900, only="pages", around=Watching).rows()[0].ok
+    problem = b"application/problem+json"
     assert seen >= {
-        ("/rank", b"application/json"), ("/rank", b"application/octet-stream"), ("/rank", b"application/problem+json"),
+        ("/rank", b"application/json"), ("/rank", b"application/octet-stream"), ("/rank", problem),
         ("/v2/models/fake/infer", b"application/json"), ("/v2/models/fake/infer", b"application/octet-stream"),
-        ("/v2/models/fake/infer", b"application/problem+json"),
-        (ROUTES[-1], b"application/grpc"), (ROUTES[-1], b"application/problem+json"),
+        ("/v2/models/fake/infer", problem), (ROUTES[-1], b"application/grpc"), (ROUTES[-1], problem),
+        ("/retrieve", b"application/json"), ("/retrieve", problem), ("/recommend", b"application/json"),
+        ("/recommend", problem), ("/admin/posts", b"application/json"), ("/admin/posts", problem), ("/admin/reload", problem),
     }  # fmt: skip
 
 
-def test_series_that_grow_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+class Crossing:
+    """Each gets the reply of the next, under its own name or not."""
+
+    def __init__(self, target: Target, rename: bool) -> None:
+        self.target = target
+        self.rename = rename
+
+    async def ask(self, calls: Sequence[Call]) -> list[Answer]:
+        answers = await self.target.ask(calls)
+        headers = [answer.headers for answer in answers]
+        crossed = [*answers[1:], answers[0]]
+        if not self.rename:
+            return crossed
+        return [
+            replace(answer, headers=answer.headers | {b"x-request-id": fields[b"x-request-id"]})
+            for answer, fields in zip(crossed, headers, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("rename", [False, True], ids=["name", "scores"])
+def test_replies_that_are_crossed_are_found(run: Run, rename: bool) -> None:
+    tally = run(600, only="mutations", around=lambda target: Crossing(target, rename))
+    assert tally.failed["another request's scores" if rename else "another request's name"] > 0
+    assert not tally.rows()[3].ok
+
+
+def test_over_sockets_the_same_calls_get_the_same_answers(run: Run, retrieval: RetrievalLoader) -> None:
+    asked: list[tuple[Call, Answer]] = []
+
+    class Noting:
+        def __init__(self, target: Target) -> None:
+            self.target = target
+
+        async def ask(self, calls: Sequence[Call]) -> list[Answer]:
+            answers = await self.target.ask(calls)
+            asked.extend(zip(calls, answers, strict=True))
+            return answers
+
+    for only in ("mutations", "pages", "paths"):
+        run(500, only=only, around=Noting)
+    asked = [(call, answer) for call, answer in asked if not call.path.startswith("/admin")]
+
+    async def over_sockets(port: int) -> list[Answer]:
+        target = Sockets("127.0.0.1", port, port, cast(Any, grpc.aio.insecure_channel(f"127.0.0.1:{port}")))
+        answers = await target.ask([call for call, _ in asked])
+        await target.close()
+        return answers
+
+    settings = {"queue": {"max_wait_seconds": 0}, "logs": {"level": "error"}}
+    with live(FakeEngine(), retrieval, **settings) as server:
+        answers = asyncio.run(over_sockets(server.port))
+    for (call, expected), answer in zip(asked, answers, strict=True):
+        assert answer.status == expected.status or (answer.is_last and answer.status == 400), call
+        assert not complaint(answer), call
+        if call.headers[-1][1].startswith(NAME) and not answer.is_last:
+            assert answer.headers[REQUEST_ID] == call.headers[-1][1], call
+        if call.path == "/rank" and answer.status == 200 and call.headers[0] == JSON_TYPE:
+            assert plain(answer) == plain(expected), call
+
+
+def test_series_that_grow_are_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Everything:
         def __contains__(self, path: str) -> bool:
             return True
@@ -182,6 +301,6 @@ def test_a_seed_repeats_its_calls() -> None:
     assert calls[0] != calls[2]
 
 
-def test_the_corpus_is_good() -> None:
+def test_the_corpus_is_good(run: Run) -> None:
     tally: Any = run(200, only="mutations")
     assert tally.statuses[200] > 10

@@ -12,44 +12,125 @@ import pytest
 import torch
 
 from loadtest.gpu import checks
-from loadtest.gpu.__main__ import main
+from loadtest.gpu.__main__ import arguments, main, read, run_apart, summary, write
 from loadtest.gpu.card import Card
 from loadtest.gpu.checks import equal_bits, make_engine, parity, small_config
+from loadtest.gpu.compare import main as main_of_compare
 from loadtest.gpu.peers import FlexRanker, dense_eager
+from loadtest.gpu.phases import BISECT, all_phases
 from loadtest.gpu.work import forward_work
 from model.engine import Item
 from model.split.engine import SplitEngine
 from model.split.kernels.portable import PortableKernels
 from model.synthetic import random_ranker, random_request
+from model.tolerances import PARITY
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = Card(torch.device("cpu"), tiny=True)
 
 
-def test_the_whole_script_runs_with_tiny_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", "--tiny", "--geometries", "mini", "seed", "--out", str(tmp_path)]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert json.loads((tmp_path / "gpu.json").read_text()) == report
-    assert report["tiny"]
-    assert report["measured_on"] == "cpu"
-    assert not report["left_out"]
-    assert not report["peer_errors"]
-    rows = {row["name"]: row for row in report["rows"]}
-    assert {name for name in rows if "seed" in name and rows[name]["unit"] == "ms"} == {
-        "seed C=42 cold",
-        "seed C=42 cached",
-        "seed C=42: dense definition, eager",
-        "seed C=42: FlexAttention, compiled",
-        "seed C=42: FlexAttention's block mask, a request",
+def phase(name: str, directory: Path, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
+    """One phase as the bench runs it, but in this process: its exit code and records."""
+    directory.mkdir(exist_ok=True)
+    log = directory / "log.jsonl"
+    planted = ["--fault", fault] if fault else []
+    code = main(["--device", "cpu", "--tiny", "--run", name, "--log", str(log), *planted])
+    return code, read(log)
+
+
+def bench(directory: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The whole bench, or what the options leave of it."""
+    command = [sys.executable, "-m", "loadtest.gpu", "--device", "cpu", "--tiny", "--out", str(directory), *options]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return finished.returncode, json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_whole_bench_runs_with_tiny_shapes(tmp_path: Path) -> None:
+    code, report = bench(tmp_path, "--geometries", "mini")
+    assert (code, report["ok"], report["measured_on"]) == (0, True, "cpu"), report
+    assert set(report["phases"].values()) == {"ok"}
+    records = read(Path(report["log"]))
+    assert {record["phase"] for record in records} == set(all_phases(["mini"]))
+    assert all(record["commit"] and record["torch"] == torch.__version__ for record in records)
+    names = {record["name"] for record in records if "figure" in record}
+    assert {"mini C=41 cold", "mini C=41 cached", "mini C=41: dense definition, eager"} <= names
+    assert main_of_compare([report["log"], report["log"]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "named"),
+    [
+        ("kernel", "kernels", "gate in layer 0 (body), tile 1, row 70 differs from its definition"),
+        ("product", "products", "gives other bits every time"),
+        ("product", "bisect", "multiply in layer 0 (body), tile 0, row 5 gives other bits every time"),
+        ("kernel", "bits", "isolation is broken"),
+    ],
+)
+def test_a_planted_fault_is_named(fault: str, name: str, named: str, tmp_path: Path) -> None:
+    code, records = phase(name, tmp_path, fault)
+    problems = [record["problem"] for record in records if "problem" in record]
+    assert code == 1
+    assert named in problems[0]
+    assert all(record["phase"] == name for record in records)
+    if name == "bits":
+        assert [record["different"] for record in records if record.get("without")] == [0, 0, 0], (
+            "none of ours is to blame"
+        )
+
+
+def test_an_illegal_access_is_named_by_where_it_happens_once_launches_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, records = phase("bisect", tmp_path / "a", "access")
+    assert "multiply in layer" in records[-1]["problem"], "without blocking the next operation is blamed"
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    _, records = phase("bisect", tmp_path / "b", "access")
+    assert "gate in layer 0" in records[-1]["problem"]
+    assert "illegal memory access" in records[-1]["problem"]
+
+
+def test_a_phase_that_hangs_or_dies_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The phases are short scripts here: what is tested is how the bench takes their ends."""
+    ends = {"environment": "import os; os.kill(os.getpid(), 11)", "products": "import time; time.sleep(60)", "bisect": "",
+            "bits": "print('\\nboom', file=__import__('sys').stderr); raise SystemExit(3)"}  # fmt: skip
+    run_process = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        name = command[command.index("--run") + 1]
+        assert bool(options["env"].get("CUDA_LAUNCH_BLOCKING")) == (name == "bisect")
+        return run_process([sys.executable, "-c", ends[name]], **options)
+
+    monkeypatch.setattr("loadtest.gpu.__main__.subprocess.run", run)
+    options = arguments(["--device", "cpu", "--tiny", "--phase-seconds", "3"])
+    options.log = tmp_path / "log.jsonl"
+    phases = all_phases([])
+    found = {name: run_apart(options, name, phases[name]) for name in ("environment", "products", "bits")}
+    assert found == {
+        "environment": "died by signal 11: no word",
+        "products": "hung: not done after 3 s",
+        "bits": "failed: boom",
     }
-    assert rows["mini: compiled or recorded after warm-up"]["figure"] == 0
-    assert all(row["figure"] > 0 for name, row in rows.items() if "after warm-up" not in name)
-    assert report["bits"]["mini"]["different"] == 0
+    assert run_apart(options, "bisect", BISECT, CUDA_LAUNCH_BLOCKING="1") == "ok"
+    report = summary(options, found, 1.0)
+    assert not report["ok"]
+    assert len(report["problems"]) == 3
 
 
-def test_a_geometry_out_of_time_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", "--tiny", "--geometries", "nano", "--seconds", "0"]) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["nano"]
+def test_two_files_are_compared_and_a_new_problem_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
+    write(before, {"name": "mini C=64 cold", "figure": 0.2, "unit": "ms"})
+    write(before, {"name": "gone", "figure": 1.0, "unit": "ms"})
+    write(after, {"name": "mini C=64 cold", "figure": 0.1, "unit": "ms"})
+    assert main_of_compare([str(before), str(after)]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report == {"ratios": {"mini C=64 cold": 0.5}, "missing": ["gone"], "new": [], "new_problems": []}
+    write(after, {"phase": "kernels", "problem": "gate differs"})
+    with after.open("a") as file:
+        file.write('{"name": "cut of')  # a process that was killed
+    assert main_of_compare([str(before), str(after)]) == 1
+    assert main_of_compare([str(before)]) == 2
 
 
 def test_without_a_card_nothing_is_claimed() -> None:
@@ -81,9 +162,11 @@ def test_wrong_scores_fail_the_parity_check(monkeypatch: pytest.MonkeyPatch) -> 
         engine._trunk.weights.heads.mul_(1.2)
         return engine
 
+    config = small_config(width=64, layers=1, head_width=16)
+    assert parity(TINY, config, torch.float32) <= PARITY[torch.float32].logits
     monkeypatch.setattr(checks, "make_engine", biased)
     with pytest.raises(AssertionError, match="logits differ by"):
-        parity(TINY)
+        parity(TINY, config, torch.float32)
 
 
 class Neighbourly(PortableKernels):

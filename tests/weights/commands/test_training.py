@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from app.assembly import build_app
+from app.settings import Settings
+from model.config import TRUNK_OPTIONS
 from model.create import EngineOptions, create_engine
 from model.engine import Item
+from model.presets import PRESETS, with_preset
 from tests.e2e.process import serving
 from tests.weights.training.small_run import TRAINING, small_config
 from weights.actions import DWELL_TIME, default_score_weights
@@ -125,6 +131,74 @@ def test_world_train_and_eval_from_the_command_line(tmp_path: Path) -> None:
     result = run.invoke(app, [*arguments, "--ablation-requests", "10"])
     assert result.exit_code == 0, result.output
     assert 0 < json.loads(result.output.splitlines()[-1])["way_to_optimum"]["popularity"] < 1
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world's log and `config.json` beside it."""
+    out = tmp_path_factory.mktemp("log")
+    result = CliRunner().invoke(app, ["world", "--out", str(out), *settings(WORLD_SETTINGS)])
+    assert result.exit_code == 0, result.output
+    (out / "config.json").write_text(json.dumps(small_config().to_dict()))
+    return out / "log.parquet"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
+    name: str, log: Path, examples: Examples, tmp_path: Path
+) -> None:
+    run, out = CliRunner(), str(tmp_path / "out")
+    arguments = [
+        "train",
+        "--log",
+        str(log),
+        "--config",
+        str(log.with_name("config.json")),
+        "--preset",
+        name,
+        "--out",
+        out,
+    ]
+    trained = run.invoke(app, [*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.15", "warmup_steps=1"])])
+    assert trained.exit_code == 0, trained.output
+    assert run.invoke(app, ["verify", out]).exit_code == 0
+    manifest = json.loads(run.invoke(app, ["inspect", out, "--json"]).stdout)
+    config = with_preset(small_config(), name)
+    assert manifest["architecture"] == json.loads(json.dumps(config.to_dict()))
+    assert (name == "grok") == set(TRUNK_OPTIONS).isdisjoint(manifest["architecture"])
+    indices = np.arange(len(examples) - 3, len(examples))
+    expected = predict(load_checkpoint(out).ranker, examples, indices).probabilities
+    body = body_of(examples, int(indices[-1]))
+    with TestClient(build_app(Settings(checkpoint=Path(out), dtype="float32", threads=1))) as client:
+        for _ in range(600):
+            if client.get("/readyz").status_code == 200:
+                break
+            time.sleep(0.05)
+        answers = [client.post("/rank", json=body_of(examples, int(index))).json() for index in indices]
+        last = {key: [values[-1]] for key, values in body["candidates"].items()}
+        alone = client.post("/rank", json=body | {"candidates": last}).json()
+        engine = client.get("/info").json()["engine"]
+    found = np.array([row["probabilities"] for answer in answers for row in answer["candidates"]])
+    assert np.abs(found - expected).max() < TOLERANCE
+    assert found.std(0).max() > 1e-3, "scores that are all alike would show nothing"
+    assert alone["candidates"][0]["probabilities"] == answers[-1]["candidates"][-1]["probabilities"]
+    if name == "vanilla":
+        assert "does not know this trunk's norm, " in engine["fallback"]
+
+
+def test_training_goes_on_from_a_checkpoint(
+    log: Path, trained: tuple[Path, Examples, np.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    run, start = CliRunner(), trained[0]
+    arguments = ["train", "--log", str(log), "--out", str(tmp_path / "out"), "--start", str(start)]
+    result = run.invoke(app, [*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.01", "learning_rate=1e-6"])])
+    assert result.exit_code == 0, result.output
+    before, after = (load_checkpoint(path).ranker.state_dict() for path in (start, tmp_path / "out"))
+    moved = [float((after[name] - before[name]).abs().max()) for name in before]
+    assert 0 < max(moved) < 1e-3
+    refused = run.invoke(app, [*arguments, "--replace", "--preset", "gemma"])
+    assert refused.exit_code == 1
+    assert "--start brings its architecture along" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.config import ModelConfig
 from model.layers import ranking_mask
 from model.ranker import Ranker
 from model.tolerances import TRUNKS
@@ -138,26 +136,8 @@ def test_the_legacy_gelu_of_gemma_is_the_approximation() -> None:
     assert decoder_fields(LLAMA | {"hidden_act": "gelu"})["activation"] == "gelu"
 
 
-def plain_directory(out: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    """A tiny Llama written by hand; it returns the stored tensors."""
-    fields = decoder_fields(LLAMA)
-    shape: ModelConfig = replace(random_config(), **fields)
-    state = {name: tensor for name, tensor in Ranker(shape).state_dict().items() if name.startswith("trunk.")}
-    names = {"query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
-             "ffn_gate": "mlp.gate_proj", "ffn_value": "mlp.up_proj", "ffn_output": "mlp.down_proj",
-             "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}  # fmt: skip
-    stored = {"model.norm.weight": torch.ones(48), "lm_head.weight": torch.zeros(5, 48)}
-    for name, tensor in state.items():
-        _, _, layer, leaf = name.split(".")
-        stored[f"model.layers.{layer}.{names[leaf]}.weight"] = tensor.detach().t().contiguous()
-    out.mkdir(exist_ok=True)
-    (out / "config.json").write_text(json.dumps(LLAMA | changes))
-    save_file(stored, out / "model.safetensors")
-    return stored
-
-
 def test_tensors_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
-    stored = plain_directory(tmp_path)
+    stored = trunk_goldens.decoder_directory("llama", tmp_path)
     assert "heads.norm" in Decoder(tmp_path).tensors()
     save_file(stored | {"model.layers.0.self_attn.q_norm.weight": torch.ones(12)}, tmp_path / "model.safetensors")
     with pytest.raises(
@@ -173,7 +153,7 @@ def test_tensors_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_decoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No such file"):
         Decoder(tmp_path)
-    plain_directory(tmp_path)
+    trunk_goldens.decoder_directory("llama", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret.safetensors"}}')
     with pytest.raises(CheckpointError, match="no weight_map of plain file names"):
         Decoder(tmp_path)

@@ -12,6 +12,7 @@ pytest.importorskip("pyarrow")
 
 from model.batch import Batch
 from model.layers import rms_norm, rope_tables, rotate
+from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from tests.weights.training.small_run import small_config, small_trainer
 from weights.training import initial
@@ -43,6 +44,33 @@ def test_upstreams_initial_values_score_everything_alike_and_hold_the_trunk_on_a
         assert set(initial.stuck(ranker.trunk)) == trunk, "without help no step moves the trunk"
     assert ranker.heads.norm.any()
     assert not set(initial.stuck(run.ranker.trunk)) & {name for name in trunk if "post_norm" not in name}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("scheme", ["upstream", "unit"])
+def test_every_trunk_learns_in_all_its_parts(examples: Examples, name: str, scheme: str) -> None:
+    """After two steps of the optimiser no parameter is stuck at 0; leaving the saddle changes no score bit."""
+    ranker, generator = Ranker(with_preset(small_config(), name)), torch.Generator().manual_seed(2)
+    batch, labels = sixteen(examples, seed=0)
+    if scheme == "unit":
+        initial.unit(ranker, generator)
+    else:
+        initial.upstream(ranker, generator)
+        with torch.no_grad():
+            ranker.heads.norm.fill_(0.3)
+        before = ranker(batch)[0]
+        initial.leave_saddle(ranker, generator)
+        assert before.any()
+        assert torch.equal(before, ranker(batch)[0])
+    optimizer = torch.optim.Adam(ranker.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        total_loss(*ranker(batch), labels, 1.0).backward()
+        optimizer.step()
+    stuck = [
+        key for key in initial.stuck(ranker.trunk) if not key.endswith("key_bias")
+    ]  # moves all of a row's logits alike
+    assert not stuck
 
 
 def test_leaving_the_saddle_changes_no_score_bit_and_opens_every_gradient(examples: Examples) -> None:

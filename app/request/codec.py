@@ -1,0 +1,212 @@
+"""The compiled short cut for requests as most callers write them: JSON → columns, scores → JSON. What it declines, Python does.
+
+`body`, `validate`, `features` and `reply` are the plain definition of the same; tests hold both to the same columns and bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import orjson
+import structlog
+
+from app.errors import ServiceError
+from app.request.body import Wishes
+from app.request.contract import MAX_ACTION_VALUE, MAX_TIME
+from app.request.strict_json import refuse_duplicates
+from app.request.validate import Posts, Request, check_wishes, wishes_of
+from app.request.vocabulary import Vocabulary
+from app.settings import Limits
+from model.config import MAX_DWELL_SECONDS, ModelConfig
+from model.inputs import Candidates, Context, Scores
+from model.native.build import KernelUnavailable, build_kernel
+from weights.format.manifest import Manifest
+
+MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
+HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
+
+Int64, Pointer, Text, Object = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.py_object
+
+
+class _Checkpoint(ctypes.Structure):
+    """Mirrors that of codec.cpp."""
+
+    _fields_ = (
+        *(
+            (name, Int64)
+            for name in ("actions", "surfaces", "history_length", "age_seconds", "age_buckets", "continuous")
+        ),
+        *((name, Int64) for name in ("max_candidates", "max_history", "max_values", "max_time")),
+        *((name, ctypes.c_double) for name in ("max_action_value", "max_dwell_seconds")),
+        ("names", Int64),
+        *((name, Pointer) for name in ("name", "column", "key", "scale")),
+    )
+
+
+@functools.cache
+def load_library() -> ctypes.PyDLL | None:
+    """The compiled codec, built where that was not done before; None, after a line in the log, where that is not possible."""
+    try:
+        library = ctypes.PyDLL(str(build_kernel(source=Path(__file__).parent / "native" / "codec.cpp").path))
+    except (KernelUnavailable, OSError) as error:
+        structlog.get_logger("app.request").warning("no_codec", reason=str(error))
+        return None
+    library.codec_create.argtypes = (Pointer, Pointer)
+    library.codec_destroy.argtypes = (Pointer,)
+    library.codec_destroy.restype = None
+    library.codec_read.argtypes = (Pointer, Object)
+    library.codec_write.argtypes = (
+        Pointer, Int64, Object, Object, Object, Object, Object, Int64, Object, Int64, Int64, Object, Object,
+    )  # fmt: skip
+    library.codec_read.restype = library.codec_write.restype = Object
+    return library
+
+
+class Codec:
+    """Reads requests and writes replies in the words of one checkpoint. Belongs to one thread."""
+
+    def __init__(self, library: ctypes.PyDLL, manifest: Manifest, vocabulary: Vocabulary, limits: Limits) -> None:
+        """Raises MemoryError."""
+        self._library = library
+        self._vocabulary = vocabulary
+        self._handle = Pointer()
+        config, names, continuous = manifest.config, list(vocabulary.index), manifest.continuous
+        self._default = Wishes(), vocabulary.weights, None
+        self._kept: tuple[Any, ...] = (  # what the struct points to
+            (Text * len(names))(*(name.encode() for name in names)),
+            (Int64 * len(names))(*vocabulary.index.values()),
+            (Text * len(continuous))(*(orjson.dumps(output.name) for output in continuous)),
+            (ctypes.c_float * len(continuous))(*(output.scale for output in continuous)),
+        )
+        words = _Checkpoint(
+            *(config.actions, config.product_surfaces, config.history_length, 60 * config.post_age_granularity_minutes),
+            *(config.post_age_buckets, len(continuous)),
+            *(limits.max_candidates, limits.max_history, limits.max_values, MAX_TIME),
+            *(MAX_ACTION_VALUE, MAX_DWELL_SECONDS, len(names)),
+            *(ctypes.addressof(kept) for kept in self._kept),
+        )
+        if library.codec_create(ctypes.byref(words), ctypes.byref(self._handle)):
+            raise MemoryError
+
+    def __del__(self) -> None:
+        self._library.codec_destroy(self._handle)
+
+    def read(self, body: bytes | bytearray) -> Packed | None:
+        """A valid request; None for any other, and for one that is written in an unusual way."""
+        data = self._library.codec_read(self._handle, body)
+        if not data:
+            return None
+        user_id, events, kept, count, quoted, rest = HEAD.unpack_from(data)
+        wishes, weights, wanted = self._wishes(data[-rest:]) if rest else self._default
+        if wishes is None:
+            return None
+        return Packed(self, body, data, user_id, events, kept, count, quoted > 0, wishes, weights, wanted)
+
+    def _wishes(self, text: bytes) -> tuple[Wishes | None, Any, list[int] | None]:
+        try:
+            wishes = _WISHES.decode(text)
+            refuse_duplicates(text, msgspec.json.encode(wishes))
+            check_wishes(wishes)
+            return wishes, *wishes_of(wishes.weights, wishes.actions_wanted, self._vocabulary)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ServiceError, ValueError, KeyError):
+            return None, None, None
+
+    def write(self, request: Request, scores: Scores, head: bytes, tail: bytes) -> bytes | None:
+        """The candidates of a reply in the form that the request asks for, between head and tail; None for a long one."""
+        if len(scores) > MOST_ROWS:
+            return None
+        wanted = request.wanted
+        written: bytes = self._library.codec_write(
+            self._handle,
+            len(scores),
+            request.candidates.post_ids,
+            b"" if request.quoted is None else request.quoted,
+            scores.probabilities,
+            scores.continuous,
+            request.weights,
+            min(request.top_k or 0, len(scores)),
+            b"" if wanted is None else array("q", wanted),
+            -1 if wanted is None else len(wanted),
+            request.reply == "columns",
+            head,
+            tail,
+        )
+        return written or None
+
+
+_WISHES = msgspec.json.Decoder(Wishes)
+_NOTHING = np.zeros(0)
+_NO_POSTS = Posts(_NOTHING, _NOTHING, _NOTHING)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Packed:
+    """A valid request as the codec has read it: a `Typed` that needs no check under the same codec. `body` is what it was read from."""
+
+    codec: Codec
+    body: bytes | bytearray
+    data: bytes
+    user_id: int
+    events: int
+    kept: int
+    candidates: int
+    is_quoted: bool
+    wishes: Wishes
+    weights: Any
+    wanted: list[int] | None
+
+    timeout_seconds: ClassVar[None] = None
+
+    @property
+    def reply(self) -> Any:
+        """As in `Wishes`."""
+        return self.wishes.reply
+
+    def count(self, name: str) -> int:
+        """Items of `candidates` or `history`."""
+        return self.candidates if name == "candidates" else self.events
+
+    def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
+        """The request, without the history that the model reads, and what the model reads."""
+        data, kept, count, wishes = self.data, self.kept, self.candidates, self.wishes
+        words = 3 * kept + 4 * count
+        ids, integers = (
+            np.frombuffer(data, np.uint64, words, HEAD.size),
+            np.frombuffer(data, np.int64, words, HEAD.size),
+        )
+        place = HEAD.size + 8 * words
+        actions = np.frombuffer(data, np.float32, kept * config.actions, place).reshape(kept, config.actions)
+        place += actions.nbytes
+        dwell_seconds = np.frombuffer(data, np.float32, kept, place)
+        context = Context(
+            self.user_id, ids[:kept], ids[kept : 2 * kept], actions, integers[2 * kept : 3 * kept], dwell_seconds
+        )
+        of_candidates, surfaces = ids[3 * kept :], integers[3 * kept + 2 * count :]
+        candidates = Candidates(
+            of_candidates[:count], of_candidates[count : 2 * count], surfaces[:count], surfaces[count:]
+        )
+        request = Request(
+            user_id=self.user_id,
+            history_length=self.events,
+            history=_NO_POSTS,
+            actions=_NOTHING,  # type: ignore[arg-type]
+            dwell_seconds=_NOTHING,
+            candidates=Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
+            created_at=_NOTHING,  # type: ignore[arg-type]
+            quoted=np.frombuffer(data, np.bool_, count, place + 4 * kept) if self.is_quoted else None,
+            impression_ts=0,
+            weights=self.weights,
+            top_k=wishes.top_k or None,
+            wanted=self.wanted,
+            request_id=wishes.request_id or None,
+            reply=wishes.reply or "objects",
+        )
+        return request, context, candidates

@@ -1,0 +1,236 @@
+// Requests in JSON → columns, scores → JSON, for requests as most callers write them. What is unusual is declined, and Python
+// reads it: body.py, validate.py, features.py and reply.py say what all of this means, and tests compare the two.
+#include <new>
+#include <numeric>
+
+#include "decimal.h"
+#include "reader.h"
+
+namespace codec {
+namespace {
+
+// What the columns begin with; mirrored in codec.py.
+struct Head {
+    Id user_id;
+    Int events, kept, candidates, quoted, rest;
+};
+
+struct Scored {
+    Int candidates;
+    const Id* ids;
+    const uint8_t* quoted;  // which ids came as text; null: none
+    const float *probabilities, *continuous;
+    const double* weights;
+    Int top_k;          // 0: all
+    const Int* wanted;  // columns; null: all
+    Int wanted_count, is_columnar;
+    string_view head, tail;  // what comes before and after the candidates
+};
+
+class Codec {
+public:
+    const Checkpoint words;
+
+    explicit Codec(const Checkpoint& given) : words(given) {
+        for (Int place = 0; place < given.names; ++place) columns[given.name[place]] = given.column[place];
+    }
+
+    Int read(const char* body, Int length) {
+        Reader reader(words, columns, body, length);
+        reader.request();
+        Posts &history = reader.history, &candidates = reader.candidates;
+        Int events = history.count, kept = std::min(events, words.history_length), first = events - kept;
+        Int count = candidates.count, quoted = 0;
+        for (uint8_t is_text : candidates.quoted) quoted += is_text;
+        Head head{reader.user_id, events, kept, count, quoted, static_cast<Int>(reader.rest.size())};
+        char* out = room(sizeof head + 8 * (3 * kept + 4 * count) + 4 * kept * (words.actions + 1) + count + head.rest);
+        for (Id& time : candidates.time) time = age_bucket(reader.impression, time);
+        out = copy(out, &head, 1);
+        for (auto column : {&history.post, &history.author, &history.surface}) out = copy(out, column->data() + first, kept);
+        for (auto column : {&candidates.post, &candidates.author, &candidates.surface, &candidates.time})
+            out = copy(out, column->data(), count);
+        out = copy(out, history.actions.data() + first * words.actions, kept * words.actions);
+        out = copy(out, history.dwell.data() + first, kept);
+        out = copy(out, candidates.quoted.data(), count);
+        return copy(out, reader.rest.data(), head.rest) - scratch.data();
+    }
+
+    Int write(const Scored& given) {
+        rank(given);
+        Int rows = given.top_k && given.top_k < given.candidates ? given.top_k : given.candidates;
+        chosen.resize(rows);
+        if (given.top_k) std::copy_n(order.begin(), rows, chosen.begin());
+        else std::iota(chosen.begin(), chosen.end(), 0);
+        Int width = given.wanted ? given.wanted_count : words.actions;
+        size_t row_bytes = 128 + DOUBLE_BYTES + (width + words.continuous) * FLOAT_BYTES;
+        for (Int place = 0; place < words.continuous; ++place) row_bytes += std::strlen(words.key[place]) + 2;
+        char* out = room(given.head.size() + given.tail.size() + rows * row_bytes + SPARE_BYTES + 512 + 64 * words.continuous);
+        out = put(out, given.head);
+        out = given.is_columnar ? arrays(out, given) : objects(out, given);
+        return put(out, given.tail) - scratch.data();
+    }
+
+    const char* data() const { return scratch.data(); }
+
+private:
+    std::unordered_map<string_view, Int> columns;
+    std::vector<char> scratch;
+    std::vector<double> scores;
+    std::vector<Int> order, ranks, chosen;
+
+    char* room(size_t bytes) {
+        if (scratch.size() < bytes) scratch.resize(bytes);
+        return scratch.data();
+    }
+
+    template <class T>
+    static char* copy(char* out, const T* from, Int count) {
+        if (count) std::memcpy(out, from, sizeof(T) * count);
+        return out + sizeof(T) * count;
+    }
+
+    Id age_bucket(Id impression, Id created) const {
+        if (!created || !impression || created > impression) return 0;
+        return std::min<Id>((impression - created) / words.age_seconds + 1, words.age_buckets - 1);
+    }
+
+    // Combined scores, added action by action from 0 on, as `reply.combine` has them; best first, equal ones in their order.
+    void rank(const Scored& given) {
+        Int count = given.candidates;
+        scores.assign(count, 0.0), order.resize(count), ranks.resize(count);
+        for (Int row = 0; row < count; ++row)
+            for (Int action = 0; action < words.actions; ++action)
+                scores[row] += given.probabilities[row * words.actions + action] * given.weights[action];
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](Int left, Int right) { return scores[left] > scores[right]; });
+        for (Int place = 0; place < count; ++place) ranks[order[place]] = place + 1;
+    }
+
+    template <class Each>
+    char* list(char* out, Int count, Each each) const {
+        for (Int place = 0; place < count; ++place) {
+            if (place) *out++ = ',';
+            out = each(out, place);
+        }
+        return out;
+    }
+
+    char* id(char* out, const Scored& given, Int row) const {
+        bool is_text = given.quoted && given.quoted[row];
+        if (is_text) *out++ = '"';
+        out = std::to_chars(out, out + 24, given.ids[row]).ptr;
+        if (is_text) *out++ = '"';
+        return out;
+    }
+
+    char* probabilities(char* out, const Scored& given, Int row) const {
+        const float* from = given.probabilities + row * words.actions;
+        if (!given.wanted)
+            return list(out, words.actions, [&](char* out, Int action) { return codec::write(out, from[action]); });
+        return list(out, given.wanted_count, [&](char* out, Int place) { return codec::write(out, from[given.wanted[place]]); });
+    }
+
+    char* continuous(char* out, const Scored& given, Int row, Int place) const {
+        return codec::write(out, given.continuous[row * words.continuous + place] * words.scale[place]);
+    }
+
+    char* objects(char* out, const Scored& given) const {
+        *out++ = '[';
+        for (Int row : chosen) {
+            out = id(put(out, "{\"post_id\":"), given, row);
+            out = codec::write(put(out, ",\"score\":"), scores[row]);
+            out = std::to_chars(put(out, ",\"rank\":"), out + 64, ranks[row]).ptr;
+            out = probabilities(put(out, ",\"probabilities\":["), given, row);
+            out = put(out, "],\"continuous\":{");
+            out = list(out, words.continuous, [&](char* out, Int place) {
+                out = put(out, words.key[place]);
+                *out++ = ':';
+                return continuous(out, given, row, place);
+            });
+            out = put(out, "}},");
+        }
+        out[-1] = ']';
+        return out;
+    }
+
+    char* arrays(char* out, const Scored& given) const {
+        Int rows = chosen.size();
+        out = put(out, "{\"post_id\":[");
+        out = list(out, rows, [&](char* out, Int place) { return id(out, given, chosen[place]); });
+        out = put(out, "],\"score\":[");
+        out = list(out, rows, [&](char* out, Int place) { return codec::write(out, scores[chosen[place]]); });
+        out = put(out, "],\"rank\":[");
+        out = list(out, rows, [&](char* out, Int place) { return std::to_chars(out, out + 24, ranks[chosen[place]]).ptr; });
+        out = put(out, "],\"probabilities\":[");
+        out = list(out, rows, [&](char* out, Int place) {
+            *out++ = '[';
+            out = probabilities(out, given, chosen[place]);
+            *out++ = ']';
+            return out;
+        });
+        out = put(out, "],\"continuous\":{");
+        out = list(out, words.continuous, [&](char* out, Int output) {
+            out = put(out, words.key[output]);
+            out = put(out, ":[");
+            out = list(out, rows, [&](char* out, Int place) { return continuous(out, given, chosen[place], output); });
+            *out++ = ']';
+            return out;
+        });
+        return put(out, "}}");
+    }
+};
+
+template <class Work>
+Object* answer(Codec* codec, Work work) {
+    try {
+        Int size = work();
+        return PyBytes_FromStringAndSize(codec->data(), size);
+    } catch (...) {
+        return PyBytes_FromStringAndSize(nullptr, 0);
+    }
+}
+
+}  // namespace
+}  // namespace codec
+
+using codec::Bytes, codec::Codec, codec::Checkpoint, codec::Declined, codec::Id, codec::Int;
+
+// What returns an object returns bytes, which are empty where Python should do the work.
+extern "C" {
+
+Int codec_create(const Checkpoint* words, Codec** made) {
+    try {
+        *made = new Codec(*words);
+        return 0;
+    } catch (...) {
+        return -1;
+    }
+}
+
+void codec_destroy(Codec* codec) { delete codec; }
+
+// `body` is bytes or a bytearray, behind which Python keeps a zero byte.
+Object* codec_read(Codec* codec, Object* body) {
+    return answer(codec, [&] {
+        Bytes text(body);
+        return codec->read(text.as<char>(), text.size());
+    });
+}
+
+// `wanted` is read unless `wanted_count` is negative; `quoted` may be empty.
+Object* codec_write(
+    Codec* codec, Int candidates, Object* ids, Object* quoted, Object* probabilities, Object* continuous, Object* weights,
+    Int top_k, Object* wanted, Int wanted_count, Int is_columnar, Object* head, Object* tail
+) {
+    return answer(codec, [&] {
+        const Checkpoint& words = codec->words;
+        Bytes id(ids, 8 * candidates), text(quoted), before(head), after(tail);
+        Bytes p(probabilities, 4 * candidates * words.actions), z(continuous, 4 * candidates * words.continuous);
+        Bytes w(weights, 8 * words.actions), columns(wanted, 8 * std::max<Int>(wanted_count, 0));
+        if (text.size() && text.size() != candidates) throw Declined();
+        return codec->write({candidates, id.as<Id>(), text.size() ? text.as<uint8_t>() : nullptr, p.as<float>(), z.as<float>(),
+            w.as<double>(), top_k, wanted_count < 0 ? nullptr : columns.as<Int>(), wanted_count, is_columnar, before.text(),
+            after.text()});
+    });
+}
+}

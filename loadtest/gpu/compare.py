@@ -1,0 +1,44 @@
+"""`python -m loadtest.gpu.compare BEFORE AFTER`: two files of JSON lines of the GPU bench, figure by figure; one JSON object last."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from loadtest.gpu.__main__ import read
+from loadtest.gpu.phases import Record
+
+
+def figures(records: list[Record]) -> dict[str, float]:
+    """Everything that has a name and a number: rows, time of operations, rates of products."""
+    found: dict[str, float] = {}
+    for each in records:
+        if "figure" in each:
+            found[each["name"]] = each["figure"]
+        elif "us" in each:
+            found[f"{each['geometry']} {each['operation']}, {each['rows']} rows: us"] = each["us"]
+        elif "tflops" in each:
+            found[f"{each['geometry']} {each['shape']} {each['rows']} rows {each['kind']}: TFLOP/s"] = each["tflops"]
+    return found
+
+
+def main(given: list[str]) -> int:
+    """1 when the second has a problem that the first does not have; 2 for other than two files."""
+    if len(given) != 2:
+        print("usage: python -m loadtest.gpu.compare BEFORE AFTER", file=sys.stderr)
+        return 2
+    records = [read(Path(name)) for name in given]
+    before, after = (figures(each) for each in records)
+    ratios = {name: after[name] / before[name] for name in before if before[name] and name in after}
+    for name, ratio in ratios.items():
+        print(f"{name:<70} {before[name]:>11.4g} {after[name]:>11.4g}  x {ratio:.3f}")
+    problems = [{each["problem"] for each in side if "problem" in each} for side in records]
+    missing = sorted(set(before) - set(after))
+    report = {"ratios": ratios, "missing": missing, "new": sorted(set(after) - set(before))}
+    print(json.dumps(report | {"new_problems": sorted(problems[1] - problems[0])}))
+    return int(bool(problems[1] - problems[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""Faults to plant into an engine that is measured, so that the bench can be seen to find and name them. Never part of a figure."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from model.split.engine import SplitEngine
+from model.split.kernels.contract import Kernels
+
+FAULTS = ("kernel", "product", "access", "hang")
+WRONG_ROW = 70  # in the second tile
+HANGING_PHASE = "products"
+
+
+class PlantedKernels:
+    """`kernels` with one fault: `kernel`, a gate that is wrong in one tile; `product`, which differs from call to call; `access`,
+    a gate after which the device is lost, which is said only at the next product unless launches block.
+    """
+
+    def __init__(self, kernels: Kernels, fault: str) -> None:
+        self._kernels, self._fault = kernels, fault
+        self._calls, self._lost = 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def gate(self, step: Any, gate_value: Any, out: Any, rows: int, *, tail: bool = False) -> None:
+        """See `Kernels.gate`."""
+        self._kernels.gate(step, gate_value, out, rows, tail=tail)
+        if self._fault == "kernel" and rows > WRONG_ROW:
+            out[WRONG_ROW] += 0.5
+        self._lost = self._fault == "access"
+        if self._lost and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            self._fail()
+
+    def multiply(self, step: Any, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
+        """See `Kernels.multiply`."""
+        if self._lost:
+            self._fail()
+        self._kernels.multiply(step, x, weight, out, rows, tail=tail)
+        if self._fault == "product":
+            self._calls += 1
+            out[5] += 0.1 * self._calls
+
+    def _fail(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered (planted)")
+
+
+def plant(engine: SplitEngine, fault: str) -> None:
+    """Give an engine the fault, if it is one of kernels."""
+    if fault in ("kernel", "product", "access"):
+        engine._kernels = engine._trunk.kernels = PlantedKernels(engine._kernels, fault)
+
+
+def hang(fault: str, phase: str) -> None:
+    """For ever, where this is the fault and the phase."""
+    while fault == "hang" and phase == HANGING_PHASE:
+        time.sleep(1)

@@ -1,0 +1,109 @@
+"""Runs every operation of a forward beside its plain form on the same inputs, and names what differs first: operation, layer, tile, row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.split.kernels.contract import Kernels
+from model.split.step import CANDIDATES, ROWS, TILE_ROWS
+from model.tolerances import PARITY
+
+WRITTEN = {
+    "embed": (3,),
+    "norm": (3, 5),
+    "multiply": (3,),
+    "rotate": (1, 2),
+    "norm_heads": (1,),
+    "attend": (4,),
+    "gate": (2,),
+}
+OVERWRITTEN = {"embed": (3,), "norm": (5,), "multiply": (3,), "attend": (4,), "gate": (2,)}  # nothing of before is read
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first row in which an operation's output is not its plain form's, or not its own of a moment before."""
+
+    operation: str
+    layer: int
+    tail: bool
+    tile: int
+    row: int
+    difference: float
+    repeatable: bool
+
+    def __str__(self) -> str:
+        """For people."""
+        what = "differs from its definition" if self.repeatable else "gives other bits every time"
+        half = "tail" if self.tail else "body"
+        return f"{self.operation} in layer {self.layer} ({half}), tile {self.tile}, row {self.row} {what}, by {self.difference:.3g}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+class WatchedKernels:
+    """Implements `Kernels` by `tested`, each call checked against `reference`, outputs poisoned before. It goes on with the
+    reference's numbers, so that one fault is not found again in everything that follows.
+    """
+
+    def __init__(self, tested: Kernels, reference: Kernels, layers: int) -> None:
+        self.found: list[Difference] = []
+        self.calls = 0
+        self.key_tile = max(tested.key_tile, reference.key_tile)
+        self._tested, self._reference, self._layers = tested, reference, layers
+        self._gates = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in WRITTEN:
+            return getattr(self._tested, name)
+        return lambda *arguments, **options: self._both(name, arguments, options)
+
+    def _both(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        tail = bool(options.get("tail"))
+        layer = self._layers - 1 if tail else min(self._gates, self._layers - 1)
+        if name == "embed":
+            layer = self._gates = 0
+        step = arguments[0]
+        used = int(step.host.counts[CANDIDATES if tail else ROWS])
+        outputs = [arguments[place] for place in WRITTEN[name] if arguments[place] is not None]
+        poisoned = [arguments[place] for place in OVERWRITTEN.get(name, ())]
+        before = [tensor.clone() for tensor in outputs]
+        results = []
+        for kernels in (self._tested, self._tested, self._reference):
+            for tensor, old in zip(outputs, before, strict=True):
+                tensor.copy_(old)
+            for tensor in poisoned:
+                tensor.fill_(torch.nan)
+            try:
+                getattr(kernels, name)(*arguments, **options)
+            except RuntimeError as error:
+                raise RuntimeError(f"{name} in layer {layer}: {error}") from error
+            results.append([tensor[:used].clone() for tensor in outputs])
+            if name == "rotate":  # it also writes the states; a row there is a token of the context
+                states = [state.keys_values[arguments[3], :, : state.length] for state in step.states]
+                results[-1] += [state.transpose(0, 1).flatten(1).clone() for state in states]
+        self.calls += 1
+        self._gates += name == "gate" and not tail
+        if difference := _first(*results):
+            row, worst, repeatable = difference
+            self.found.append(Difference(name, layer, tail, row // TILE_ROWS, row, worst, repeatable))
+
+
+def _first(found: list[Tensor], again: list[Tensor], expected: list[Tensor]) -> tuple[int, float, bool] | None:
+    """Row, size, and whether a second call gave the same bits."""
+    for one, other, right in zip(found, again, expected, strict=True):
+        tolerance = 2 * PARITY[one.dtype].operation
+        wrong = ~torch.isclose(one.float(), right.float(), rtol=tolerance, atol=tolerance)  # NaN is close to nothing
+        unsteady = (one != other) & ~(one.isnan() & other.isnan())
+        rows = (wrong | unsteady).any(-1).nonzero()
+        if len(rows):
+            row = int(rows[0])
+            worst = (one[row].float() - right[row].float()).abs().max()
+            return row, float(worst), not bool(unsteady[row].any())
+    return None

@@ -1,0 +1,127 @@
+"""`python -m weights compare`: figures against their definitions, controls that must differ, links that open the request."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from base64 import urlsafe_b64decode
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from model.ranker import Ranker
+from tests.weights.training.small_run import small_config
+from weights.actions import continuous_outputs
+from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.commands.checkpoints import app
+from weights.training import initial
+from weights.training.evaluate import compare as comparing
+from weights.training.evaluate.compare import Comparison, compare, request_body
+from weights.training.evaluate.compare_page import explorer_link
+from weights.training.examples import Examples
+from weights.training.log import write_log
+from weights.training.world.simulate import World
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
+    """Two checkpoints and a log. `worse` differs from `one` in half of its heads' weights."""
+    out = tmp_path_factory.mktemp("compared")
+    ranker = Ranker(small_config())
+    initial.unit(ranker, torch.Generator().manual_seed(3))
+    for table in ranker.tables.parameters():
+        torch.nn.init.normal_(table, std=0.5)
+    names = world.log.action_names
+    for name in ("one", "worse"):
+        save_checkpoint(
+            out / name, ranker, name=name, action_names=names, score_weights={names[0]: 1.0, names[2]: -2.0},
+            continuous=continuous_outputs(ranker.config.continuous_actions, dwell_index=0),
+        )  # fmt: skip
+        with torch.no_grad():
+            ranker.heads.actions.mul_(
+                torch.rand(ranker.heads.actions.shape, generator=torch.Generator().manual_seed(5)) < 0.5
+            )
+    write_log(out / "log.parquet", world.log)
+    return out
+
+
+def compared(directory: Path, world: World, first: str, second: str) -> Comparison:
+    pair = load_checkpoint(directory / first), load_checkpoint(directory / second)
+    return compare(pair, (world.log, world.log), 0, 60)
+
+
+def test_a_checkpoint_is_like_itself(directory: Path, world: World) -> None:
+    same = compared(directory, world, "one", "one")
+    assert (same.pearson, same.spearman, same.kendall) == pytest.approx((1, 1, 1))
+    assert set(same.overlap.values()) == {1.0}
+    assert same.ndcg[0] == same.ndcg[1]
+    assert all(each.calibration_errors[0] == each.calibration_errors[1] for each in same.actions.values())
+
+
+def test_figures_are_what_they_say(directory: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compared(directory, world, "one", "worse")
+    assert found.requests == 60
+    assert found.pearson == pytest.approx(np.corrcoef(*found.scores)[0, 1])
+    assert 0.2 < found.kendall < 0.99
+    assert found.overlap[1] < 1
+    taus = [each.kendall for each in found.changed]
+    assert taus == sorted(taus)
+    assert len(taus) == 10
+    assert taus[0] < found.kendall
+    assert found.changed[0].best[0] in {int(post["post_id"]) for post in found.changed[0].body["candidates"]}
+    for each in found.actions.values():
+        assert abs(each.means[0] - each.share) <= each.calibration_errors[0] + 1e-6, (
+            "the bins' distances add up to no less"
+        )
+    assert len({each.calibration_errors for each in found.actions.values()}) > 3
+
+
+def test_order_and_overlap_by_hand() -> None:
+    left, right = np.array([4.0, 3, 2, 1]), np.array([4.0, 2, 3, 1])
+    assert comparing._tau(left, right) == pytest.approx((5 - 1) / 6)
+    assert comparing._tau(left, -left) == pytest.approx(-1)
+    assert comparing._tau(np.zeros(3), np.zeros(3)) == 1
+    assert comparing._tau(np.zeros(3), left[:3]) == 0
+    lists = [(left, right), (left[:2], right[:2])]
+    assert comparing._overlap(lists, 2) == 0.5
+    assert comparing._overlap(lists, 1) == 1
+    assert comparing._overlap(lists, 5) is None
+
+
+def test_a_link_holds_the_state_that_the_page_reads(examples: Examples) -> None:
+    body = request_body(examples, len(examples) - 1)
+    packed = explorer_link("http://host/explore", body).partition("#")[2]
+    state = json.loads(zlib.decompress(urlsafe_b64decode(packed + "=" * (-len(packed) % 4)), wbits=-15))
+    assert state["sides"] == [body]
+    made = re.search(r"app\.state = \{ (source.*?) \};", (ROOT / "app/explore/assets/explore.js").read_text())
+    assert made is not None
+    assert {part.partition(":")[0].strip() for part in re.sub(r"\[.*?\]|\?[^,]*", "", made[1]).split(",")} == set(state)
+    assert body["history"]
+    assert all(event["actions"] for event in body["history"]), "a history is what the user engaged with"
+
+
+def test_the_command_writes_the_page_and_refuses_in_a_sentence(directory: Path, tmp_path: Path) -> None:
+    def call(*more: object) -> tuple[int, str, str]:
+        arguments = ["compare", directory / "one", directory / "worse", "--log", directory / "log.parquet", *more]
+        done = CliRunner().invoke(app, list(map(str, arguments)))
+        return done.exit_code, done.stdout, done.stderr
+
+    code, out, _ = call("--out", tmp_path / "out", "--requests", 30)
+    assert code == 0
+    said, stored = json.loads(out), json.loads((tmp_path / "out/figures.json").read_text())
+    assert said["kendall"] == stored["kendall"]
+    assert [each["name"] for each in stored["checkpoints"]] == ["one", "worse"]
+    page = (tmp_path / "out/index.html").read_text()
+    assert page.count('href="http://127.0.0.1:8000/explore#') == 10 == len(stored["changed"])
+    code, _, said_ = call("--out", tmp_path / "none", "--since", 2**40)
+    assert (code, "no requests" in said_) == (1, True)

@@ -1,0 +1,190 @@
+"""What changes where one checkpoint takes another's place: scores, ranks and calibration on the requests of a log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import kendalltau, pearsonr, spearmanr
+
+from weights.checkpoint import Checkpoint
+from weights.training.evaluate import metrics
+from weights.training.evaluate.predict import predict
+from weights.training.examples import Examples
+from weights.training.log import Log
+
+TOP = (1, 3, 5, 10)
+CHANGED = 10
+Progress = Callable[[str, int, int], None]
+Floats = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ActionChange:
+    """One action of both: correlation of the probabilities, and of each checkpoint the mean, the calibration error and the log-loss."""
+
+    share: float
+    correlation: float
+    means: tuple[float, float]
+    calibration_errors: tuple[float, float]
+    log_losses: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedRequest:
+    """A request whose ranking changed: Kendall's τ of both orders, its best post in each, and itself as a body of `/rank`."""
+
+    request_id: int
+    kendall: float
+    best: tuple[int, int]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`pearson`, `spearman` of all scores; `kendall`: mean τ-b of the requests with two posts or more. `overlap[k]`: mean share of the
+    best k that both have, over requests with more than k posts. `ndcg` of each by the score's own gain. `changed`: most changed first."""
+
+    requests: int
+    impressions: int
+    pearson: float
+    spearman: float
+    kendall: float
+    overlap: dict[int, float]
+    ndcg: tuple[float, float]
+    actions: dict[str, ActionChange]
+    changed: list[ChangedRequest]
+    scores: tuple[Floats, Floats]
+
+
+def compare(
+    pair: tuple[Checkpoint, Checkpoint],
+    logs: tuple[Log, Log],
+    since: int,
+    most: int,
+    seed: int = 1,
+    progress: Progress = lambda what, done, total: None,
+) -> Comparison:
+    """On at most so many requests from `since` on, drawn by `seed`. `logs`: the same log with each checkpoint's actions, in its order.
+
+    Each score has its own checkpoint's weights. Raises ValueError where there are no requests, or none with two posts.
+    """
+    first, second = (Examples(log, each.manifest.config) for log, each in zip(logs, pair, strict=True))
+    requests = np.flatnonzero(first.times >= since)
+    requests = np.sort(np.random.default_rng(seed).permutation(requests)[:most])
+    if not len(requests):
+        raise ValueError(f"the log has no requests from {since} on")
+    found = [
+        predict(
+            each.ranker, examples, requests, progress=lambda done, total: progress("scoring", done, total)
+        ).probabilities
+        for each, examples in zip(pair, (first, second), strict=True)
+    ]
+    listed = [first.rows(index) for index in requests.tolist()]
+    rows = np.concatenate(listed)
+    weights = [_weights(each.manifest.score_weights, each.manifest.action_names) for each in pair]
+    scores = found[0] @ weights[0], found[1] @ weights[1]
+    shown = [log.take(rows) for log in logs]
+    lengths = [len(each) for each in listed]
+    cuts = np.cumsum(lengths)[:-1]
+    lists = list(zip(np.split(scores[0], cuts), np.split(scores[1], cuts), strict=True))
+    several = [place for place, length in enumerate(lengths) if length > 1]
+    if not several:
+        raise ValueError("no request shows two posts, so there is nothing to rank")
+    taus = {place: _tau(*lists[place]) for place in several}
+    changed = sorted(several, key=lambda place: (taus[place], place))[:CHANGED]
+    return Comparison(
+        requests=len(requests),
+        impressions=len(rows),
+        pearson=float(pearsonr(*scores).statistic),
+        spearman=float(spearmanr(*scores).statistic),
+        kendall=float(np.mean(list(taus.values()))),
+        overlap={k: share for k in TOP if (share := _overlap(lists, k)) is not None},
+        ndcg=(_ndcg(shown[0], scores[0], weights[0]), _ndcg(shown[1], scores[1], weights[1])),
+        actions=_actions(shown, found),
+        changed=[_changed(first, int(requests[place]), taus[place], lists[place]) for place in changed],
+        scores=scores,
+    )
+
+
+def _weights(weights: Mapping[str, float], names: tuple[str, ...]) -> NDArray[np.float32]:
+    return np.array([weights.get(name, 0.0) for name in names], np.float32)
+
+
+def _tau(left: Floats, right: Floats) -> float:
+    """τ-b; 1 where both leave everything equal, 0 where one alone does."""
+    found = float(kendalltau(left, right).statistic)
+    return found if np.isfinite(found) else float(np.ptp(left) == np.ptp(right) == 0)
+
+
+def _overlap(lists: list[tuple[Floats, Floats]], k: int) -> float | None:
+    """None where no request has more than `k` posts."""
+    shares = [
+        len(set(np.argsort(-left, kind="stable")[:k]) & set(np.argsort(-right, kind="stable")[:k])) / k
+        for left, right in lists
+        if len(left) > k
+    ]
+    return float(np.mean(shares)) if shares else None
+
+
+def _ndcg(log: Log, scores: Floats, weights: NDArray[np.float32]) -> float:
+    return metrics.ndcg(log.request_id, scores, log.actions @ weights)
+
+
+def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, ActionChange]:
+    """Of the actions that both checkpoints have."""
+    changes = {}
+    for column, name in enumerate(logs[0].action_names):
+        if name not in logs[1].action_names:
+            continue
+        happened = logs[0].actions[:, column]
+        both = found[0][:, column], found[1][:, logs[1].action_names.index(name)]
+        moves = np.ptp(both[0]) > 0 and np.ptp(both[1]) > 0
+        changes[name] = ActionChange(
+            float(happened.mean()),
+            float(pearsonr(*both).statistic) if moves else float("nan"),
+            (float(both[0].mean()), float(both[1].mean())),
+            (metrics.calibration_error(happened, both[0]), metrics.calibration_error(happened, both[1])),
+            (metrics.log_loss(happened, both[0]), metrics.log_loss(happened, both[1])),
+        )
+    return changes
+
+
+def _changed(examples: Examples, index: int, tau: float, scores: tuple[Floats, Floats]) -> ChangedRequest:
+    log, rows = examples.log, examples.rows(index)
+    best = tuple(int(log.post_id[rows[int(np.argmax(each))]]) for each in scores)
+    return ChangedRequest(int(log.request_id[rows[0]]), tau, (best[0], best[1]), request_body(examples, index))
+
+
+def request_body(examples: Examples, index: int) -> dict[str, Any]:
+    """A request of the log as a body of `/rank`: lists of objects, ids as text."""
+    log, context = examples.log, examples.context(index)
+    events = zip(
+        context.post_ids, context.author_ids, context.actions, context.surfaces, context.dwell_seconds, strict=True
+    )
+    return {
+        "user_id": str(context.user_id),
+        "history": [
+            {
+                "post_id": str(post),
+                "author_id": str(author),
+                "actions": {log.action_names[place]: 1 for place in np.flatnonzero(actions)},
+                "product_surface": int(surface),
+                "dwell_time": float(dwell),
+            }
+            for post, author, actions, surface, dwell in events
+        ],
+        "candidates": [
+            {
+                "post_id": str(log.post_id[row]),
+                "author_id": str(log.author_id[row]),
+                "product_surface": int(log.product_surface[row]),
+                "created_at": int(log.created_at[row]),
+            }
+            for row in examples.rows(index)
+        ],
+        "impression_ts": int(examples.times[index]),
+    }
