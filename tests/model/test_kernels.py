@@ -106,7 +106,6 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> None:
         (64, 2, 1, "causal", (50.0, "tanh")),
         (128, 1, 1, "bidirectional", (30.0, "tanh")),
         (16, 4, 1, "causal", (None, "tanh")),
-        (24, 2, 2, "bidirectional", (None, "tanh")),
         (32, 2, 1, "causal", (80.0, "softsign")),
         (256, 1, 1, "causal", (5.0, "softsign")),
     ],
@@ -167,7 +166,7 @@ def test_rope_turns_queries_and_keys_and_stores_contexts(kind: str, dtype: torch
 @KINDS
 @DTYPES
 @pytest.mark.parametrize("tail", [False, True])
-@pytest.mark.parametrize(("sandwich", "centred"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("sandwich", "centred"), [(True, False), (False, True)])
 def test_norms_add_the_residual(kind: str, dtype: torch.dtype, tail: bool, sandwich: bool, centred: bool) -> None:
     bench = make_bench(kind, dtype)
     mixed, residual = bench.random(32, 2.0) + 1, bench.random(32, dtype=torch.float32) - 1
