@@ -160,4 +160,4 @@ def _contiguous(value: Any) -> Any:
     """What orjson takes no views of."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value)
-    raise TypeError
+    raise TypeError(f"{type(value).__name__} is no JSON")
