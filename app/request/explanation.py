@@ -76,6 +76,7 @@ def render(
     request, places = question.request, question.explained
     wanted = list(range(len(form.action_names))) if request.wanted is None else request.wanted
     ranked = reply.rows_of(replace(request, top_k=None, wanted=None), scores, form)
+    ids = request.echo_ids
     own = _Numbers(ranked.scores[places], scores.probabilities[places][:, wanted])
     rest = [_Numbers.of(each, request, wanted) for each in without]
     head: dict[str, Any] = {
@@ -89,7 +90,7 @@ def render(
     yield _json(head)[:-1] + b',"candidates":['
     for row, place in enumerate(places.tolist()):
         candidate = {
-            "post_id": ranked.ids[place],
+            "post_id": ids[place],
             "score": ranked.scores[place],
             "rank": ranked.ranks[place],
             "probabilities": own.probabilities[row],
@@ -159,4 +160,4 @@ def _contiguous(value: Any) -> Any:
     """What orjson takes no views of."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value)
-    raise TypeError
+    raise TypeError(f"{type(value).__name__} is no JSON")

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 LANES = 16
 WORD_ROWS = 64  # rows in one word of a mask
+BLOCK_ROWS = 65536  # rows in one product with a batch of queries
 
 Bits = NDArray[np.uint64]
 
@@ -129,17 +130,25 @@ class TorchIndex:
 
     @torch.inference_mode()
     def search(self, wishes: Sequence[Wish]) -> list[Found]:
-        """As `Index.search`."""
-        return [self._one(wish) for wish in wishes]
+        """As `Index.search`. The wishes share one product with each block of rows."""
+        if not wishes:
+            return []
+        vectors = self._vectors
+        given = np.stack([wish.checked_query(vectors.shape[1]) for wish in wishes])
+        queries = torch.from_numpy(given).to(vectors.device)
+        if self._exhaustive:
+            return [self._one(wish, query, None) for wish, query in zip(wishes, queries, strict=True)]
+        rough = torch.cat([queries @ block.T for block in vectors.split(BLOCK_ROWS)], 1)
+        return [self._one(*one) for one in zip(wishes, queries, rough, strict=True)]
 
-    def _one(self, wish: Wish) -> Found:
+    def _one(self, wish: Wish, query: Tensor, rough: Tensor | None) -> Found:
+        """`rough`: the query's products with every row, as the device makes them; None to score all rows."""
         count, width = self._vectors.shape
-        query = torch.from_numpy(wish.checked_query(width)).to(self._vectors.device)
         mask = np.ones(count, np.bool_) if wish.visible is None else mask_of(wish.checked_bits(count), count)
         rows = torch.from_numpy(np.flatnonzero(mask)).to(self._vectors.device)
         seen = len(rows)
-        if not self._exhaustive and wish.k < seen:
-            rough = (self._vectors @ query)[rows]
+        if rough is not None and wish.k < seen:
+            rough = rough[rows]
             # both the rough product and the score are sums of D products: each within D·2⁻²⁴ of the real one, and a little more
             bound = 4 * (width + 8) * 2.0**-24 * float(query.double().square().sum().sqrt()) * self._longest + 1e-30
             rows = rows[rough >= rough.topk(wish.k).values[-1] - bound]

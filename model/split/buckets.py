@@ -39,8 +39,8 @@ Collect = Callable[[], NDArray[np.float32]]
 
 
 def row_sizes(capacity: int) -> list[int]:
-    """Sizes that waste little: steps of 64 rows up to 512, of 128 up to 4096, of 512 beyond."""
-    sizes = [*range(64, 512, 64), *range(512, 4096, 128), *range(4096, capacity, 512), capacity]
+    """Sizes that waste little: steps of 64 rows up to 2048, of 128 up to 4096, of 512 beyond."""
+    sizes = [*range(64, 2048, 64), *range(2048, 4096, 128), *range(4096, capacity, 512), capacity]
     return sorted({size for size in sizes if size <= capacity})
 
 

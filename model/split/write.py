@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.batch import history_positions, slot_positions
+from model.batch import history_positions, slot_period, slot_positions
 from model.config import CandidatePositions, ModelConfig
 from model.hashing import hash_rows
 from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, USER, StepArrays, StepPlan
@@ -45,10 +45,10 @@ class StepWriter:
         """A number for each distinct state; returns them by the state's identity."""
         states = plan.states()
         base, size = self.anchor.data_ptr(), self.anchor.element_size()
-        for number, state in enumerate(states):
-            keys_values = state.keys_values
-            arrays.offsets[number] = (keys_values.data_ptr() - base) // size if keys_values.numel() else 0
-            arrays.lengths[number] = (state.length, keys_values.shape[2])
+        tensors = [state.keys_values for state in states]
+        arrays.offsets[: len(states)] = [(each.data_ptr() - base) // size if each.numel() else 0 for each in tensors]
+        lengths = [(state.length, each.shape[2]) for state, each in zip(states, tensors, strict=True)]
+        arrays.lengths[: len(states)] = np.array(lengths, np.int32).reshape(-1, 2)
         return {id(state): number for number, state in enumerate(states)}
 
     def _write_candidates(self, plan: StepPlan, arrays: StepArrays, requests: dict[int, int], tiles: list[Tile]) -> int:
@@ -56,12 +56,17 @@ class StepWriter:
         if not works:
             return 0
         config, row = self.config, 0
-        for work in works:
-            stop, request = row + len(work.candidates), requests[id(work.state)]
-            arrays.positions[row:stop] = slot_positions(work.candidates, config, self.mode)
-            arrays.owners[row:stop] = (request, -1)
-            tiles.extend(_cut(row, stop, request, -1))
-            row = stop
+        counts, numbers = [len(work.candidates) for work in works], [requests[id(work.state)] for work in works]
+        for count, request in zip(counts, numbers, strict=True):
+            tiles.extend(_cut(row, row + count, request, -1))
+            row += count
+        arrays.owners[:row, 0] = np.repeat(numbers, counts)
+        arrays.owners[:row, 1] = -1
+        if slot_period(config, self.mode) == 1:
+            arrays.positions[:row] = config.candidate_position
+        else:
+            positions = [slot_positions(work.candidates, config, self.mode) for work in works]
+            arrays.positions[:row] = np.concatenate(positions)
         self._write_posts(arrays, 0, [w.candidates.post_ids for w in works], [w.candidates.author_ids for w in works])
         arrays.features[:row, 0] = np.concatenate([work.candidates.surfaces for work in works])
         if config.has_post_age:

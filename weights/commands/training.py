@@ -1,4 +1,4 @@
-"""The commands `world`, `train`, `eval`, `compare`, `train-demo`. Their libraries are imported when they run: serving needs none."""
+"""The commands `world`, `train`, `eval`, `eval-retrieval`, `compare`, `train-demo`. Their libraries are imported when they run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
 
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
 from weights.actions import continuous_outputs, default_score_weights
-from weights.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import progress_bar, read_json, refusals, say
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def register(app: typer.Typer) -> None:
     app.command()(world)
     app.command()(train)
     app.command("eval")(eval_)
+    app.command("eval-retrieval")(eval_retrieval)
     app.command()(compare)
     app.command("train-demo")(train_demo)
 
@@ -155,6 +158,27 @@ def eval_(
         command = f"python -m weights eval --checkpoint {checkpoint} {source} --out {out}"
         write_report(evaluation, out, f"Evaluation of {loaded.manifest.name} {loaded.manifest.version}", command)
     say(json.dumps(figures(evaluation)))
+
+
+def eval_retrieval(
+    checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
+    towers: Annotated[Path, typer.Option(help="The retrieval checkpoint that was.")],
+    seed: Annotated[int, typer.Option(help="Of the world, as `train-demo` had it.")] = 1,
+) -> None:
+    """Draw the demo's world again, and print how many of its truly best posts retrieval finds for users it was not trained on."""
+    with refusals(*REFUSED):
+        from weights.training.demo import CORPUS_DAYS
+        from weights.training.evaluate.retrieval import as_table, evaluate_retrieval, newest_posts
+        from weights.training.world.settings import WorldSettings
+        from weights.training.world.simulate import simulate
+
+        ranker, encoder = load_checkpoint(checkpoint), load_encoder(towers)
+        with progress_bar() as bar:
+            world = simulate(WorldSettings(seed=seed), partial(bar, "sessions"))
+        posts = newest_posts(world, CORPUS_DAYS)
+        found = evaluate_retrieval(world, encoder.towers, ranker.ranker, posts, ranker.manifest.score_weights)
+    Console(width=None if sys.stdout.isatty() else 120).print(as_table(found))
+    say(json.dumps(found))
 
 
 def compare(

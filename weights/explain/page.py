@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weights.explain.figures import Figures
 from weights.explain.panels import Labels, Panel
+from weights.explain.retrieval import RetrievalFigures
 from weights.format.manifest import Manifest
 
 STYLE = (
@@ -18,8 +19,15 @@ STYLE = (
 )
 
 
-def write(out: Path, manifest: Manifest, labels: Labels, figures: Figures, panels: Sequence[Panel]) -> None:
-    """Write them into `out`, which may exist."""
+def write(
+    out: Path,
+    manifest: Manifest,
+    labels: Labels,
+    figures: Figures,
+    panels: Sequence[Panel],
+    found: RetrievalFigures | None = None,
+) -> None:
+    """Write them into `out`, which may exist; `found`: the figures of retrieval."""
     out.mkdir(parents=True, exist_ok=True)
     for panel in panels:
         (out / f"{panel.name}.png").write_bytes(panel.png)
@@ -28,7 +36,8 @@ def write(out: Path, manifest: Manifest, labels: Labels, figures: Figures, panel
         "tokens": list(labels.tokens),
         "actions": list(labels.actions),
     }
-    (out / "figures.json").write_text(json.dumps(names | figures.to_json()) + "\n")
+    retrieved = {} if found is None else {"retrieval": found.to_json()}
+    (out / "figures.json").write_text(json.dumps(names | figures.to_json() | retrieved) + "\n")
     (out / "index.html").write_text(page(manifest, panels))
 
 

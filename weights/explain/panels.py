@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from weights.explain.figures import DRAWN_TOKENS, Figures
+from weights.explain.retrieval import RetrievalFigures
 
 SHADES = "Blues"
 SIGNS = "RdBu"
@@ -245,6 +246,32 @@ def rope(figures: Figures, labels: Labels) -> Panel | None:
         "and tell near from far; those above hardly turn."
     )
     return _panel("rope", "RoPE: what distance does", text, figure)
+
+
+def retrieval(figures: RetrievalFigures) -> Panel:
+    """9: the corpus around the user."""
+    figure, grid = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
+    for topic in range(-1, len(figures.topic_names)):
+        points = figures.posts[figures.topics == topic]
+        name = figures.topic_names[topic] if topic >= 0 else None
+        grid[0].scatter(*points.T, s=3, label=name, color=plt.get_cmap("tab20")(topic % 20) if name else "#cccccc")
+    grid[0].scatter(*figures.near.T, s=18, facecolors="none", edgecolors="black", linewidths=0.5, label="retrieved")
+    grid[0].plot(*figures.user, "*", color="#c0392b", markersize=12, label="user")
+    grid[0].legend(fontsize=6)
+    grid[0].set(title=f"two principal components, {figures.explained:.0%} of the variance", xticks=[], yticks=[])
+    grid[1].stairs(figures.counts, figures.edges, fill=True, color=COLOURS[0])
+    grid[1].axvline(figures.best_cosines[-1], color="black", linestyle="--", label=f"post {len(figures.best)}")
+    grid[1].set(xlabel="cosine with the user", ylabel="posts")
+    grid[1].legend()
+    grid[2].plot(np.arange(1, len(figures.best) + 1), figures.final_ranks, ".", color=COLOURS[1])
+    grid[2].set(xlabel="rank by retrieval", ylabel="rank by the ranker")
+    text = (
+        "Left: the corpus from the side on which it is widest, and the posts nearest to the user, ringed; "
+        "nearness in the plane is not the cosine, which all dimensions make. "
+        "Middle: all cosines, and where the search stops. Right: what the ranker makes of the order in which "
+        "posts were retrieved; a diagonal would mean that it adds nothing."
+    )
+    return _panel("retrieval", "Retrieval", text, figure)
 
 
 def _token_axes(axes: Axes, figures: Figures, labels: Labels) -> None:

@@ -22,6 +22,7 @@ class Request:
     candidates: Candidates
     weights: NDArray[np.float64]
     tokens: list[str]
+    impression_ts: int = 0
 
 
 def read_request(body: dict[str, Any], manifest: Manifest, names: dict[str, Any]) -> Request:
@@ -66,7 +67,8 @@ def _request(body: dict[str, Any], manifest: Manifest, names: dict[str, str]) ->
         *(f"{name_of(event)}: {_list(row, manifest)}" for event, row in zip(events, actions, strict=True)),
     ]
     factors = np.array([float(weights.get(name, 0)) for name in manifest.action_names])
-    return Request(context, candidates, factors, [*tokens, *map(name_of, posts)])
+    names_of_all = [*tokens, *map(name_of, posts)]
+    return Request(context, candidates, factors, names_of_all, int(body.get("impression_ts", 0)))
 
 
 def _rows(items: Any) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -307,15 +308,33 @@ class FusedKernels:
         )
 
     def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
-        """See `Kernels.choose_products`: the first kind of `_preferred` that equals `narrow`."""
+        """See `Kernels.choose_products`: of the kinds that equal `narrow`, itself included, the fastest here and now."""
         chosen: dict[str, dict[str, str]] = {}
         for weight in weights:
             for size in sizes:
                 wanted = _preferred(size, weight.dtype, library=self._library)
-                kind = next((kind for kind in wanted if self._equals_narrow(kind, weight, size)), NARROW)
+                equal = [NARROW, *(kind for kind in wanted if self._equals_narrow(kind, weight, size))]
+                kind = min(equal, key=lambda kind: self._seconds(kind, weight, size)) if len(equal) > 1 else NARROW
                 self.products[tuple(weight.shape), size] = kind
                 chosen.setdefault(shape_name(weight), {})[str(size)] = kind
         return chosen
+
+    def _seconds(self, kind: ProductKind, weight: Tensor, rows: int) -> float:
+        """The least that one product takes in a queue of several, of a few readings."""
+        counts = torch.full((8,), rows, dtype=torch.int32, device=weight.device)
+        x = torch.randn(rows, weight.shape[0], device=weight.device).to(weight.dtype)
+        out = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        wait = torch.cuda.current_stream(weight.device).synchronize if weight.is_cuda else lambda: None
+        queued, readings = (20, 5) if weight.is_cuda else (1, 3)
+        seen = []
+        for _ in range(readings):
+            wait()
+            start = time.perf_counter()
+            for _ in range(queued):
+                self.multiply_as(kind, counts, ROWS, x, weight, out, rows)
+            wait()
+            seen.append((time.perf_counter() - start) / queued)
+        return min(seen)
 
     def _equals_narrow(self, kind: ProductKind, weight: Tensor, rows: int) -> bool:
         counts = torch.full((8,), rows, dtype=torch.int32, device=weight.device)
@@ -340,7 +359,7 @@ class FusedKernels:
 
 
 def _preferred(rows: int, dtype: torch.dtype, *, library: bool) -> tuple[ProductKind, ...]:
-    """Kinds to try before `narrow`: the library from where it fills the device, big tiles for bf16 only."""
+    """Kinds to try beside `narrow`: the library from where it fills the device, big tiles for bf16 only."""
     if rows < 256:
         return ()
     kinds: tuple[ProductKind, ...] = ("library", "wide") if dtype == torch.bfloat16 else ("library",)

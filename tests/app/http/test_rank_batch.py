@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from app.http.application import create_app
-from app.request.body import Body, decode
+from app.request.codec import Codec, Packed
 from app.scheduling.admission import Refusal
 from app.settings import Batching, Budgets, Limits, Queue, Settings
 from model.engine import Item, Outcome
@@ -199,12 +198,14 @@ def test_a_batch_rests_for_the_processor_time_that_a_request_took(
 ) -> None:
     seen: list[float] = []
 
-    def slow(*arguments: Any) -> Body:
+    read = Codec.read
+
+    def slow(codec: Codec, body: bytes | bytearray) -> Packed | None:
         wait(0.02)
-        return decode(*arguments)
+        return read(codec, body)
 
     monkeypatch.setattr("app.http.rank_batch.rest_seconds", lambda held: seen.append(held) or 0.0)
-    monkeypatch.setattr("app.http.rank_batch.decode", slow)
+    monkeypatch.setattr(Codec, "read", slow)
     with served() as (client, _):
         assert errors(client, [good(user_id=user) for user in range(4)]) == [None] * 4
     assert len(seen) >= 4

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import SecretStr
 from starlette.testclient import TestClient
 
+from app.engine.searches import Searches
 from app.service.service import RankingService
-from app.settings import Limits, Settings
+from app.settings import Auth, Limits, Queue, Settings
+from model.retrieval.engine import RetrievalEngine
 from tests.app import retrieving
+from tests.app.fakes import Gate
 from tests.app.serving import served, value_of
 
 NOW = retrieving.NOW
@@ -266,3 +272,53 @@ def test_info_and_metrics_say_what_is_served(client: TestClient) -> None:
     assert value_of(metrics, 'ranker_stage_duration_seconds_count{stage="search"}') > 0
     assert value_of(metrics, 'ranker_user_vectors_total{source="cache"}') > 0
     assert value_of(metrics, "ranker_search_scored_rows_count") == value_of(metrics, "ranker_search_visible_rows_count")
+
+
+def test_a_search_that_hangs_costs_readiness_and_then_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a forward that hangs does: who waits gets 504 at the deadline, new ones 503, and the process ends."""
+    gate, load = Gate(), retrieving.loader(tmp_path)
+
+    def hangs(*arguments: Any) -> None:
+        gate(None)
+
+    queue, fatal = Queue(stall_seconds=0.2, stall_exit_seconds=1.0), list[str]()
+    with served(settings=Settings(queue=queue), retrieval=load) as (client, service):
+        service.on_fatal = fatal.append
+        assert posts_of(client)
+        monkeypatch.setattr(RetrievalEngine, "retrieve", hangs)
+        monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+        late = client.post("/retrieve", json=asked(), headers={"x-request-timeout-ms": "400"})
+        assert (late.status_code, late.json()["code"]) == (504, "deadline_exceeded")
+        ready = client.get("/readyz")
+        assert ready.status_code == 503
+        assert "A search has not finished for" in ready.text
+        assert client.get("/livez").status_code == 200
+        for path in ("/retrieve", "/recommend"):
+            assert client.post(path, json=asked()).json()["code"] == "engine_down"
+        for _ in range(300):
+            if fatal:
+                break
+            time.sleep(0.01)
+        assert fatal == [service.lifecycle.failure]
+        assert fatal[0].startswith("A search has not finished for")
+        gate.opened.set()
+
+
+def test_a_search_waits_under_the_key_of_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = retrieving.loader(tmp_path)
+    keys: list[str | None] = []
+    find = Searches.find
+
+    async def noted(self: Searches, version: Any, query: Any, deadline: float, key: str | None) -> Any:
+        keys.append(key)
+        return await find(self, version, query, deadline, key)
+
+    monkeypatch.setattr(Searches, "find", noted)
+    secret = hashlib.sha256(b"secret").hexdigest()
+    with served(settings=Settings(auth=Auth(keys={"feed": SecretStr(secret)})), retrieval=load) as (client, _):
+        for path in ("/retrieve", "/recommend"):
+            assert client.post(path, json=asked()).status_code == 401
+            assert client.post(path, json=asked(), headers={"authorization": "Bearer secret"}).status_code == 200
+    assert keys == ["feed", "feed"]

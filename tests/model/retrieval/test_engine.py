@@ -14,13 +14,17 @@ from model.engine import EngineError
 from model.inputs import Context
 from model.native.kernel import Kernel
 from model.native.tower import NativeTower
+from model.presets import with_preset
 from model.retrieval.corpus import Corpus
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, Filters, NewPosts, Query, Retrieved
+from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
+from tests.model.builders import random_config
 from weights.checkpoint import Encoder
+from weights.synthetic.random_weights import random_model, retrieval_config
 
 NAME = "retrieval-mlp-gqa"
 NONE = np.empty(0, np.uint64)
@@ -60,6 +64,32 @@ def wanted(context: Context, k: int = 50, **filters: Any) -> Query:
 
 def same(ours: Retrieved, theirs: Retrieved) -> bool:
     return ours.post_ids.tobytes() == theirs.post_ids.tobytes() and ours.scores.tobytes() == theirs.scores.tobytes()
+
+
+def test_a_user_tower_with_a_trunk_that_the_kernel_refuses_is_served_by_torch(
+    corpus: Corpus, contexts: list[Context]
+) -> None:
+    """Batched with others and alone, a user has one vector."""
+    sizes = {
+        "width": corpus.width,
+        "layers": 1,
+        "actions": contexts[0].actions.shape[1],
+        "has_dwell": False,
+        "has_post_age": False,
+    }
+    ranker = with_preset(random_config(**sizes, continuous_actions=0), "vanilla")
+    towers = random_model(retrieval_config(ranker), 3)
+    assert isinstance(towers, Towers)
+    engine = RetrievalEngine(towers, corpus, RetrievalOptions(cache_bytes=0))
+    assert engine.notes["user_tower"]["backend"] == "torch"
+    assert engine.notes["user_tower"]["reason"].startswith("the native kernel does not know this trunk's norm, ")
+    together = engine.retrieve([wanted(context) for context in contexts[:3]]).retrieved
+    assert all(
+        same(ours, engine.retrieve([wanted(context)]).retrieved[0])
+        for ours, context in zip(together, contexts[:3], strict=True)
+    )
+    with pytest.raises(EngineError, match="does not know this trunk"):
+        RetrievalEngine(towers, corpus, RetrievalOptions(backend="native"))
 
 
 @pytest.mark.parametrize("name", goldens.NAMES)

@@ -253,3 +253,16 @@ def test_a_search_that_runs_out_of_memory_says_so_and_the_next_one_is_right() ->
     """In a process of its own: it may abort."""
     ended = subprocess.run([sys.executable, "-c", EVERYTHING_FAILS_ONCE], capture_output=True, text=True, timeout=100)
     assert ended.stdout == "done\n", ended.stderr
+
+
+@pytest.mark.parametrize("rows_in_a_block", [1, 97, 1003])
+def test_blocks_of_rows_are_one_search(rows_in_a_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(rows_in_a_block)
+    vectors = with_duplicates(rng, 1003, 48)
+    wishes = wishes_for(rng, vectors, 9)
+    expected = TorchIndex(vectors, exhaustive=True).search(wishes)
+    monkeypatch.setattr("model.retrieval.search.BLOCK_ROWS", rows_in_a_block)
+    index = TorchIndex(vectors)
+    assert all(map(same, index.search(wishes), expected))
+    assert all(same(index.search([wish])[0], one) for wish, one in zip(wishes, expected, strict=True))
+    assert index.search([]) == []

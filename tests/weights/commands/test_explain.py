@@ -6,13 +6,18 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from tests import goldens
+from weights.checkpoint import load_checkpoint, load_encoder
 from weights.commands.checkpoints import app
+from weights.corpus.store import load_corpus
+from weights.explain.request import read_request
 
-DEMO = Path(__file__).parents[3] / "weights" / "demo"
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "weights" / "demo"
 PANELS = ["mask", "isolation", "positions", "attention", "candidate", "soft-cap", "updates", "changes", "rope"]
 
 
@@ -84,3 +89,26 @@ def test_what_is_no_request_is_refused_in_a_sentence(request_: object, said: str
 def test_a_checkpoint_without_an_example_needs_a_request(tmp_path: Path) -> None:
     checkpoint = goldens.imported("phoenix-jan-gqa", tmp_path / "ranker")
     assert call(checkpoint, "--out", tmp_path / "out").exit_code == 1
+
+
+def test_a_corpus_is_one_more_picture(tmp_path: Path) -> None:
+    """The posts are those of the plain definition, and the ranker's order is one of them."""
+    options = ("--retrieval", ROOT / "weights/demo-towers", "--corpus", ROOT / "weights/demo-posts")
+    done = call(DEMO, "--out", tmp_path, *options)
+    assert done.exit_code == 0, done.output
+    assert "10 pictures" in done.stdout
+    found = json.loads((tmp_path / "figures.json").read_text())["retrieval"]
+    request = json.loads((DEMO / "example.json").read_text())
+    encoder = load_encoder(ROOT / "weights/demo-towers")
+    corpus = load_corpus(ROOT / "weights/demo-posts").corpus
+    context = read_request(request, load_checkpoint(DEMO).manifest, {}).context
+    cosines = corpus.vectors @ encoder.towers.encode_users([context])[0].numpy()
+    seen = {event["post_id"] for event in request["history"]}
+    order = [row for row in np.argsort(-cosines, kind="stable") if str(corpus.post_ids[row]) not in seen][:200]
+    assert found["best"] == [str(post) for post in corpus.post_ids[order]]
+    assert sorted(found["final_ranks"]) == list(range(1, 201))
+    assert found["final_ranks"] != list(range(1, 201))
+    assert sum(found["counts"]) == (~corpus.hidden).sum()
+    assert 0.1 < found["explained"] < 1
+    refused = call(DEMO, "--out", tmp_path / "out", *options[:2])
+    assert (refused.exit_code, "belong together" in refused.stderr) == (1, True)

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from model.retrieval.towers import Towers
 from tests.weights.training.small_run import small_config
 from weights.actions import default_score_weights
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
+from weights.commands.checkpoints import app
 from weights.corpus.importer import check_corpus
 from weights.corpus.store import load_corpus
 from weights.synthetic.random_weights import random_ranker
@@ -82,7 +84,9 @@ def test_the_truth_at_the_end_of_the_world(world: World) -> None:
     assert values[keen, favourite].mean() > 1.5 * values[~keen, favourite].mean()
 
 
-def test_towers_and_posts_are_written_beside_the_demo(world: World, tmp_path: Path) -> None:
+def test_towers_and_posts_are_written_beside_the_demo(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranker = random_ranker(small_config(), 1)
     names = world.log.action_names
     from weights.actions import DWELL_TIME
@@ -100,3 +104,9 @@ def test_towers_and_posts_are_written_beside_the_demo(world: World, tmp_path: Pa
     assert (len(stored.corpus), len(stored.corpus.topic_names)) == (found["posts"], 8)
     assert found["recall of towers"][0] > found["recall of random"][0]
     assert load_checkpoint(tmp_path / "demo").manifest == manifest
+    monkeypatch.setattr("weights.training.world.settings.WorldSettings", lambda seed: world.settings)
+    command = ["eval-retrieval", "--checkpoint", str(tmp_path / "demo"), "--towers", str(tmp_path / "demo-towers")]
+    printed = CliRunner().invoke(app, command)
+    assert printed.exit_code == 0, printed.output
+    assert json.loads(printed.output.splitlines()[-1]) == found
+    assert f"{found['recall of popularity'][1]:.3f}" in printed.output

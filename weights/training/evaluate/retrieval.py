@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
 from model.create import EngineOptions, create_engine
 from model.engine import Item
@@ -78,6 +79,16 @@ def evaluate_retrieval(
     figures: dict[str, Any] = {"users": len(kept), "posts": len(posts), "depths": list(DEPTHS)}
     figures |= {f"recall of {name}": _means(rows) for name, rows in found.items()}
     return figures | {"ranker's first 20": _means(kept)}
+
+
+def as_table(figures: Mapping[str, Any]) -> Table:
+    """What `evaluate_retrieval` returns, for people."""
+    title = f"{figures['users']} users who were not trained on, {figures['posts']} posts: share among the best"
+    table = Table("", *map(str, figures["depths"]), title=title)
+    for name, shares in figures.items():
+        if isinstance(shares, list) and name != "depths":
+            table.add_row(name, *(f"{share:.3f}" for share in shares))
+    return table
 
 
 def true_values(world: World, user: int, posts: NDArray[np.int64]) -> Floats:

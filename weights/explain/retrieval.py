@@ -1,0 +1,92 @@
+"""Where the user's vector lies in a corpus, which posts are near it, and what the ranker makes of their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.batch import collate
+from model.inputs import Candidates, age_bucket
+from model.ranker import Ranker
+from model.retrieval.corpus import Corpus
+from model.retrieval.towers import Towers
+from weights.explain.request import Request
+
+Array = NDArray[Any]
+DRAWN_POSTS = 20_000
+BINS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalFigures:
+    """`posts` float32 `[d, 2]` and `user` `[2]`: two principal components of the corpus; of a large one every n-th post is drawn. `topics`
+    int32 `[d]`, -1 for none, of `topic_names`. `explained`: the share of variance in both. `best`, `best_cosines` `[k]`: post ids, best
+    first, without those of the history; `near` `[k, 2]` their places. `counts` over `edges`: all cosines. `final_ranks` `[k]`: of the
+    same posts by the ranker's score, from 1.
+    """
+
+    posts: Array
+    user: Array
+    topics: Array
+    topic_names: tuple[str, ...]
+    explained: float
+    best: Array
+    best_cosines: Array
+    near: Array
+    counts: Array
+    edges: Array
+    final_ranks: Array
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; ids as text."""
+        values = {name: getattr(self, name) for name in self.__slots__} | {"best": self.best.astype(str)}
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+@torch.inference_mode()
+def retrieval_of(towers: Towers, corpus: Corpus, ranker: Ranker, request: Request, k: int = 200) -> RetrievalFigures:
+    """For one request; the search is the definition's: the product with every row."""
+    context = request.context
+    keep = slice(max(0, len(context) - towers.config.history_length), None)
+    columns = ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds")
+    seen = replace(context, **{name: getattr(context, name)[keep] for name in columns})
+    user = towers.encode_users([seen])[0].numpy()
+    shown = np.flatnonzero(~corpus.hidden)
+    cosines = corpus.vectors[shown] @ user
+    counts, edges = np.histogram(cosines, BINS)
+    allowed = ~np.isin(corpus.post_ids[shown], context.post_ids)
+    order = np.argsort(-np.where(allowed, cosines, -np.inf), kind="stable")[: min(k, int(allowed.sum()))]
+    rows = shown[order]
+    centre = corpus.vectors[shown].mean(0)
+    values, axes = np.linalg.eigh(np.cov(corpus.vectors[shown].T))
+    plane = axes[:, [-1, -2]]
+    drawn = shown[:: -(-len(shown) // DRAWN_POSTS)]
+    nothing = np.full(len(corpus), -1, np.int32)
+    return RetrievalFigures(
+        posts=(corpus.vectors[drawn] - centre) @ plane,
+        user=(user - centre) @ plane,
+        topics=(nothing if corpus.topics is None else corpus.topics)[drawn],
+        topic_names=corpus.topic_names,
+        explained=float(values[-2:].sum() / values.sum()),
+        best=corpus.post_ids[rows],
+        best_cosines=cosines[order],
+        near=(corpus.vectors[rows] - centre) @ plane,
+        counts=counts,
+        edges=edges,
+        final_ranks=_final_ranks(ranker, corpus, rows, request),
+    )
+
+
+def _final_ranks(ranker: Ranker, corpus: Corpus, rows: NDArray[np.int64], request: Request) -> Array:
+    created = np.zeros(len(corpus), np.int64) if corpus.created_at is None else corpus.created_at
+    ages = age_bucket(request.impression_ts, created[rows], ranker.config)
+    posts = Candidates(corpus.post_ids[rows], corpus.author_ids[rows], np.zeros(len(rows), np.int64), ages)
+    logits = ranker(collate([(request.context, posts)], ranker.config))[0][0]
+    scores = torch.sigmoid(logits).double().numpy() @ request.weights
+    ranks = np.empty(len(rows), np.int64)
+    ranks[np.argsort(-scores, kind="stable")] = np.arange(1, len(rows) + 1)
+    return ranks
