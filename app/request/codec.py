@@ -55,10 +55,15 @@ class _Checkpoint(ctypes.Structure):
 def load_library() -> ctypes.PyDLL | None:
     """The compiled codec, built where that was not done before; None, after a line in the log, where that is not possible."""
     try:
-        library = ctypes.PyDLL(str(build_kernel(source=Path(__file__).parent / "native" / "codec.cpp").path))
+        return open_library(build_kernel(source=Path(__file__).parent / "native" / "codec.cpp").path)
     except (KernelUnavailable, OSError) as error:
         structlog.get_logger("app.request").warning("no_codec", reason=str(error))
         return None
+
+
+def open_library(path: Path) -> ctypes.PyDLL:
+    """A compiled codec with the types of its functions. Raises OSError."""
+    library = ctypes.PyDLL(str(path))
     library.codec_create.argtypes = (Pointer, Pointer)
     library.codec_destroy.argtypes = (Pointer,)
     library.codec_destroy.restype = None

@@ -6,13 +6,13 @@ of the sources.
 
 from __future__ import annotations
 
-import os
 import select
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,13 @@ import torch
 
 from loadtest.bits import Compositions, small_config
 from model.engine import Item, Outcome
-from model.native.build import FLAGS, MARCH
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
 from model.presets import with_preset
 from model.synthetic import random_ranker
+from tests.sanitized import ROOT, run_sanitized
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "model/native"
-LIBRARIES = {"address,undefined": ("asan", "ubsan"), "address": ("asan",), "thread": ("tsan",)}
+SOURCE = ROOT / "model/native/kernel.cpp"
 COMPOSITIONS = 5
 GROWTH = (0, 1, 62, 63, 150)  # blocks of 64 keys that are seen whole, and in part
 
@@ -39,38 +37,8 @@ Sanitized = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def sanitized(tmp_path: Path) -> Sanitized:
-    """Compiles the kernel, its sources changed where `plant` says so, and runs the compositions on it."""
-
-    def run(sanitizers: str, plant: tuple[str, str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        sources, library = tmp_path / "sources", tmp_path / "kernel.so"
-        shutil.copytree(SOURCES, sources)
-        if plant is not None:
-            file, before, after = plant
-            text = (sources / file).read_text()
-            assert text.count(before) == 1, "the place for the planted fault has gone"
-            (sources / file).write_text(text.replace(before, after))
-        command = [
-            "g++",
-            *FLAGS,
-            MARCH["auto"],
-            "-O1",
-            "-g",
-            f"-fsanitize={sanitizers}",
-            "-fno-sanitize-recover=undefined",
-        ]
-        subprocess.run([*command, sources / "kernel.cpp", "-o", library], check=True, timeout=110)
-        found = [
-            subprocess.run(["g++", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()
-            for name in LIBRARIES[sanitizers]
-        ]
-        options = {
-            "LD_PRELOAD": ":".join(found), "OMP_NUM_THREADS": "1",
-            "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",  # the interpreter's own memory is not ours
-        }  # fmt: skip
-        script = [sys.executable, "-m", "tests.model.test_sanitizers", str(library)]
-        return subprocess.run(script, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=110)
-
-    return run
+    """Compiles the kernel, its sources changed where a fault is planted, and runs the compositions on it."""
+    return partial(run_sanitized, tmp_path, SOURCE, "tests.model.test_sanitizers")
 
 
 class Aside:

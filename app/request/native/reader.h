@@ -255,7 +255,7 @@ private:
             elements([&] { set[column(text())] = 1; });
             return;
         }
-        uint64_t seen[64] = {};  // a bit an action: see `Codec` for how many there may be
+        uint64_t seen[64] = {};  // a bit an action, of which a config has 4096 at most
         members([&](string_view key) {
             Int place = column(key);
             if (seen[place / 64] >> place % 64 & 1) throw Declined();
