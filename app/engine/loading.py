@@ -45,10 +45,9 @@ class LoadedModel:
             "device": info.device,
         }
 
-    def steps_down(self) -> int | None:
-        """How many faster ways of computing failed their checks here; None for an engine that has one way."""
-        notes = self.engine.info.notes
-        return len(notes["steps_down"]) if "rung" in notes else None
+    def steps_down(self) -> int:
+        """How many faster ways of computing failed their checks here: 0 for an engine that has one way."""
+        return len(self.engine.info.notes.get("steps_down", ()))
 
     def device_memory_bytes(self) -> int | None:
         """Held by tensors on the CUDA device; None on a CPU."""

@@ -34,7 +34,7 @@ GIVEN_UP_SECONDS = 1.0
 PATIENCE_SECONDS = 6.0  # with a load that should have been given up
 MOST_ADDED_MIB = 64.0
 REFUSED = 422
-SPARE_MIB = (2, 6, 20, 60)  # for the threads and the memory of a reload: less than it takes
+SPARE_MIB = (2, 6, 12, 60)  # for the threads and the memory of a reload: less than it takes
 
 
 def write_sparse(path: Path, config: ModelConfig) -> None:
@@ -202,7 +202,7 @@ def kernel_at_home() -> Iterator[tuple[Path, Path]]:
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         with real(environment={"OMP_NUM_THREADS": "1", "HOME": directory}):
-            [library] = (home / ".cache" / "phoenix-ranking-server").glob("*.so")
+            [library] = (home / ".cache" / "phoenix-ranking-server").glob("kernel-*.so")
         yield home, library
 
 

@@ -167,11 +167,11 @@ def growth(seen: Seen, began: float) -> int:
     return max(count for _, count in seen.resident) - before[-1]
 
 
-def dear(seconds: float, *faults: str) -> Row:
+def dear(seconds: float, *faults: str, percent: int = 50) -> Row:
     """B10: one connection with bodies that are dear to read, back to back."""
     seen, began, _ = observe(["dear bodies"], seconds, *faults)
-    ratio = seen.percentile(50, after=began) / seen.percentile(50, before=began - 1.0)
-    what = "one connection with bodies dear to read: p50 of others"
+    ratio = seen.percentile(percent, after=began) / seen.percentile(percent, before=began - 1.0)
+    what = f"one connection with bodies dear to read: p{percent} of others"
     return Row("B10", what, len(seen.latencies), seen.failed, ratio, P50_LIMIT, "× without it")
 
 

@@ -113,7 +113,7 @@ def test_f7_clients_may_vanish() -> None:
 def test_b10_one_connection_with_dear_bodies_does_not_slow_others_down() -> None:
     row = hostile.dear(6.0)
     assert not row.failed
-    assert hostile.dear(6.0, "--no-rest").figure > 1.3 * row.figure  # the control
+    assert hostile.dear(6.0, "--no-rest", percent=90).figure > 3  # the control: held refusals alone spare the median
 
 
 SMALL = {

@@ -36,9 +36,8 @@ public:
     }
 
     Int read(const char* body, Int length) {
-        Reader reader(words, columns, body, length);
+        Reader reader(words, columns, history, candidates, body, length);
         reader.request();
-        Posts &history = reader.history, &candidates = reader.candidates;
         Int events = history.count, kept = std::min(events, words.history_length), first = events - kept;
         Int count = candidates.count, quoted = 0;
         for (uint8_t is_text : candidates.quoted) quoted += is_text;
@@ -74,6 +73,7 @@ public:
 
 private:
     std::unordered_map<string_view, Int> columns;
+    Posts history, candidates;  // of the last request: their memory is asked for once, and by no thread of its own
     std::vector<char> scratch;
     std::vector<double> scores;
     std::vector<Int> order, ranks, chosen;

@@ -48,10 +48,12 @@ void put(std::vector<T>& column, size_t row, T value) {
 // The one JSON text of a request. It ends with a zero byte, which no rule accepts.
 class Reader {
 public:
-    Reader(const Checkpoint& words, const std::unordered_map<string_view, Int>& columns, const char* text, Int length)
-        : words(words), columns(columns), at(text), end(text + length) {}
+    Reader(
+        const Checkpoint& words, const std::unordered_map<string_view, Int>& columns, Posts& history, Posts& candidates,
+        const char* text, Int length
+    ) : history(history), candidates(candidates), words(words), columns(columns), at(text), end(text + length) {}
 
-    Posts &history = kept_history, &candidates = kept_candidates;
+    Posts &history, &candidates;
     Id user_id = 0, impression = 0;
     std::string rest;
 
@@ -78,8 +80,6 @@ public:
     }
 
 private:
-    static inline thread_local Posts kept_history, kept_candidates;  // so that memory is asked for once
-
     const Checkpoint& words;
     const std::unordered_map<string_view, Int>& columns;
     const char* at;

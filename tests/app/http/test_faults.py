@@ -47,7 +47,7 @@ def test_a_refused_request_gives_its_place_back() -> None:
 def test_readiness_names_the_way_of_computing_and_metrics_count_the_steps_down() -> None:
     with served() as (client, _):
         assert client.get("/readyz").json() == {"status": "ready"}
-        assert "ranker_engine_steps_down" not in client.get("/metrics").text, "an engine that has one way"
+        assert "ranker_engine_steps_down 0.0" in client.get("/metrics").text, "an engine that has one way"
     engine = FakeEngine()
     engine.info.notes.update(rung="portable", steps_down=[{"rung": "recorded", "reason": "no compiler"}])
     with served(engine=engine) as (client, _):
