@@ -345,7 +345,7 @@ def test_curl_and_python_say_what_the_page_says(tab: Explorer, source: str) -> N
 
 def test_the_terms_of_a_score_add_up_to_it(tab: Explorer) -> None:
     tab.of_the_request().page.get_by_role("button", name="Why").first.click()
-    cells = tab.page.locator(".detail:visible tbody tr td:nth-child(4)").all_inner_texts()
+    cells = tab.page.locator(".detail:visible .terms tbody tr td:nth-child(4)").all_inner_texts()
     terms = [float(text.replace("−", "-")) for text in cells]
     assert len(terms) == 8
     assert sum(terms) == pytest.approx(tab.shown()[0][2], abs=0.005)
