@@ -15,11 +15,13 @@ import pytest
 from app.request import codec
 from app.request.codec import Codec, open_library
 from tests.app.odd_bodies import mutated
-from tests.app.request.test_codec import FORM, LIMITS, MANIFEST, asked, differing, render, scored
 from tests.app.serving import VOCABULARY, good
 from tests.sanitized import run_sanitized
 
 SOURCE = Path(codec.__file__).parent / "native/codec.cpp"
+pytest.importorskip("torch", reason="what the codec is compared with needs torch")
+from tests.app.request.test_codec import FORM, LIMITS, MANIFEST, asked, differing, render, scored  # noqa: E402
+
 MODULE = "tests.app.request.test_codec_sanitizers"
 MUTATED = 1000
 
