@@ -6,6 +6,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from model.split.step import COUNTS, RECORD
+
+_HEAD, _RECORD = tl.constexpr(COUNTS), tl.constexpr(RECORD)
+
+
+@triton.jit
+def state_of(counts, request):
+    """Where the state of a request starts, counted from a tensor of the same type, its length and its capacity: `StepArrays`."""
+    slot = counts - _RECORD * (request + 1)
+    start = tl.load((slot + 4).to(tl.pointer_type(tl.int64)))
+    return tl.multiple_of(start, 16), tl.load(slot + 6), tl.load(slot + 7)
+
 
 @triton.jit
 def bounded_weight(products, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr):
@@ -79,9 +91,6 @@ def attend_tiles(
     anchor,
     out,
     counts,
-    tiles,
-    offsets,
-    lengths,
     layer,
     TILE_COUNT: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -104,20 +113,20 @@ def attend_tiles(
     row's own context.
 
     One program a tile of rows and query head. A tile belongs to one request, whose keys and values start at
-    `anchor + offsets[request]`, laid out `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or
+    `anchor` plus the request's offset, laid out `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or
     all; candidates (place −1) see all keys, and their own key and value, which stand in `own` `[rows, 2, G, K]`.
     WIDEN is for the interpreter, which cannot multiply bf16.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
     if tile >= tl.load(counts + TILE_COUNT):
         return
-    first_row = tl.load(tiles + tile * 4)
-    row_count = tl.load(tiles + tile * 4 + 1)
-    request = tl.load(tiles + tile * 4 + 2)
-    place = tl.load(tiles + tile * 4 + 3)
-    length = tl.load(lengths + request * 2)
-    capacity = tl.load(lengths + request * 2 + 1)
+    slot = counts - _RECORD * (tile + 1)
+    first_row = tl.load(slot)
+    row_count = tl.load(slot + 1)
+    request = tl.load(slot + 2)
+    place = tl.load(slot + 3)
+    start, length, capacity = state_of(counts, request)
     kv_head = head // (QUERY_HEADS // KV_HEADS)
 
     in_tile = tl.arange(0, TILE_ROWS)
@@ -135,8 +144,6 @@ def attend_tiles(
         if place >= 0:
             seen = place + 1 + in_tile
             last = tl.minimum(place + row_count, length)
-    # the offset counts from a tensor of the same type, so that the compiler knows both type and alignment
-    start = tl.multiple_of(tl.load(offsets + request), 16)
     token: tl.constexpr = KV_HEADS * HEAD_WIDTH
     keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
     values = keys + capacity.to(tl.int64) * token
@@ -187,10 +194,6 @@ def rotate_rows(
     rope,
     rope_positions,
     counts,
-    positions,
-    owners,
-    offsets,
-    lengths,
     layer,
     ROW_COUNT: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
@@ -211,7 +214,8 @@ def rotate_rows(
     half: tl.constexpr = HEAD_WIDTH // 2
     columns = tl.arange(0, HALF_BLOCK)
     narrow = columns < half
-    position = tl.load(positions + row)
+    record = counts + _HEAD + row * _RECORD
+    position = tl.load(record + 4)
     cos = tl.load(rope + position * half + columns, mask=narrow, other=0.0)[None, :]
     sin = tl.load(rope + (rope_positions + position) * half + columns, mask=narrow, other=0.0)[None, :]
     if QUERY_HEADS > 0:
@@ -225,14 +229,12 @@ def rotate_rows(
         inner = heads[:, None] * HEAD_WIDTH + columns[None, :]
         source = key_value + row * key_value_stride + inner
         turned_first, turned_second = rotate_heads(source, cos, sin, there, half)
-        place = tl.load(owners + row * 2 + 1)
+        place = tl.load(record + 7)
         if place >= 0:
-            request = tl.load(owners + row * 2)
-            capacity = tl.load(lengths + request * 2 + 1).to(tl.int64)
-            start = tl.multiple_of(tl.load(offsets + request), 16)
+            start, _, capacity = state_of(counts, tl.load(record + 6))
             target = anchor + start + (layer.to(tl.int64) * 2 * capacity + place) * token + inner
             tl.store(target, turned_first, mask=there)
             tl.store(target + half, turned_second, mask=there)
-            value_target = target + capacity * token
+            value_target = target + capacity.to(tl.int64) * token
             tl.store(value_target, tl.load(source + token, mask=there), mask=there)
             tl.store(value_target + half, tl.load(source + token + half, mask=there), mask=there)
