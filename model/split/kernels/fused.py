@@ -89,13 +89,15 @@ def compiled_variants() -> int:
     return sum(len(cache[0]) for cache in caches)
 
 
-def softmax_constants(multiplier: float, cap: float | None, form: CapForm = "tanh") -> dict[str, Any]:
+def softmax_constants(multiplier: float, cap: float | None, form: CapForm, dtype: torch.dtype) -> dict[str, Any]:
     """FORM, SCALE, RISE and FALL of `bounded_weight`; without a cap SCALE alone matters."""
     shift = softmax_shift(cap)
     if cap is None:
         return {"FORM": "none", "SCALE": LOG2_E * multiplier, "RISE": 0.0, "FALL": 0.0}
     if form == "softsign":
         return {"FORM": form, "SCALE": LOG2_E * multiplier, "RISE": -shift * LOG2_E, "FALL": 1 / (cap * LOG2_E)}
+    if dtype == torch.bfloat16:
+        return {"FORM": "fast_tanh", "SCALE": multiplier / cap, "RISE": -shift * LOG2_E, "FALL": cap * LOG2_E}
     return {
         "FORM": form,
         "SCALE": 2 * LOG2_E * multiplier / cap,
@@ -129,7 +131,7 @@ class FusedKernels:
         self._launch = launcher
         self._slots: Tensor | None = None
         self._inputs: Tensor  # of tokens, for the rows of a step; made with the slots
-        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form)
+        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form, dtype)
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
         """See `Kernels.embed`."""
