@@ -1,4 +1,4 @@
-"""Every kernel that an engine launches compiles here, without a card, for Ampere, Hopper and Blackwell; the engine runs in the interpreter."""
+"""Every kernel that an engine launches compiles for Ampere, Hopper and Blackwell, without a card; the engine runs in the interpreter."""
 
 from __future__ import annotations
 
