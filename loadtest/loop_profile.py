@@ -1,4 +1,4 @@
-"""Where the event loop's processor time of one `POST /rank` goes: stations timed inside a server that wrk loads; see `profile`."""
+"""Where the event loop's processor time of one request goes: stations timed inside a server that wrk loads; see `profile`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import uvloop
@@ -20,14 +19,15 @@ from app.server.direct import Call
 from app.server.process import RankingServer
 from app.server.protocol import StrictProtocol
 from app.service.service import RankingService
-from app.settings import Drain, Settings
+from app.settings import Settings
 from app.telemetry import logs
 from loadtest.generate import wrk
-from loadtest.servers.launch import free_port
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
 
-STATIONS: dict[str, tuple[tuple[type, str], ...]] = {
+Stations = Mapping[str, Sequence[tuple[type, str]]]
+
+RANK: Stations = {
     "HTTP: parser, headers, deadlines": ((StrictProtocol, "data_received"),),
     "name, key, room": ((RankEndpoint, "begin"),),
     "JSON": ((Ranking, "decode"),),
@@ -48,7 +48,8 @@ READINGS = 1000  # of the clock, a system call, to know what one takes
 class Stopwatch:
     """Seconds by station, each without those of the stations it calls and without those of reading the time, which `own` holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, stations: Iterable[str]) -> None:
+        self._stations = list(stations)
         began = time.thread_time()
         for _ in range(READINGS):
             time.thread_time()
@@ -58,7 +59,7 @@ class Stopwatch:
 
     def clear(self) -> None:
         """Begin again."""
-        self.seconds = dict.fromkeys(STATIONS, 0.0)
+        self.seconds = dict.fromkeys(self._stations, 0.0)
         self._since = self.own = 0.0
 
     def timed(self, station: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,39 +87,40 @@ class Stopwatch:
         self._since = now
 
 
-def loop_columns(checkpoint: Path, loads: Mapping[str, Sequence[bytes]], seconds: float) -> dict[str, dict[str, float]]:
+def loop_columns(
+    settings: Settings, path: str, stations: Stations, loads: Mapping[str, Sequence[bytes]], seconds: float
+) -> dict[str, dict[str, float]]:
     """Microseconds of the loop's thread a request, by station, for each of these bodies at 1 and 16 connections. Needs wrk.
 
     The last row is what is left of the thread's processor time: reading and writing sockets, timers, the loop itself.
     """
-    watch = Stopwatch()
-    kept = {place: getattr(*place) for places in STATIONS.values() for place in places}
-    for station, places in STATIONS.items():
+    watch = Stopwatch(stations)
+    kept = {place: getattr(*place) for places in stations.values() for place in places}
+    for station, places in stations.items():
         for place in places:
             setattr(*place, watch.timed(station, kept[place]))
     try:
-        return uvloop.run(_measured(checkpoint, loads, seconds, watch))
+        return uvloop.run(_measured(settings, path, loads, seconds, watch))
     finally:
         for place, call in kept.items():
             setattr(*place, call)
 
 
 async def _measured(
-    checkpoint: Path, loads: Mapping[str, Sequence[bytes]], seconds: float, watch: Stopwatch
+    settings: Settings, path: str, loads: Mapping[str, Sequence[bytes]], seconds: float, watch: Stopwatch
 ) -> dict[str, dict[str, float]]:
-    settings = Settings(checkpoint=checkpoint, port=free_port(), dtype="bfloat16", drain=Drain(delay_seconds=0))
     logs.configure(settings.logs)
     server = build_server(settings)
     serving = asyncio.create_task(server.serve())
     while not (server.started and server.service.health().ready):  # noqa: ASYNC110  # uvicorn tells nobody
         await asyncio.sleep(0.05)
-    columns, url = {}, f"http://127.0.0.1:{settings.port}/rank"
+    columns, url = {}, f"http://127.0.0.1:{settings.port}{path}"
     for (load, bodies), connections in itertools.product(loads.items(), (1, 16)):
         await asyncio.to_thread(wrk.read, url, bodies, connections, seconds)
-        before, began = _answered(server), time.thread_time()
+        before, began = _answered(server, path), time.thread_time()
         watch.clear()
         await asyncio.to_thread(wrk.read, url, bodies, connections, seconds)
-        spent, requests = time.thread_time() - began - watch.own, _answered(server) - before
+        spent, requests = time.thread_time() - began - watch.own, _answered(server, path) - before
         stations = {station: 1e6 * found / requests for station, found in watch.seconds.items()}
         columns[f"{load}, {connections} connection{'s' * (connections > 1)}"] = {
             **stations,
@@ -129,6 +131,6 @@ async def _measured(
     return columns
 
 
-def _answered(server: RankingServer) -> float:
+def _answered(server: RankingServer, path: str) -> float:
     value = server.service.metrics.registry.get_sample_value
-    return value("ranker_http_requests_total", {"method": "POST", "route": "/rank", "code": "200"}) or 0.0
+    return value("ranker_http_requests_total", {"method": "POST", "route": path, "code": "200"}) or 0.0
