@@ -5,31 +5,38 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from app.assembly import build_server
+from app.engine.searches import Searches
 from app.engine.worker import EngineWorker
-from app.http.direct import RankCall, RankEndpoint
+from app.http.direct import DirectCall, RankCall, RankEndpoint
 from app.http.rank import Ranking
+from app.http.retrieve import PostsCall, PostsEndpoint, RecommendCall
 from app.server.direct import Call
 from app.server.process import RankingServer
 from app.server.protocol import StrictProtocol
+from app.service.retrieval import RetrievalService
 from app.service.service import RankingService
-from app.settings import Settings
+from app.settings import Drain, Settings
 from app.telemetry import logs
 from loadtest.generate import wrk
+from loadtest.servers.launch import free_port
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
+from model.retrieval.engine import RetrievalEngine
 
 Stations = Mapping[str, Sequence[tuple[type, str]]]
 
 RANK: Stations = {
     "HTTP: parser, headers, deadlines": ((StrictProtocol, "data_received"),),
-    "name, key, room": ((RankEndpoint, "begin"),),
+    "name, key, room": ((RankEndpoint, "begin"), (PostsEndpoint, "begin")),
     "JSON": ((Ranking, "decode"),),
     "a place in the queue": ((RankingService, "admit"),),
     "checks, features": ((Ranking, "prepare"),),
@@ -38,8 +45,18 @@ RANK: Stations = {
     "forward, or its hand-over": ((Kernel, "forward"), (Kernel, "begin"), (Kernel, "finish")),
     "results to requests": ((EngineWorker, "_end"),),
     "reply": ((RankCall, "_render"),),
-    "metrics, log line": ((RankCall, "_end"),),
+    "metrics, log line": ((DirectCall, "_end"),),
     "write": ((Call, "_reply"),),
+}
+RECOMMEND: Stations = {
+    **RANK,
+    "JSON": ((PostsCall, "_read"),),
+    "checks, features": ((PostsCall, "finish"),),
+    "queue of searches": ((RetrievalService, "retrieve"), (Searches, "_begin"), (Searches, "_end")),
+    "encode": ((RetrievalEngine, "_encode"),),
+    "search": ((RetrievalEngine, "retrieve"),),
+    "candidates": ((RecommendCall, "_go_on"),),
+    "reply": ((RecommendCall, "_ranked"),),
 }
 
 READINGS = 1000  # of the clock, a system call, to know what one takes
@@ -55,6 +72,7 @@ class Stopwatch:
             time.thread_time()
         self._reading_seconds = (time.thread_time() - began) / READINGS
         self._running: list[str] = []
+        self._thread = threading.get_ident()
         self.clear()
 
     def clear(self) -> None:
@@ -67,6 +85,8 @@ class Stopwatch:
 
         @functools.wraps(call)
         def counted(*arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() != self._thread:  # a long search runs in one of its own
+                return call(*arguments, **named)
             self._switch(station)
             try:
                 return call(*arguments, **named)
@@ -88,12 +108,21 @@ class Stopwatch:
 
 
 def loop_columns(
-    settings: Settings, path: str, stations: Stations, loads: Mapping[str, Sequence[bytes]], seconds: float
+    checkpoint: Path,
+    path: str,
+    stations: Stations,
+    loads: Mapping[str, Sequence[bytes]],
+    seconds: float,
+    **further: Any,
 ) -> dict[str, dict[str, float]]:
     """Microseconds of the loop's thread a request, by station, for each of these bodies at 1 and 16 connections. Needs wrk.
+    `further` settings of the server.
 
     The last row is what is left of the thread's processor time: reading and writing sockets, timers, the loop itself.
     """
+    settings = Settings(
+        checkpoint=checkpoint, port=free_port(), dtype="bfloat16", drain=Drain(delay_seconds=0), **further
+    )
     watch = Stopwatch(stations)
     kept = {place: getattr(*place) for places in stations.values() for place in places}
     for station, places in stations.items():

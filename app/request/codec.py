@@ -123,9 +123,11 @@ class Codec:
         if not data:
             return None
         user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
-        context, ids, _ = _context(data, user_id, kept, events - kept, self.actions)
-        posts = ids[:kept] if events == kept else np.concatenate((ids[3 * kept :], ids[:kept]))
-        return Viewed(context, posts, data[-rest:] if rest else b"{}")
+        end = len(data) - rest
+        start = end - 8 * (events - kept)
+        context, _, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy, for what comes after may be long
+        older = np.frombuffer(data[start:end], np.uint64)
+        return Viewed(context, np.concatenate((older, context.post_ids)), data[end:] or b"{}")
 
     def _wishes(self, text: bytes) -> tuple[Wishes | None, Any, list[int] | None]:
         try:

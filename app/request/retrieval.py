@@ -91,7 +91,7 @@ class PostsRequest:
 
 def read_posts(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | PostsBody:
     """The request, or where the codec declines it the typed body, which is still to be checked. Raises as `decode_posts`."""
-    found = _compiled(body, limits, models)
+    found = read_compiled(body, limits, models)
     return decode_posts(body, limits, [model.vocabulary for model in models]) if found is None else found
 
 
@@ -114,7 +114,7 @@ def check_posts(asked: PostsRequest | PostsBody, models: Models) -> PostsRequest
     raise explain(parse(msgspec.json.encode(asked)), retrieval_rule(vocabularies, ranks=len(models) > 1))
 
 
-def _compiled(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | None:
+def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | None:
     """What the codec makes of it; None for what it declines, and for what is not valid."""
     viewers = []
     for vocabulary, _ in models:

@@ -36,7 +36,7 @@ public:
         for (Int place = 0; place < given.names; ++place) columns[given.name[place]] = given.column[place];
     }
 
-    // Of a request without candidates the columns hold its older post ids, which no model reads, in their place.
+    // Without candidates the post ids of the history that the model does not read come last.
     Int read(const char* body, Int length, bool has_candidates) {
         Reader reader(words, columns, history, candidates, body, length);
         reader.request(has_candidates);
@@ -50,10 +50,10 @@ public:
         for (auto column : {&history.post, &history.author, &history.surface}) out = copy(out, column->data() + first, kept);
         for (auto column : {&candidates.post, &candidates.author, &candidates.surface, &candidates.time})
             out = copy(out, column->data(), count);
-        out = copy(out, history.post.data(), older);
         out = copy(out, history.actions.data() + first * words.actions, kept * words.actions);
         out = copy(out, history.dwell.data() + first, kept);
         out = copy(out, candidates.quoted.data(), count);
+        out = copy(out, history.post.data(), older);
         return copy(out, reader.rest.data(), head.rest) - scratch.data();
     }
 
