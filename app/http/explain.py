@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.budgets import Budget
 from app.errors import Overloaded
-from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
+from app.http.asgi import Watching, exchange_of, send_reply
 from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Ranking
 from app.http.rank_batch import JSON_HEADER
@@ -56,11 +56,7 @@ class ExplainEndpoint:
         ranking, exchange, headers = self.ranking, exchange_of(scope), dict(scope["headers"])
         terms = ranking.open(headers, exchange, BATCH)
         check_accept(headers, JSON)
-        try:
-            raw = await read_body(headers, receive, ranking.limits.max_body_bytes)
-        except ClientGone:
-            ranking.metrics.cancelled.labels("body").inc()
-            raise
+        raw = await ranking.receive(headers, receive)
         asked = self._ask(ranking.plain(raw, terms), terms.deadline, exchange)
         if not self.running.take(1):
             raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)

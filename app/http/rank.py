@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from starlette.types import Receive
+
 from app.errors import NotFound
-from app.http.asgi import Headers, check_length, timeout_seconds_of
+from app.http.asgi import ClientGone, Headers, check_length, read_body, timeout_seconds_of
 from app.http.auth import KeyRing
 from app.http.negotiation import Wires, is_compressed, wire_of
 from app.interface import Ranked, ServedModel, Service, Ticket
@@ -79,6 +81,14 @@ class Ranking:
         """The first of several deadlines, from now on; None where no timeout is set."""
         seconds = [timeout for timeout in timeouts if timeout is not None]
         return self.service.clock() + min(seconds) if seconds else None
+
+    async def receive(self, headers: Headers, receive: Receive) -> bytes | bytearray:
+        """The body as it comes over ASGI; a client that disconnects before its end is counted. Raises as `read_body`."""
+        try:
+            return await read_body(headers, receive, self.limits.max_body_bytes)
+        except ClientGone:
+            self.metrics.cancelled.labels("body").inc()
+            raise
 
     def plain(self, body: bytes | bytearray, terms: Terms) -> bytes | bytearray:
         """The body without its content coding, no longer than the limit."""

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.budgets import Budget, rest_seconds
 from app.errors import Overloaded, ServiceError, TooLarge
-from app.http.asgi import ClientGone, Watching, exchange_of, read_body, send_reply
+from app.http.asgi import Watching, exchange_of, send_reply
 from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Prepared, Ranking
 from app.http.window import Window
@@ -52,11 +52,7 @@ class BatchEndpoint:
         headers = dict(scope["headers"])
         terms = ranking.open(headers, exchange, BATCH)
         check_accept(headers, JSON)
-        try:
-            raw = await read_body(headers, receive, ranking.limits.max_body_bytes)
-        except ClientGone:
-            ranking.metrics.cancelled.labels("body").inc()
-            raise
+        raw = await ranking.receive(headers, receive)
         started, held = time.perf_counter(), time.thread_time()
         items, is_bare = self.decoder.split(ranking.plain(raw, terms))
         held = time.thread_time() - held

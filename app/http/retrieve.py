@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
-from app.http.asgi import ClientGone, Watching, exchange_of, read_body, rest, send_reply
+from app.http.asgi import Watching, exchange_of, rest, send_reply
 from app.http.negotiation import BATCH, check_accept
 from app.http.rank import Ranking, add_seconds
 from app.http.rank_batch import JSON_HEADER
@@ -56,11 +56,7 @@ class _Endpoint(ABC):
         deadline = now + self.service.default_deadline_seconds if terms.deadline is None else terms.deadline
         deadline = min(deadline, now + self.max_seconds)  # one for both stages
         _ = self.service.retrieval.served  # refuses before the body is read
-        try:
-            raw = await read_body(headers, receive, ranking.limits.max_body_bytes)
-        except ClientGone:
-            ranking.metrics.cancelled.labels("body").inc()
-            raise
+        raw = await ranking.receive(headers, receive)
         started, held = time.perf_counter(), time.thread_time()
         try:
             asked = self.ask(ranking.plain(raw, terms), deadline, exchange)

@@ -98,14 +98,7 @@ def render(
             "attention": None if attention is None else _shares(attention[:, :, row], len(question.events)),
         }
         yield (b"," if row else b"") + _json(candidate)
-    tail: dict[str, Any] = {
-        "history_used": history_used,
-        "history_dropped": request.history_length - history_used,
-        "timings_ms": timings_ms,
-    }
-    if request.request_id is not None:
-        tail["request_id"] = request.request_id
-    yield b"],%b" % _json(tail)[1:]
+    yield b"]" + reply.tail_of(request, history_used, timings_ms)
 
 
 @dataclass(frozen=True, slots=True)

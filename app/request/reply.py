@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import orjson
@@ -57,6 +57,20 @@ class ReplyFormat:
             ),
             head=_head(model, manifest.action_names),
         )
+
+
+class Asked(Protocol):
+    """What the end of a reply needs to know of its request."""
+
+    @property
+    def history_length(self) -> int:
+        """Items of the history as it was sent."""
+        ...
+
+    @property
+    def request_id(self) -> str | None:
+        """Where the body names one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +148,10 @@ def render_joined(
     rows = rows_of(request, scores, form)
     best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
     further = [(key, column(values[best])) for key, values in joined.columns]
-    tail = {
-        **joined.tail,
-        "history_used": history_used,
-        "history_dropped": request.history_length - history_used,
-        "timings_ms": timings_ms,
-        **({} if request.request_id is None else {"request_id": request.request_id}),
-    }
+    tail = tail_of(request, history_used, timings_ms, **joined.tail)
     head = orjson.dumps({**joined.head, "actions": rows.names})
     candidates = _candidates(rows, slice(None), form, further) if len(rows.scores) else b""
-    return b'%b,"candidates":[%b],%b' % (head[:-1], candidates, orjson.dumps(tail)[1:])
+    return b'%b,"candidates":[%b]%b' % (head[:-1], candidates, tail)
 
 
 def render(
@@ -153,18 +161,10 @@ def render(
 
     `timings_ms` is written as it is; the scores must be finite.
     """
-    names = (
-        form.action_names if request.wanted is None else tuple(form.action_names[column] for column in request.wanted)
-    )
-    head = b'%b,"candidates":' % orjson.dumps({"model": form.model, "actions": names})[:-1]
-    tail: dict[str, Any] = {
-        "history_used": history_used,
-        "history_dropped": request.history_length - history_used,
-        "timings_ms": timings_ms,
-    }
-    if request.request_id is not None:
-        tail["request_id"] = request.request_id
-    end = b"," + orjson.dumps(tail)[1:]
+    head = form.head
+    if request.wanted is not None:
+        head = _head(form.model, [form.action_names[column] for column in request.wanted])
+    end = tail_of(request, history_used, timings_ms)
     if form.codec is not None and (written := form.codec.write(request, scores, head, end)) is not None:
         yield written
         return
@@ -181,6 +181,19 @@ def render(
 
 def _head(model: Mapping[str, str], names: Sequence[str]) -> bytes:
     return b'%b,"candidates":' % orjson.dumps({"model": model, "actions": names})[:-1]
+
+
+def tail_of(request: Asked, history_used: int, timings_ms: Mapping[str, float], **before: Any) -> bytes:
+    """What a reply ends with, from the comma after its posts on; these fields come first."""
+    tail = {
+        **before,
+        "history_used": history_used,
+        "history_dropped": request.history_length - history_used,
+        "timings_ms": timings_ms,
+    }
+    if request.request_id is not None:
+        tail["request_id"] = request.request_id
+    return b"," + orjson.dumps(tail)[1:]
 
 
 def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -147,15 +147,8 @@ def render(
     ]
     rows = reply.weave(columns, end=b"},")[:-1] if len(posts) else b""
     head = orjson.dumps({"model": _name_of(served.manifest), "corpus": corpus_of(served, posts)})
-    tail: dict[str, Any] = {
-        "visible": posts.visible,
-        "history_used": history_used,
-        "history_dropped": request.history_length - history_used,
-        "timings_ms": timings_ms,
-    }
-    if request.request_id is not None:
-        tail["request_id"] = request.request_id
-    return b'%b,"posts":[%b],%b' % (head[:-1], rows, orjson.dumps(tail)[1:])
+    tail = reply.tail_of(request, history_used, timings_ms, visible=posts.visible)
+    return b'%b,"posts":[%b]%b' % (head[:-1], rows, tail)
 
 
 def joined(posts: Retrieved, served: ServedRetrieval, ranker: Manifest) -> reply.Joined:

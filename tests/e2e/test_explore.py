@@ -15,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.settings import Auth, Settings
-from tests.app.serving import listening, port_of
+from app.settings import Auth, Queue, Settings
+from tests.app.fakes import FakeEngine, Gate
+from tests.app.serving import good, listening, port_of
 from tests.e2e.process import DEMO, ROOT, Server, serving
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -400,6 +402,38 @@ def test_a_checkpoint_without_names_behind_a_key(browser: Any) -> None:
         assert "author 7" in tab.page.locator(".posts").inner_text()
         assert all("401" in said for said in tab.complaints)
         assert "sesame" not in tab.page.url
+        tab.context.close()
+
+
+BUSY = {  # what the engine that does not answer is to the page's request: a full queue, or an engine that is stuck
+    429: (Queue(max_candidates=4, max_wait_seconds=0), "the queue is full"),
+    503: (Queue(stall_seconds=0.2), "has finished no forward"),
+}
+
+
+@pytest.mark.parametrize("status", BUSY)
+def test_the_page_says_that_the_service_is_busy_and_recovers(browser: Any, status: int) -> None:
+    queue, said = BUSY[status]
+    gate = Gate()
+    with listening(FakeEngine(before=gate), Settings(port=0, queue=queue)) as server:
+        url = f"http://127.0.0.1:{port_of(server)}"
+        other = threading.Thread(target=httpx.post, args=(f"{url}/rank",), kwargs={"json": good(), "timeout": 30})
+        other.start()
+        assert gate.entered.wait(10)
+        tab = Explorer(browser, url)
+        tab.page.goto(f"{url}/explore")
+        try:
+            tab.page.wait_for_function("said => document.querySelector('#problem').innerText.includes(said)", arg=said)
+            assert tab.page.locator("#problem").is_visible()
+            assert tab.page.locator(".posts li").count() == 0
+        finally:
+            gate.opened.set()
+            other.join()
+        tab.page.wait_for_selector("body[data-ranked]", timeout=10_000)
+        assert tab.page.locator("#problem").is_hidden()
+        assert len(tab.shown()) == 2
+        assert tab.complaints
+        assert all(str(status) in complaint for complaint in tab.complaints)
         tab.context.close()
 
 

@@ -24,7 +24,9 @@ from tenacity.stop import stop_base
 
 from phoenix_ranker_client import tensors
 from phoenix_ranker_client.messages import (
+    Candidate,
     DeadlineExceeded,
+    Event,
     Explanation,
     Id,
     RankerError,
@@ -40,6 +42,9 @@ from phoenix_ranker_client.retrieval import Recommendation, Retrieval, Retrieval
 
 T = TypeVar("T")
 Wire = Literal["json", "binary"]
+Requests = Sequence[RankingRequest | RetrievalRequest]
+DEFAULT_TIMEOUT_SECONDS = 2.0
+EXPLAIN_TIMEOUT_SECONDS = 10.0
 JSON = {"content-type": "application/json"}
 GRACE_SECONDS = 0.05  # the server's own 504 says more than a connection that was closed at the same moment
 AGAIN = retry_if_exception_type(Unavailable)
@@ -57,64 +62,102 @@ def routing_key(user_id: Id, secret: bytes = b"") -> str:
 
 @dataclass(frozen=True)
 class Calls:
-    """Makes the calls of one client, sync or async."""
+    """Makes the calls of one client, whose methods these are: sync in the one, async in the other."""
 
     base_url: str
     api_key: str | None = field(repr=False)
     routing_secret: bytes = field(repr=False)
     wire: Wire = "json"
 
-    def rank(self, request: RankingRequest, timeout_seconds: float, request_id: str | None) -> Call[Ranking]:
-        """POST /rank."""
+    def rank(
+        self,
+        /,
+        user_id: Id,
+        candidates: Sequence[Candidate],
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Call[Ranking]:
+        """Rank one user's candidates; `options` are the other fields of RankingRequest. Raises RankerError."""
+        request = RankingRequest(user_id, candidates, history, **options)
+        if self.wire == "json":
+            return self._json("rank", request.to_json(), [request], Ranking.from_json, timeout_seconds, request_id)
         request_id = request_id or uuid.uuid4().hex
-        body, headers = _body(request) if self.wire == "json" else _tensors(request, request_id)
+        body, headers = _tensors(request, request_id)
 
         def parse(headers: httpx.Headers, content: bytes) -> Ranking:
-            if self.wire == "json":
-                return Ranking.from_json(orjson.loads(content))
             return tensors.read(request, headers, content)
 
-        return Call(
-            f"{self.base_url}/rank", body, parse, timeout_seconds, request_id, headers | self._headers([request])
-        )
+        return self._call("rank", body, headers, [request], parse, timeout_seconds, request_id)
 
     def rank_batch(
-        self, requests: Sequence[RankingRequest], timeout_seconds: float, request_id: str | None
+        self,
+        /,
+        requests: Sequence[RankingRequest],
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
     ) -> Call[list[Ranking | RankerError]]:
-        """POST /rank/batch."""
-        body, headers = orjson.dumps({"requests": [request.to_json() for request in requests]}), dict(JSON)
+        """Rank several requests in one call; one that failed is its error. Raises RankerError when the whole call failed.
 
-        def parse(headers: httpx.Headers, content: bytes) -> list[Ranking | RankerError]:
-            return batch_results(orjson.loads(content))
-
-        headers |= self._headers(requests)
-        return Call(f"{self.base_url}/rank/batch", body, parse, timeout_seconds, request_id, headers)
+        The call goes where the first request's user is cached: put one user's requests together.
+        """
+        body = {"requests": [request.to_json() for request in requests]}
+        return self._json("rank/batch", body, requests, batch_results, timeout_seconds, request_id)
 
     def explain(
-        self, request: RankingRequest, explain: Sequence[Id], timeout_seconds: float, request_id: str | None
+        self,
+        /,
+        user_id: Id,
+        candidates: Sequence[Candidate],
+        explain: Sequence[Id],
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = EXPLAIN_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
     ) -> Call[Explanation]:
-        """POST /explain."""
-        body, headers = orjson.dumps(request.to_json() | {"explain": list(explain)}), JSON | self._headers([request])
+        """Why candidates stand where they stand: `explain` has post ids of some of them. As `rank` besides. Raises RankerError."""
+        request = RankingRequest(user_id, candidates, history, **options)
+        body = request.to_json() | {"explain": list(explain)}
+        return self._json("explain", body, [request], Explanation.from_json, timeout_seconds, request_id)
 
-        def parse(headers: httpx.Headers, content: bytes) -> Explanation:
-            return Explanation.from_json(orjson.loads(content))
-
-        return Call(f"{self.base_url}/explain", body, parse, timeout_seconds, request_id, headers)
-
-    def retrieve(self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None) -> Call[Retrieval]:
-        """POST /retrieve."""
-        return self._posts("retrieve", request, Retrieval.from_json, timeout_seconds, request_id)
+    def retrieve(
+        self,
+        /,
+        user_id: Id,
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> Call[Retrieval]:
+        """The best posts of the service's corpus; `options` are the other fields of RetrievalRequest. Raises RankerError."""
+        request = RetrievalRequest(user_id, history, **options)
+        return self._json("retrieve", request.to_json(), [request], Retrieval.from_json, timeout_seconds, request_id)
 
     def recommend(
-        self, request: RetrievalRequest, timeout_seconds: float, request_id: str | None
+        self,
+        /,
+        user_id: Id,
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+        **options: Any,
     ) -> Call[Recommendation]:
-        """POST /recommend."""
-        return self._posts("recommend", request, Recommendation.from_json, timeout_seconds, request_id)
+        """The best posts of the service's corpus, ranked; as `retrieve`."""
+        request = RetrievalRequest(user_id, history, **options)
+        read = Recommendation.from_json
+        return self._json("recommend", request.to_json(), [request], read, timeout_seconds, request_id)
 
-    def _posts(
+    def _json(
         self,
         path: str,
-        request: RetrievalRequest,
+        body: dict[str, Any],
+        requests: Requests,
         read: Callable[[Any], T],
         timeout_seconds: float,
         request_id: str | None,
@@ -122,15 +165,24 @@ class Calls:
         def parse(headers: httpx.Headers, content: bytes) -> T:
             return read(orjson.loads(content))
 
-        body, headers = orjson.dumps(request.to_json()), JSON | self._headers([request])
-        return Call(f"{self.base_url}/{path}", body, parse, timeout_seconds, request_id, headers)
+        return self._call(path, orjson.dumps(body), JSON, requests, parse, timeout_seconds, request_id)
 
-    def _headers(self, requests: Sequence[RankingRequest | RetrievalRequest]) -> dict[str, str]:
+    def _call(
+        self,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        requests: Requests,
+        parse: Callable[[httpx.Headers, bytes], T],
+        timeout_seconds: float,
+        request_id: str | None,
+    ) -> Call[T]:
         """A batch is sent whole to where its first user is kept: no place is better for all of them."""
-        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        if self.api_key is not None:
+            headers = headers | {"authorization": f"Bearer {self.api_key}"}
         if requests:
-            headers["x-routing-key"] = routing_key(requests[0].user_id, self.routing_secret)
-        return headers
+            headers = headers | {"x-routing-key": routing_key(requests[0].user_id, self.routing_secret)}
+        return Call(f"{self.base_url}/{path}", body, parse, timeout_seconds, request_id, headers)
 
 
 class Call(Generic[T]):
@@ -207,10 +259,6 @@ class Call(Generic[T]):
 
     def _too_late(self, detail: str) -> DeadlineExceeded:
         return DeadlineExceeded(0, "deadline_exceeded", detail, self.request_id)
-
-
-def _body(request: RankingRequest) -> tuple[bytes, dict[str, str]]:
-    return orjson.dumps(request.to_json()), dict(JSON)
 
 
 def _tensors(request: RankingRequest, request_id: str) -> tuple[bytes, dict[str, str]]:

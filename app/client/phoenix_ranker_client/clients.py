@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec
 
 import anyio
 import httpx
 from tenacity import AsyncRetrying, Retrying
 
 from phoenix_ranker_client.call import AGAIN, Call, Calls, T, Wire, wait_seconds
-from phoenix_ranker_client.messages import Candidate, Event, Explanation, Id, RankerError, Ranking, RankingRequest
-from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
 
-DEFAULT_TIMEOUT_SECONDS = 2.0
-EXPLAIN_TIMEOUT_SECONDS = 10.0
 DEFAULT_ATTEMPTS = 3
 LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64)
+P = ParamSpec("P")
+
+
+def _blocking(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[RankerClient, P], T]:
+    """Makes a call and sends it."""
+
+    @functools.wraps(make)
+    def method(self: RankerClient, /, *arguments: P.args, **named: P.kwargs) -> T:
+        return self._send(make(self._calls, *arguments, **named))
+
+    return method
+
+
+def _awaited(
+    make: Callable[Concatenate[Calls, P], Call[T]],
+) -> Callable[Concatenate[AsyncRankerClient, P], Coroutine[Any, Any, T]]:
+    """The same for asyncio."""
+
+    @functools.wraps(make)
+    async def method(self: AsyncRankerClient, /, *arguments: P.args, **named: P.kwargs) -> T:
+        return await self._send(make(self._calls, *arguments, **named))
+
+    return method
 
 
 class RankerClient:
@@ -39,73 +59,11 @@ class RankerClient:
         self._calls, self._attempts = Calls(base_url, api_key, routing_secret, wire), attempts
         self._http = http or httpx.Client(limits=LIMITS)
 
-    def rank(
-        self,
-        user_id: Id,
-        candidates: Sequence[Candidate],
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Ranking:
-        """Rank one user's candidates; `options` are the other fields of RankingRequest. Raises RankerError."""
-        request = RankingRequest(user_id, candidates, history, **options)
-        return self._send(self._calls.rank(request, timeout_seconds, request_id))
-
-    def rank_batch(
-        self,
-        requests: Sequence[RankingRequest],
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-    ) -> list[Ranking | RankerError]:
-        """Rank several requests in one call; one that failed is its error. Raises RankerError when the whole call failed.
-
-        The call goes where the first request's user is cached: put one user's requests together.
-        """
-        return self._send(self._calls.rank_batch(requests, timeout_seconds, request_id))
-
-    def explain(
-        self,
-        user_id: Id,
-        candidates: Sequence[Candidate],
-        explain: Sequence[Id],
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = EXPLAIN_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Explanation:
-        """Why candidates stand where they stand: `explain` has post ids of some of them. As `rank` besides. Raises RankerError."""
-        request = RankingRequest(user_id, candidates, history, **options)
-        return self._send(self._calls.explain(request, explain, timeout_seconds, request_id))
-
-    def retrieve(
-        self,
-        user_id: Id,
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Retrieval:
-        """The best posts of the service's corpus; `options` are the other fields of RetrievalRequest. Raises RankerError."""
-        request = RetrievalRequest(user_id, history, **options)
-        return self._send(self._calls.retrieve(request, timeout_seconds, request_id))
-
-    def recommend(
-        self,
-        user_id: Id,
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Recommendation:
-        """The best posts of the service's corpus, ranked; as `retrieve`."""
-        request = RetrievalRequest(user_id, history, **options)
-        return self._send(self._calls.recommend(request, timeout_seconds, request_id))
+    rank = _blocking(Calls.rank)
+    rank_batch = _blocking(Calls.rank_batch)
+    explain = _blocking(Calls.explain)
+    retrieve = _blocking(Calls.retrieve)
+    recommend = _blocking(Calls.recommend)
 
     def _send(self, call: Call[T]) -> T:
         retrying = Retrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
@@ -150,70 +108,11 @@ class AsyncRankerClient:
         self._calls, self._attempts = Calls(base_url, api_key, routing_secret, wire), attempts
         self._http = http or httpx.AsyncClient(limits=LIMITS)
 
-    async def rank(
-        self,
-        user_id: Id,
-        candidates: Sequence[Candidate],
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Ranking:
-        """As `RankerClient.rank`."""
-        request = RankingRequest(user_id, candidates, history, **options)
-        return await self._send(self._calls.rank(request, timeout_seconds, request_id))
-
-    async def rank_batch(
-        self,
-        requests: Sequence[RankingRequest],
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-    ) -> list[Ranking | RankerError]:
-        """As `RankerClient.rank_batch`."""
-        return await self._send(self._calls.rank_batch(requests, timeout_seconds, request_id))
-
-    async def explain(
-        self,
-        user_id: Id,
-        candidates: Sequence[Candidate],
-        explain: Sequence[Id],
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = EXPLAIN_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Explanation:
-        """As `RankerClient.explain`."""
-        request = RankingRequest(user_id, candidates, history, **options)
-        return await self._send(self._calls.explain(request, explain, timeout_seconds, request_id))
-
-    async def retrieve(
-        self,
-        user_id: Id,
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Retrieval:
-        """As `RankerClient.retrieve`."""
-        request = RetrievalRequest(user_id, history, **options)
-        return await self._send(self._calls.retrieve(request, timeout_seconds, request_id))
-
-    async def recommend(
-        self,
-        user_id: Id,
-        history: Sequence[Event] = (),
-        *,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> Recommendation:
-        """As `RankerClient.recommend`."""
-        request = RetrievalRequest(user_id, history, **options)
-        return await self._send(self._calls.recommend(request, timeout_seconds, request_id))
+    rank = _awaited(Calls.rank)
+    rank_batch = _awaited(Calls.rank_batch)
+    explain = _awaited(Calls.explain)
+    retrieve = _awaited(Calls.retrieve)
+    recommend = _awaited(Calls.recommend)
 
     async def _send(self, call: Call[T]) -> T:
         retrying = AsyncRetrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 Id = int | str
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,18 @@ class RankingRequest:
             },
             "history": history_json(history),
         }
-        optional = {
-            "impression_ts": self.impression_ts,
-            "weights": None if self.weights is None else dict(self.weights),
-            "top_k": self.top_k,
-            "actions_wanted": None if self.actions_wanted is None else list(self.actions_wanted),
-        }
-        return body | {name: value for name, value in optional.items() if value is not None}
+        return body | given(self, "impression_ts", "weights", "top_k", "actions_wanted")
+
+
+def given(request: Any, *names: str) -> dict[str, Any]:
+    """Those of the request's optional fields that are set, as plain JSON."""
+    return {name: _plain(value) for name in names if (value := getattr(request, name)) is not None}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) else value
 
 
 def history_json(history: Sequence[Event]) -> dict[str, Any]:
@@ -75,6 +82,18 @@ def history_json(history: Sequence[Event]) -> dict[str, Any]:
         "product_surface": [event.product_surface for event in history],
         "dwell_time": [event.dwell_time for event in history],
     }
+
+
+def rows_of(kind: type[R], rows: Sequence[Mapping[str, Any]]) -> list[R]:
+    """The posts of a reply, each as one of these dataclasses; fields that a later server may add are ignored."""
+    values = operator.itemgetter(*(field.name for field in fields(kind)))  # type: ignore[arg-type]
+    return [kind(*values(row)) for row in rows]
+
+
+def fields_of(kind: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a reply of this dataclass, but for its posts; fields that a later server may add are ignored."""
+    flat = {f"model_{name}": value for name, value in body.get("model", {}).items()} | dict(body)
+    return {name: flat[name] for field in fields(kind) if (name := field.name) not in ("candidates", "posts")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +121,8 @@ class Ranking:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Ranking:
-        """From a reply's body; fields that a later server may add are ignored."""
-        return cls(
-            body["model"]["name"],
-            body["model"]["version"],
-            body["actions"],
-            [
-                Ranked(row["post_id"], row["score"], row["rank"], row["probabilities"], row["continuous"])
-                for row in body["candidates"]
-            ],
-            body["history_used"],
-            body["history_dropped"],
-            body["timings_ms"],
-        )
+        """From a reply's body."""
+        return cls(candidates=rows_of(Ranked, body["candidates"]), **fields_of(cls, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +153,8 @@ class Explanation:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Explanation:
-        """From a reply's body; fields that a later server may add are ignored."""
-        fields = Explained.__slots__
-        rows = [Explained(**{name: row[name] for name in fields}) for row in body["candidates"]]
-        model, rest = body["model"], (body[name] for name in ("history_used", "history_dropped", "timings_ms"))
-        return cls(model["name"], model["version"], body["actions"], body["events"], rows, *rest)
+        """From a reply's body."""
+        return cls(candidates=rows_of(Explained, body["candidates"]), **fields_of(cls, body))
 
 
 class RankerError(Exception):

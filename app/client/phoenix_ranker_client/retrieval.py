@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from phoenix_ranker_client.messages import Event, Id, history_json
+from phoenix_ranker_client.messages import Event, Id, fields_of, given, history_json, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,9 @@ class RetrievalRequest:
 
     def to_json(self) -> dict[str, Any]:
         """The body, in arrays."""
-        lists = {"exclude": self.exclude, "topics": self.topics, "actions_wanted": self.actions_wanted}
-        optional = {
-            "k": self.k,
-            "exclude_history": self.exclude_history,
-            "min_score": self.min_score,
-            "max_age_seconds": self.max_age_seconds,
-            "impression_ts": self.impression_ts,
-            "weights": None if self.weights is None else dict(self.weights),
-            "top_k": self.top_k,
-            **{name: None if values is None else list(values) for name, values in lists.items()},
-        }
-        body = {"user_id": self.user_id, "history": history_json(self.history)}
-        return body | {name: value for name, value in optional.items() if value is not None}
+        return {"user_id": self.user_id, "history": history_json(self.history)} | given(
+            self, *(field.name for field in fields(self) if field.name not in ("user_id", "history"))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +58,8 @@ class Retrieval:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Retrieval:
-        """From a reply's body; fields that a later server may add are ignored."""
-        fields = RetrievedPost.__slots__
-        posts = [RetrievedPost(**{name: row[name] for name in fields}) for row in body["posts"]]
-        model = body["model"]
-        return cls(model["name"], model["version"], body["corpus"], posts, body["visible"], body["timings_ms"])
+        """From a reply's body."""
+        return cls(posts=rows_of(RetrievedPost, body["posts"]), **fields_of(cls, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +88,5 @@ class Recommendation:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Recommendation:
-        """From a reply's body; fields that a later server may add are ignored."""
-        fields = Recommended.__slots__
-        rows = [Recommended(**{name: row[name] for name in fields}) for row in body["candidates"]]
-        return cls(body["models"], body["corpus"], body["actions"], rows, body["visible"], body["timings_ms"])
+        """From a reply's body."""
+        return cls(candidates=rows_of(Recommended, body["candidates"]), **fields_of(cls, body))

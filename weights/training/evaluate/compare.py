@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import kendalltau, pearsonr, spearmanr
+from scipy.stats import spearmanr
 
+from weights.agreement import TOP, Floats, agreement, pearson, score_weights
 from weights.checkpoint import Checkpoint
 from weights.training.evaluate import metrics
 from weights.training.evaluate.predict import predict
 from weights.training.examples import Examples
 from weights.training.log import Log
 
-TOP = (1, 3, 5, 10)
 CHANGED = 10
 Progress = Callable[[str, int, int], None]
-Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +44,14 @@ class ChangedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`pearson`, `spearman` of all scores; `kendall`: mean τ-b of the requests with two posts or more. `overlap[k]`: mean share of the
-    best k that both have, over requests with more than k posts. `ndcg` of each by the score's own gain. `changed`: most changed first."""
+    """`pearson`, `spearman` of all scores; `correlation`, `kendall`, `overlap`: means of what `weights.agreement` says of each request
+    with two posts or more, or more than k. `ndcg` of each by the score's own gain. `changed`: most changed first."""
 
     requests: int
     impressions: int
     pearson: float
     spearman: float
+    correlation: float
     kendall: float
     overlap: dict[int, float]
     ndcg: tuple[float, float]
@@ -85,7 +85,7 @@ def compare(
     ]
     listed = [first.rows(index) for index in requests.tolist()]
     rows = np.concatenate(listed)
-    weights = [_weights(each.manifest.score_weights, each.manifest.action_names) for each in pair]
+    weights = [score_weights(each.manifest) for each in pair]
     scores = found[0] @ weights[0], found[1] @ weights[1]
     shown = [log.take(rows) for log in logs]
     lengths = [len(each) for each in listed]
@@ -94,40 +94,25 @@ def compare(
     several = [place for place, length in enumerate(lengths) if length > 1]
     if not several:
         raise ValueError("no request shows two posts, so there is nothing to rank")
-    taus = {place: _tau(*lists[place]) for place in several}
-    changed = sorted(several, key=lambda place: (taus[place], place))[:CHANGED]
+    alike = {place: agreement(*lists[place]) for place in several}
+    changed = sorted(several, key=lambda place: (alike[place].kendall, place))[:CHANGED]
     return Comparison(
         requests=len(requests),
         impressions=len(rows),
-        pearson=float(pearsonr(*scores).statistic),
+        pearson=pearson(*scores),
         spearman=float(spearmanr(*scores).statistic),
-        kendall=float(np.mean(list(taus.values()))),
-        overlap={k: share for k in TOP if (share := _overlap(lists, k)) is not None},
+        correlation=float(np.nanmean([each.correlation for each in alike.values()])),
+        kendall=float(np.mean([each.kendall for each in alike.values()])),
+        overlap={
+            k: float(np.mean(shares))
+            for k in TOP
+            if (shares := [each.overlap[k] for each in alike.values() if k in each.overlap])
+        },
         ndcg=(_ndcg(shown[0], scores[0], weights[0]), _ndcg(shown[1], scores[1], weights[1])),
         actions=_actions(shown, found),
-        changed=[_changed(first, int(requests[place]), taus[place], lists[place]) for place in changed],
+        changed=[_changed(first, int(requests[place]), alike[place].kendall, lists[place]) for place in changed],
         scores=scores,
     )
-
-
-def _weights(weights: Mapping[str, float], names: tuple[str, ...]) -> NDArray[np.float32]:
-    return np.array([weights.get(name, 0.0) for name in names], np.float32)
-
-
-def _tau(left: Floats, right: Floats) -> float:
-    """τ-b; 1 where both leave everything equal, 0 where one alone does."""
-    found = float(kendalltau(left, right).statistic)
-    return found if np.isfinite(found) else float(np.ptp(left) == np.ptp(right) == 0)
-
-
-def _overlap(lists: list[tuple[Floats, Floats]], k: int) -> float | None:
-    """None where no request has more than `k` posts."""
-    shares = [
-        len(set(np.argsort(-left, kind="stable")[:k]) & set(np.argsort(-right, kind="stable")[:k])) / k
-        for left, right in lists
-        if len(left) > k
-    ]
-    return float(np.mean(shares)) if shares else None
 
 
 def _ndcg(log: Log, scores: Floats, weights: NDArray[np.float32]) -> float:
@@ -142,10 +127,9 @@ def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, Act
             continue
         happened = logs[0].actions[:, column]
         both = found[0][:, column], found[1][:, logs[1].action_names.index(name)]
-        moves = np.ptp(both[0]) > 0 and np.ptp(both[1]) > 0
         changes[name] = ActionChange(
             float(happened.mean()),
-            float(pearsonr(*both).statistic) if moves else float("nan"),
+            pearson(*both),
             (float(both[0].mean()), float(both[1].mean())),
             (metrics.calibration_error(happened, both[0]), metrics.calibration_error(happened, both[1])),
             (metrics.log_loss(happened, both[0]), metrics.log_loss(happened, both[1])),

@@ -66,6 +66,7 @@ def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
     rows = [
         ["correlation of scores (Pearson)", f"{comparison.pearson:.4f}"],
         ["correlation of scores (Spearman)", f"{comparison.spearman:.4f}"],
+        ["correlation of scores within a request, mean of requests", f"{comparison.correlation:.4f}"],
         ["Kendall's τ of the order, mean of requests", f"{comparison.kendall:.4f}"],
         *([f"best {k} that both have", f"{share:.1%}"] for k, share in comparison.overlap.items()),
         ["NDCG of the score", f"{ndcg[0]:.4f} → {ndcg[1]:.4f}"],
