@@ -94,7 +94,7 @@ private:
         return std::min<Id>((impression - created) / words.age_seconds + 1, words.age_buckets - 1);
     }
 
-    // Combined scores, added action by action from 0 on, as `reply.combine` has them; best first, equal ones in their order.
+    // Combined scores, added action by action from 0 on, as `model.ranking.combine` has them; best first, equal ones in their order.
     void rank(const Scored& given) {
         Int count = given.candidates;
         scores.assign(count, 0.0), order.resize(count), ranks.resize(count);
