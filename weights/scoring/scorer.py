@@ -73,7 +73,8 @@ class Scorer:
     ) -> pa.Table:
         """Score the requests of a log from `since_ts` on, by time, then request; the log's columns are in docs/training.md.
 
-        All earlier engagements of a user have to be in the table, since they are the history. `progress` is told how many rows are
+        All earlier engagements of a user have to be in the table, since they are the history, and what was shown together in the order
+        of the log, since events of one time are read in it. `progress` is told how many rows are
         scored. Raises LogError or EngineError, whose sentences call the log `where`.
         """
         examples = Examples(aligned(log_of(table, where), self.manifest.action_names), self.manifest.config)
