@@ -125,7 +125,7 @@ class Codec:
         user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
         end = len(data) - rest
         start = end - 8 * (events - kept)
-        context, _, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy, for what comes after may be long
+        context, _, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
         older = np.frombuffer(data[start:end], np.uint64)
         return Viewed(context, np.concatenate((older, context.post_ids)), data[end:] or b"{}")
 
