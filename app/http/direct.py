@@ -1,4 +1,7 @@
-"""`POST /rank` for a connection that reads requests itself: calls in place of ASGI messages, and no task. See `server.direct`."""
+"""`POST /rank`, and inference under `/v2`, for a connection that reads requests itself: calls in place of ASGI messages, no task.
+
+See `server.direct`.
+"""
 
 from __future__ import annotations
 
