@@ -233,7 +233,6 @@ class StrictProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
         self.cycle.receive = _Receive(self.cycle)
-        self.scope["state"]["rest"] = self.rest
 
     def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
         if isinstance(cycle, Call):

@@ -222,6 +222,7 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body, rests = post("x", "/retrieve", b'{"user_id":1}'), []
     monkeypatch.setattr(protocol, "rest_seconds", lambda held: rests.append(held) or 0.05)
+    monkeypatch.setattr(direct, "SHORT_BYTES", 0)
     with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port, 30) as sock:
         began = time.monotonic()
         for sent, status in ((body, 200), (body.replace(b"user_id", b"userXid"), 422), (body, 200)):
