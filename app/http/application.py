@@ -33,6 +33,7 @@ from app.settings import Settings
 from app.telemetry.logs import RequestLog
 from app.telemetry.tracing import RequestTracer, create_tracer
 
+PLAIN_TARGET = re.compile(rb"[\w./+-]+")  # neither a query nor escapes
 INFER_PATH = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
 DESCRIPTION = (
     "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
@@ -43,7 +44,7 @@ DESCRIPTION = (
 class Application(FastAPI):
     """FastAPI, but the endpoints that rank are called without its layers, which cost more than a small model takes.
 
-    `direct` are endpoints, by path, for a server that can do without ASGI as well.
+    `direct` are endpoints, by path, for a server that can do without ASGI as well: see `endpoint_of`.
     """
 
     recorder: Recorder
@@ -53,13 +54,20 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Middleware that is added later does not see these endpoints."""
-        endpoint = self._endpoint(scope["method"], scope["path"]) if scope["type"] == "http" else None
+        endpoint: ASGIApp | None = None
+        if scope["type"] == "http":
+            asked = scope["method"], scope["path"]
+            endpoint = self.endpoints.get(asked) or self._inference(*asked)
         await (endpoint or super().__call__)(scope, receive, send)
 
-    def _endpoint(self, method: str, path: str) -> ASGIApp | None:
-        """The endpoint that ranks at this path, if one does."""
-        if (found := self.endpoints.get((method, path))) is not None:
-            return found
+    def endpoint_of(self, method: bytes, target: bytes) -> DirectEndpoint | None:
+        """Who takes a request without ASGI; None also where ASGI has to read the target."""
+        if method != b"POST" or not PLAIN_TARGET.fullmatch(target):
+            return None
+        path = target.decode()
+        return self.direct.get(path) or self._inference("POST", path)
+
+    def _inference(self, method: str, path: str) -> RankEndpoint | None:
         asked = INFER_PATH.fullmatch(path) if method == "POST" and self.endpoints else None
         if asked is None:
             return None

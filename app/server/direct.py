@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
@@ -49,8 +49,8 @@ class Endpoint(Protocol):
         ...
 
 
-Routes = Mapping[tuple[bytes, bytes], Endpoint]
-"""By method and request target."""
+Routes = Callable[[bytes, bytes], Endpoint | None]
+"""Method and request target → who takes the request; None for an ASGI application."""
 
 
 class Call:

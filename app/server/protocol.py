@@ -202,7 +202,7 @@ class StrictProtocol(HttpToolsProtocol):
         self._check_headers()
         if self.parser.should_upgrade():
             return  # llhttp would take the body for another protocol: see `_decline`
-        endpoint = self.routes.get((self.parser.get_method(), self.url))
+        endpoint = self.routes(self.parser.get_method(), self.url)
         before = self.cycle
         if endpoint is None:
             self._begin_cycle()
