@@ -272,18 +272,18 @@ def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
     history, candidates, first = frame.history, frame.candidates, 3 * frame.history
     if len(frame.words) != 8 * (first + 4 * candidates):
         raise ValueError("columns of another length than the frame says")
-    context = context_of(frame.user_id, history, frame.words[: 8 * first], frame.floats, actions)
     words = np.frombuffer(frame.words, np.int64)
     ids = words.view(np.uint64)
-    ends = [first + column * candidates for column in range(5)]
-    return context, Candidates(
-        ids[ends[0] : ends[1]], ids[ends[1] : ends[2]], words[ends[2] : ends[3]], words[ends[3] : ends[4]]
-    )
+    context = context_of(frame.user_id, history, ids[:first], frame.floats, actions)
+    authors = first + candidates
+    surfaces = authors + candidates
+    ages = surfaces + candidates
+    return context, Candidates(ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:])
 
 
-def context_of(user_id: int, history: int, words: bytes, floats: bytes, actions: int) -> Context:
-    """The user and the history of a frame, as views. Raises ValueError where the columns are not as long as the frame says."""
-    cells, ids, values = history * actions, np.frombuffer(words, np.uint64), np.frombuffer(floats, np.float32)
+def context_of(user_id: int, history: int, ids: NDArray[np.uint64], floats: bytes, actions: int) -> Context:
+    """The user and the history of a frame, as views; `ids` are its words. Raises ValueError where the columns are not as long as it says."""
+    cells, values = history * actions, np.frombuffer(floats, np.float32)
     if len(ids) != 3 * history or len(values) != cells + history:
         raise ValueError("columns of another length than the frame says")
     return Context(

@@ -129,7 +129,8 @@ def search_frame(number: int, corpus: int, query: Query, deadline: float, key: s
 def query_of(frame: frames.Search, actions: int) -> Query:
     """What `search_frame` was given, as views. Raises ValueError where the frame contradicts itself."""
     topics = None if frame.topics is None else tuple(frame.topics)
-    context = frames.context_of(frame.user_id, frame.history, frame.words, frame.floats, actions)
+    ids = np.frombuffer(frame.words, np.uint64)
+    context = frames.context_of(frame.user_id, frame.history, ids, frame.floats, actions)
     if frame.k < 1:
         raise ValueError("a search for no posts")
     return Query(
