@@ -282,7 +282,7 @@ def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
 
 
 def context_of(user_id: int, history: int, ids: NDArray[np.uint64], floats: bytes, actions: int) -> Context:
-    """The user and the history of a frame, as views; `ids` are its words. Raises ValueError where the columns are not as long as it says."""
+    """The user and the history of a frame, as views; `ids` are its words. Raises ValueError where a column has another length."""
     cells, values = history * actions, np.frombuffer(floats, np.float32)
     if len(ids) != 3 * history or len(values) != cells + history:
         raise ValueError("columns of another length than the frame says")
