@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from app.request.validate import Request
 from model.inputs import Scores
+from model.ranking import combine, order_of
 from weights.format.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class ReplyFormat:
                 b"%b%b:" % (b"," if place else b'],"continuous":{', orjson.dumps(name))
                 for place, name in enumerate(names)
             ),
-            head=_head(model, manifest.action_names),
+            head=_head(manifest.action_names, model=model),
         )
 
 
@@ -89,21 +90,10 @@ class Rows:
     names: tuple[str, ...]
 
 
-def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Σ weight × probability, float64 `[C]`, from `[C, A]` and `[A]`.
-
-    Added action by action, each step elementwise: a matrix product would let a candidate's last bits depend on how many
-    others there are, and so would a sum over one column, which is why there is another.
-    """
-    terms = np.zeros((1 + len(weights), 1 + len(probabilities)))  # a sum that begins with 0 is never −0
-    np.multiply(probabilities.T, weights[:, None], out=terms[1:, 1:])
-    combined: NDArray[np.float64] = np.add.reduce(terms, 0)[1:]
-    return combined
-
-
-def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Indices best first; equal scores keep their order."""
-    return np.argsort(-scores, kind="stable")
+def names_of(request: Request, form: ReplyFormat) -> tuple[str, ...]:
+    """The actions of the reply."""
+    names = form.action_names
+    return names if request.wanted is None else tuple(names[column] for column in request.wanted)
 
 
 def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
@@ -114,9 +104,9 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
     ranks[order] = np.arange(1, len(order) + 1)
     ids: Any = request.candidates.post_ids if request.quoted is None else request.echo_ids
     probabilities, continuous = scores.probabilities, scores.continuous * form.scales
-    names = form.action_names
+    names = names_of(request, form)
     if request.wanted is not None:
-        probabilities, names = probabilities[:, request.wanted], tuple(names[column] for column in request.wanted)
+        probabilities = probabilities[:, request.wanted]
     if request.top_k is not None:
         best = order[: request.top_k]
         ids = ids[best] if request.quoted is None else [ids[index] for index in best]
@@ -128,11 +118,11 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """What a reply adds where the candidates were retrieved: `head` stands in place of the model, `tail` follows the candidates,
-    `columns` have a key and a value `[C]` for each of them, in the order of the request."""
+    `scores` float32 `[C]` are what they were retrieved with, best first, in the order of the request."""
 
     head: Mapping[str, Any]
     tail: Mapping[str, Any]
-    columns: Sequence[tuple[bytes, NDArray[Any]]]
+    scores: NDArray[np.float32]
 
 
 def render_joined(
@@ -145,13 +135,18 @@ def render_joined(
     timings_ms: dict[str, float],
 ) -> bytes:
     """The JSON reply of a request whose candidates were retrieved, of which there may be none, best first."""
-    rows = rows_of(request, scores, form)
-    best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
-    further = [(key, column(values[best])) for key, values in joined.columns]
+    head = _head(names_of(request, form), **joined.head)
     tail = tail_of(request, history_used, timings_ms, **joined.tail)
-    head = orjson.dumps({**joined.head, "actions": rows.names})
-    candidates = _candidates(rows, slice(None), form, further) if len(rows.scores) else b""
-    return b'%b,"candidates":[%b]%b' % (head[:-1], candidates, tail)
+    if form.codec is not None and (written := form.codec.write(request, scores, head, tail, joined.scores)) is not None:
+        return written
+    if not len(scores):
+        return head + b"[]" + tail
+    best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
+    further = [
+        (b',"retrieval_score":', column(joined.scores[best])),
+        (b',"retrieval_rank":', column(best + 1)),
+    ]
+    return b"%b[%b]%b" % (head, _candidates(rows_of(request, scores, form), slice(None), form, further), tail)
 
 
 def render(
@@ -163,7 +158,7 @@ def render(
     """
     head = form.head
     if request.wanted is not None:
-        head = _head(form.model, [form.action_names[column] for column in request.wanted])
+        head = _head(names_of(request, form), model=form.model)
     end = tail_of(request, history_used, timings_ms)
     if form.codec is not None and (written := form.codec.write(request, scores, head, end)) is not None:
         yield written
@@ -179,8 +174,8 @@ def render(
     yield b"]" + end
 
 
-def _head(model: Mapping[str, str], names: Sequence[str]) -> bytes:
-    return b'%b,"candidates":' % orjson.dumps({"model": model, "actions": names})[:-1]
+def _head(names: Sequence[str], **before: Any) -> bytes:
+    return b'%b,"candidates":' % orjson.dumps({**before, "actions": names})[:-1]
 
 
 def tail_of(request: Asked, history_used: int, timings_ms: Mapping[str, float], **before: Any) -> bytes:
