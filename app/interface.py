@@ -29,6 +29,16 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Second:
+    """The second checkpoint of the process. `model`: None while it is loaded and once it has failed; `reason` says which, or why it
+    shadows nothing. `answers`: requests of its users are for it now."""
+
+    model: ServedModel | None
+    reason: str
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ranked:
     """One request's result. `queue_seconds` until its first forward, `forward_seconds` summed over its chunks."""
 
@@ -164,6 +174,11 @@ class Service(Protocol):
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
         ...
 
+    @property
+    def second(self) -> Second | None:
+        """The second checkpoint; None where none is configured."""
+        ...
+
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
         ...
@@ -254,8 +269,10 @@ class Reloads(Protocol):
         """The directory that a relative name means. Raises CheckpointNotFound."""
         ...
 
-    async def reload(self, path: Path | None = None) -> ServedModel:
-        """Serve that checkpoint, or the present one read again. Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
+    async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
+        """Serve that checkpoint, or the present one read again; or hold it as the `second` one.
+
+        Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
         ...
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
