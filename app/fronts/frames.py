@@ -36,6 +36,12 @@ class Frame(msgspec.Struct, array_like=True, gc=False):
     """One message; its number is the first element of the array."""
 
 
+class Told(Frame):
+    """The answer to what a front asked with this number."""
+
+    id: int
+
+
 class Hello(Frame, tag=0):
     """The first frame of a front."""
 
@@ -64,7 +70,7 @@ class Rank(Frame, tag=1):
 
 
 class Cancel(Frame, tag=2):
-    """The client of this request disconnected; no answer is awaited."""
+    """Nobody waits for this answer any more: a client disconnected, or a deadline has passed."""
 
     id: int
 
@@ -128,10 +134,9 @@ class State(Frame, tag=21):
     retry_after_seconds: float
 
 
-class Answer(Frame, tag=22):
+class Answer(Told, tag=22):
     """Scores: logits and probabilities `[C, A]`, then continuous outputs `[C, Z]`, 32 bits each."""
 
-    id: int
     cache: CacheResult
     queue_seconds: float
     forward_seconds: float
@@ -139,10 +144,9 @@ class Answer(Frame, tag=22):
     columns: bytes
 
 
-class Failed(Frame, tag=23):
+class Failed(Told, tag=23):
     """A request without scores: the code of its error, see docs/operations.md."""
 
-    id: int
     code: str
     detail: str
     retry_after_seconds: float | None
@@ -154,17 +158,15 @@ class Flush(Frame, tag=24):
     id: int
 
 
-class Exposition(Frame, tag=25):
+class Exposition(Told, tag=25):
     """The metrics of all processes as text."""
 
-    id: int
     text: bytes
 
 
-class Reloaded(Frame, tag=26):
+class Reloaded(Told, tag=26):
     """How a reload ended. `failure`: empty, or a name of RELOAD_FAILURES, or another."""
 
-    id: int
     failure: str
     detail: str
 

@@ -1,28 +1,70 @@
-"""Keeps a front linked to the engine process: connects and connects again, asks, tells what was counted. Not for requests."""
+"""Keeps a front linked to the engine process, and knows what that was asked and has not answered. Not for what is asked."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-from app.errors import ServiceError
+import structlog
+
+from app.errors import DeadlineExceeded, ServiceError, error_class
 from app.fronts import frames
 from app.fronts.link import Link
 from app.telemetry.sums import Deltas
 
 CONNECT_SECONDS = 0.02  # between two attempts
-COUNTS_SECONDS = 0.5  # between two reports of what was counted; a front that is killed takes so much with it
+TURN_SECONDS = 0.1
+COUNTS_TURNS = 5  # between two reports of what was counted; a front that is killed takes so much with it
+GRACE_SECONDS = 0.25  # after a deadline, for the engine process to say so itself
 CLOSE_SECONDS = 1.0
+
+log = structlog.get_logger("app.fronts.uplink")
+
+
+class Asked:
+    """What the engine process was asked, until it answers. `deadline`: seconds of CLOCK_MONOTONIC."""
+
+    __slots__ = ("deadline",)
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+    def read(self, frame: Any) -> Any:
+        """What an answer says. Raises ValueError for one that makes no sense, which ends the link."""
+        return frame
+
+    def end(self, result: Any) -> None:
+        """Called once, with what was read or with the ServiceError that it ended with."""
+        raise NotImplementedError
+
+
+class Question(Asked):
+    """One that a task waits for."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__(deadline)
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def end(self, result: Any) -> None:
+        """Wake the task, unless it was cancelled."""
+        if self.future.done():
+            return
+        if isinstance(result, ServiceError):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
 
 
 class Uplink:
-    """Used by the event loop only. `receive` gets what answers no question, `lost` is called when a link has ended.
-
-    `down` is the error for whoever asks while there is none.
+    """Used by the event loop only. `receive` gets what answers nothing, `lost` is called when a link has ended, `down` is the error
+    of whoever asks without one.
     """
 
     def __init__(
@@ -36,6 +78,9 @@ class Uplink:
     ) -> None:
         self.link: Link | None = None
         self.heard = 0.0  # seconds of the monotonic clock
+        self.asked: dict[int, Asked] = {}
+        self.answered = 0
+        self.refused = 0  # requests, unread, since the engine process was told of them
         self._path = path
         self._front = front
         self._deltas = deltas
@@ -43,14 +88,14 @@ class Uplink:
         self._on_lost = lost
         self._down = down
         self._ended = asyncio.Event()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Keep a link from now on."""
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._keep()), loop.create_task(self._tell_again())]
+        """Keep a link from now on; a second time does nothing."""
+        if not self._tasks:
+            loop = asyncio.get_running_loop()
+            self._tasks = [loop.create_task(self._keep()), loop.create_task(self._tend())]
 
     async def stop(self) -> None:
         """Tell the last counts, and end."""
@@ -72,14 +117,60 @@ class Uplink:
         if self.link is not None:
             self.link.send(frames.Counts(number, self._deltas.take()))
 
-    def ask(self, kind: Callable[..., Any], *fields: Any) -> Awaitable[Any]:
-        """The frame that answers a question. Raises `down` where there is no link, or no longer."""
+    # questions and answers
+
+    async def ask(self, kind: Callable[..., Any], *fields: Any, deadline: float = math.inf) -> Any:
+        """The frame that answers a question. Raises `down` without a link, DeadlineExceeded, or the error that is the answer.
+
+        Cancelling it tells the engine process.
+        """
         if self.link is None:
             raise self._down()
-        number, future = next(self._ids), asyncio.get_running_loop().create_future()
-        self._asked[number] = future
+        question = Question(deadline)
+        number = self.expect(question)
         self.link.send(kind(number, *fields))
-        return future
+        try:
+            return await question.future
+        finally:
+            self.forget(number)
+
+    def expect(self, asked: Asked) -> int:
+        """The number for the frame that asks."""
+        number = next(self._ids)
+        self.asked[number] = asked
+        return number
+
+    def forget(self, number: int) -> None:
+        """Nobody waits for this any more."""
+        if self.asked.pop(number, None) is not None:
+            self.send(frames.Cancel(number))
+
+    def end(self, number: int, result: Any) -> None:
+        """Tell who asked; nothing where nobody waits any more."""
+        asked = self.asked.pop(number, None)
+        if asked is None:
+            return
+        self.answered += 1
+        try:
+            asked.end(result)
+        except Exception as error:  # a fault in one request must not end the link of all
+            log.error("fault", exc_info=error)
+
+    async def _tend(self) -> None:
+        """Tell what was refused and counted, and answer whom the engine process does not answer in time."""
+        for turn in itertools.count(1):
+            await asyncio.sleep(TURN_SECONDS)
+            if self.refused:
+                self.send(frames.Refused(self.refused))
+                self.refused = 0
+            if turn % COUNTS_TURNS == 0:
+                self.tell()
+            late = time.monotonic() - GRACE_SECONDS
+            for number in [number for number, asked in self.asked.items() if asked.deadline < late]:
+                self.send(frames.Cancel(number))
+                self.end(number, DeadlineExceeded())
+
+    # the link
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
@@ -93,11 +184,6 @@ class Uplink:
             else:
                 await self._ended.wait()
 
-    async def _tell_again(self) -> None:
-        while True:
-            await asyncio.sleep(COUNTS_SECONDS)
-            self.tell()
-
     def _made(self, link: Link) -> None:
         self.link, self.heard = link, time.monotonic()
         self._deltas.tell_all()
@@ -106,19 +192,21 @@ class Uplink:
     def _lose(self, link: Link) -> None:
         self.link = None
         self._on_lost()
-        asked, self._asked = self._asked, {}
-        for future in asked.values():
-            if not future.done():
-                future.set_exception(self._down())
+        for number in list(self.asked):
+            self.end(number, self._down())
         self._ended.set()
 
     def _receive(self, link: Link, frame: Any) -> None:
         self.heard = time.monotonic()
-        if isinstance(frame, frames.Flush):
+        if isinstance(frame, frames.Told):
+            asked = self.asked.get(frame.id)
+            if asked is not None:
+                self.end(frame.id, _error(frame) if isinstance(frame, frames.Failed) else asked.read(frame))
+        elif isinstance(frame, frames.Flush):
             self.tell(frame.id)
-        elif isinstance(frame, frames.Exposition | frames.Reloaded):
-            future = self._asked.pop(frame.id, None)
-            if future is not None and not future.done():
-                future.set_result(frame)
         else:
             self._receive_other(frame)
+
+
+def _error(frame: frames.Failed) -> ServiceError:
+    return error_class(frame.code)(frame.detail, retry_after_seconds=frame.retry_after_seconds)

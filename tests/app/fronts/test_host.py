@@ -99,7 +99,7 @@ def test_a_front_that_is_gone_holds_no_place() -> None:
             await gate.reached()
             _, kept = begin(other, 20)
             await until(lambda: found.service.admission.requests == 10)
-            one._uplink.link._transport.abort()  # type: ignore[union-attr]
+            one.uplink.link._transport.abort()  # type: ignore[union-attr]
             await until(lambda: found.service.admission.requests == 1)
             gate.opened.set()
             assert right((await kept).scores, 20)

@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from app.errors import CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
-from app.fronts import remote
-from app.fronts.remote import RemoteReloads
+from app.fronts import frames, remote, uplink
+from app.fronts.reload import RemoteReloads
 from app.http.application import create_app
 from app.interface import CheckpointNotFound
 from app.settings import Batching, Queue
@@ -96,7 +96,7 @@ def test_a_deadline_in_the_queue_is_kept_by_the_engine_process() -> None:
             began = time.monotonic()
             with pytest.raises(DeadlineExceeded):
                 await begin(front, 2, deadline=front.clock() + 0.05)[1]
-            assert time.monotonic() - began < 0.05 + remote.GRACE_SECONDS
+            assert time.monotonic() - began < 0.05 + uplink.GRACE_SECONDS
             gate.opened.set()
             await first
             assert 2 not in [user for forward in engine.forwards for user in forward]
@@ -234,7 +234,7 @@ def test_a_front_that_goes_keeps_no_model() -> None:
             await RemoteReloads(other).reload()
             await asyncio.sleep(0.05)
             assert not old.closed.is_set()
-            one._uplink.link.close()  # type: ignore[union-attr]
+            one.uplink.link.close()  # type: ignore[union-attr]
             await until(old.closed.is_set)
 
     run(main())
@@ -268,6 +268,41 @@ def test_a_lost_link_answers_at_once_and_comes_back() -> None:
             late: asyncio.Future[object] = asyncio.get_running_loop().create_future()
             front.rank(admitted, *request(4), late.set_result)
             assert isinstance(await late, EngineDown)
+
+    run(main())
+
+
+def test_a_question_ends_with_its_answer_its_deadline_or_whoever_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            [front], take = found.fronts, found.host._take
+            cancelled: list[int] = []
+            take[frames.Cancel] = lambda front, frame: cancelled.append(frame.id)
+            take[frames.Scrape] = lambda front, frame: front.link.send(
+                frames.Failed(frame.id, "corpus_not_loaded", "planted", None)
+            )
+            with pytest.raises(CorpusNotLoaded, match="planted"):
+                await front.exposition()
+            take[frames.Scrape] = lambda front, frame: None
+            monkeypatch.setattr(remote, "SCRAPE_SECONDS", 0.01)
+            with pytest.raises(EngineDown):
+                await front.exposition()
+            asking = asyncio.ensure_future(front.uplink.ask(frames.Scrape))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await until(lambda: len(cancelled) == 2)
+            assert not front.uplink.asked
+
+    run(main())
+
+
+def test_an_answer_to_something_else_ends_the_link_and_leaves_nobody_waiting() -> None:
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            take = found.host._take
+            take[frames.Rank] = lambda front, frame: front.link.send(frames.Reloaded(frame.id, "", ""))
+            with pytest.raises(EngineDown):
+                await begin(found.fronts[0], 1)[1]
 
     run(main())
 

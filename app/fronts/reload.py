@@ -1,0 +1,38 @@
+"""Reloads as a front sees them: names are resolved and directories watched by the engine process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.errors import InternalError
+from app.fronts import frames
+from app.fronts.remote import RemoteService
+from app.interface import ServedModel, ServedRetrieval
+
+
+class RemoteReloads:
+    """`interface.Reloads` over the link of a service."""
+
+    def __init__(self, service: RemoteService) -> None:
+        self.service = service
+
+    def resolve(self, name: str) -> Path:
+        """The name as it is."""
+        return Path(name)
+
+    async def reload(self, path: Path | None = None) -> ServedModel:
+        """As in the engine process. Raises CheckpointNotFound besides."""
+        told = await self.service.uplink.ask(frames.Reload, None if path is None else str(path))
+        if told.failure:
+            raise frames.RELOAD_FAILURES.get(told.failure, InternalError)(told.detail)
+        return self.service.model
+
+    async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
+        """Raises CorpusNotLoaded."""
+        return self.service.retrieval.served
+
+    def reload_soon(self) -> None: ...
+
+    def watch(self, seconds: float) -> None: ...
+
+    def stop(self) -> None: ...
