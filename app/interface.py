@@ -209,10 +209,10 @@ class Service(Protocol):
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
-    ) -> NDArray[np.float32] | None:
+    ) -> NDArray[np.float32]:
         """What the candidates attend to, `[L, N, C, 1 + h + 1]`, computed beside the engine: on the user, each event and themselves.
 
-        None where this process cannot compute it. Raises NotReady where `model` is gone, DeadlineExceeded, or EngineDown.
+        Raises NotReady where `model` is gone, DeadlineExceeded, or EngineDown.
         """
         ...
 

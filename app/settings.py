@@ -272,7 +272,7 @@ class Split(Group):
 
     users: float = Field(default=0.0, ge=0, le=1)
     """Share of users whom the second checkpoint answers. Users whom it answered stay with it when this grows."""
-    experiment: str = Field(default="", max_length=64)
+    experiment: str = Field(default="", pattern=r"^[\x20-\x7e]{0,64}$")
     """Name that users are hashed with: another name draws other users."""
 
 

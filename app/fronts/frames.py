@@ -20,7 +20,7 @@ from model.engine import CacheResult, EngineError, EngineInfo
 from model.inputs import Candidates, Context, Scores
 from weights.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 64 * 2**20  # of one frame
 LENGTH = struct.Struct("<I")  # before each frame
 RELOAD_FAILURES: dict[str, type[Exception]] = {
@@ -53,7 +53,8 @@ class Rank(Frame, tag=1):
     """A request with `history` context items and `candidates`. `deadline` in seconds of CLOCK_MONOTONIC.
 
     `words`: 64 bits each, post ids, author ids, surfaces of the context, then post ids, author ids, surfaces, age buckets of the
-    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds. `again`, `waits`: as in `Service.admit`.
+    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds. `again`, `waits`: as in `Service.admit`;
+    `is_kept`, `first_slot`: as of `Context` and `Candidates`.
     """
 
     id: int
@@ -67,6 +68,8 @@ class Rank(Frame, tag=1):
     floats: bytes
     again: bool = False
     waits: bool = False
+    is_kept: bool = True
+    first_slot: int = 0
 
 
 class Cancel(Frame, tag=2):
@@ -95,10 +98,11 @@ class Scrape(Frame, tag=5):
 
 
 class Reload(Frame, tag=6):
-    """Asks for another checkpoint by its name below the root; None: the present one read again."""
+    """Asks for another checkpoint by its name below the root; None: the present one read again. `second`: as the second one."""
 
     id: int
     checkpoint: str | None
+    second: bool = False
 
 
 class Refused(Frame, tag=7):
@@ -107,8 +111,12 @@ class Refused(Frame, tag=7):
     requests: int
 
 
+class Attend(Rank, tag=8):
+    """Asks what these candidates attend to; the fields of a `Rank`."""
+
+
 class Model(Frame, tag=20):
-    """From now on this model serves. `manifest`: as `manifest.json` has it."""
+    """From now on this model serves, or is the `second` one. `manifest`: as `manifest.json` has it."""
 
     model: int
     manifest: bytes
@@ -117,6 +125,7 @@ class Model(Frame, tag=20):
     backend: str
     candidate_positions: CandidatePositions
     notes: dict[str, Any]
+    second: bool = False
 
     def info(self) -> EngineInfo:
         """The engine that runs it."""
@@ -171,8 +180,23 @@ class Reloaded(Told, tag=26):
     detail: str
 
 
-ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused
-ToFront = Model | State | Answer | Failed | Flush | Exposition | Reloaded
+class Attended(Told, tag=27):
+    """What the candidates attend to, in C order, 32 bits each."""
+
+    shape: tuple[int, int, int, int]
+    columns: bytes
+
+
+class SecondState(Frame, tag=28):
+    """How the second checkpoint is; sent when it changes. `model`: 0 where none is held; the rest as in `interface.Second`."""
+
+    model: int
+    reason: str
+    answers: bool
+
+
+ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused | Attend
+ToFront = Model | State | Answer | Failed | Flush | Exposition | Reloaded | Attended | SecondState
 
 from_front = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(ToFront)
@@ -211,10 +235,15 @@ def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
         floats[:cells].reshape(history, actions),
         words[2 * history : first],
         floats[cells:],
+        frame.is_kept,
     )
     ends = [first + column * candidates for column in range(5)]
     return context, Candidates(
-        ids[ends[0] : ends[1]], ids[ends[1] : ends[2]], words[ends[2] : ends[3]], words[ends[3] : ends[4]]
+        ids[ends[0] : ends[1]],
+        ids[ends[1] : ends[2]],
+        words[ends[2] : ends[3]],
+        words[ends[3] : ends[4]],
+        frame.first_slot,
     )
 
 

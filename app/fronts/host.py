@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -22,6 +23,7 @@ from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry.sums import Sums
+from model.inputs import Candidates, Context
 
 LOOK_SECONDS = 0.005  # how often it is looked whether a queue that is full still is
 IDLE_LOOK_SECONDS = 0.05  # the same for everything else that fronts are told
@@ -37,8 +39,9 @@ log = structlog.get_logger("app.fronts.host")
 class Model:
     """A loaded model with the number under which fronts know it."""
 
-    def __init__(self, number: int, worker: EngineWorker) -> None:
+    def __init__(self, number: int, worker: EngineWorker, is_second: bool) -> None:
         self.number = number
+        self.is_second = is_second
         self.worker = worker
         self.served = worker.model.served
         self.actions = worker.model.served.manifest.config.actions
@@ -51,6 +54,7 @@ class Front:
         self.link = link
         self.number = number
         self.tickets: dict[int, Ticket] = {}
+        self.attending: dict[int, asyncio.Task[None]] = {}  # questions of explanations
         self.models: set[int] = set()  # it may still ask for these
         self.flushed = 0  # the last question that it has answered
 
@@ -67,6 +71,9 @@ class EngineHost:
         self._links: set[Link] = set()  # those without a Hello too
         self._models: dict[int, Model] = {}  # those that are kept for fronts
         self._model: Model | None = None  # the one that serves
+        self._second: Model | None = None
+        self._second_state: frames.SecondState | None = None
+        self._numbers = itertools.count(1)
         self._state: frames.State | None = None
         self._told = 0.0  # when fronts were last told how it is
         self._sums = Sums()
@@ -75,6 +82,7 @@ class EngineHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._take: dict[type, Any] = {
             frames.Rank: self._rank,
+            frames.Attend: self._attend,
             frames.Cancel: self._cancel,
             frames.Left: lambda front, frame: self._leave(front, frame.model),
             frames.Counts: self._count,
@@ -151,8 +159,11 @@ class EngineHost:
 
     def _welcome(self, front: Front) -> None:
         self._fronts[front.link] = front
-        if self._model is not None:
-            self._tell_model(front, self._model)
+        for model in (self._model, self._second):
+            if model is not None:
+                self._tell_model(front, model)
+        if self._second_state is not None:
+            front.link.send(self._second_state)
         front.link.send(self._look())
         log.info("front_linked", front=front.number)
 
@@ -164,6 +175,8 @@ class EngineHost:
             return
         for ticket in front.tickets.values():
             ticket.release()
+        for attending in front.attending.values():
+            attending.cancel()
         for model in list(front.models):
             self._leave(front, model)
         self._sums.forget(front)
@@ -195,10 +208,30 @@ class EngineHost:
             context, candidates = frames.inputs_of(frame, model.actions)
             service.rank(ticket, context, candidates, functools.partial(_answer, front, number))
 
+    def _attend(self, front: Front, frame: frames.Attend) -> None:
+        model = self._models.get(frame.model)
+        if model is None or frame.id in front.attending:
+            raise ValueError("a question on no model, or of a number that another has")
+        answer = self._attention(front, frame, model, frames.inputs_of(frame, model.actions))
+        front.attending[frame.id] = self._keep(answer)
+
+    async def _attention(
+        self, front: Front, frame: frames.Attend, model: Model, asked: tuple[Context, Candidates]
+    ) -> None:
+        try:
+            rows = await self.service.attention(model.served, *asked, frame.deadline)
+            front.link.send(frames.Attended(frame.id, rows.shape, rows.tobytes()))
+        except ServiceError as error:
+            _fail(front, frame.id, error)
+        finally:
+            front.attending.pop(frame.id, None)
+
     def _cancel(self, front: Front, frame: frames.Cancel) -> None:
-        ticket = front.tickets.pop(frame.id, None)
+        ticket, attending = front.tickets.pop(frame.id, None), front.attending.get(frame.id)
         if ticket is not None:
             ticket.release()
+        if attending is not None:
+            attending.cancel()
 
     # what fronts are told
 
@@ -212,7 +245,9 @@ class EngineHost:
         """Tell every front what has changed: the model that serves, health, whether there is room."""
         current = self.service.versions.current
         if current is not None and (self._model is None or current is not self._model.worker):
-            self._adopt(current)
+            old, self._model = self._model, self._adopt(current)
+            self._free_if_left(old)
+        self._look_at_second()
         health, refusal = self.service.health(), self.service.admission.closed()
         closed, retry_after = ("", 0.0) if refusal is None else (refusal.detail, refusal.retry_after_seconds)
         state = frames.State(health.started, health.failed, health.draining, health.reason, closed, retry_after)
@@ -225,15 +260,30 @@ class EngineHost:
                 front.link.send(state)
         return state
 
-    def _adopt(self, worker: EngineWorker) -> None:
-        """New requests are for this model. It and the one before are kept until no front asks for them any more."""
-        old, number = self._model, 1 if self._model is None else self._model.number + 1
-        self._model = self._models[number] = Model(number, worker)
+    def _look_at_second(self) -> None:
+        """Tell every front what has changed of the second checkpoint."""
+        found = self.service.second
+        if found is None:
+            return
+        current, old = self.service.second_checkpoint.versions.current, self._second
+        if current is not (None if old is None else old.worker):
+            self._second = None if current is None else self._adopt(current, second=True)
+            self._free_if_left(old)
+        number = 0 if self._second is None else self._second.number
+        state = frames.SecondState(number, found.reason, found.answers)
+        if state != self._second_state:
+            self._second_state = state
+            for front in self._fronts.values():
+                front.link.send(state)
+
+    def _adopt(self, worker: EngineWorker, *, second: bool = False) -> Model:
+        """New requests may be for this model. It and the one before are kept until no front asks for them any more."""
+        number = next(self._numbers)
+        model = self._models[number] = Model(number, worker, second)
         worker.unfinished += 1
         for front in self._fronts.values():
-            self._tell_model(front, self._model)
-        if old is not None:
-            self._free_if_left(old)
+            self._tell_model(front, model)
+        return model
 
     def _tell_model(self, front: Front, model: Model) -> None:
         front.models.add(model.number)
@@ -241,7 +291,7 @@ class EngineHost:
         front.link.send(
             frames.Model(
                 model.number, served.manifest.to_json(), info.device, info.dtype, info.backend,
-                info.candidate_positions, info.notes,
+                info.candidate_positions, info.notes, model.is_second,
             )
         )  # fmt: skip
 
@@ -250,11 +300,13 @@ class EngineHost:
         if number in self._models:
             self._free_if_left(self._models[number])
 
-    def _free_if_left(self, model: Model) -> None:
-        if model is not self._model and not any(model.number in front.models for front in self._fronts.values()):
+    def _free_if_left(self, model: Model | None) -> None:
+        if model is None or model in (self._model, self._second):
+            return
+        if not any(model.number in front.models for front in self._fronts.values()):
             del self._models[model.number]
             model.worker.unfinished -= 1
-            self.service.versions.free_if_done(model.worker)
+            self.service.free_if_done(model.worker)
 
     # what fronts tell and ask
 
@@ -282,7 +334,8 @@ class EngineHost:
     async def _reload(self, front: Front, frame: frames.Reload) -> None:
         failure, detail = "", ""
         try:
-            await self.reloads.reload(None if frame.checkpoint is None else self.reloads.resolve(frame.checkpoint))
+            path = None if frame.checkpoint is None else self.reloads.resolve(frame.checkpoint)
+            await self.reloads.reload(path, second=frame.second)
         except Exception as error:  # `Reloads` has logged it
             failure = next((name for name, kind in frames.RELOAD_FAILURES.items() if isinstance(error, kind)), "other")
             detail = str(error)
@@ -291,10 +344,11 @@ class EngineHost:
             await self._flush()
         front.link.send(frames.Reloaded(frame.id, failure, detail))
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _answer(front: Front, number: int, result: Ranked | ServiceError) -> None:

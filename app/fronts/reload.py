@@ -20,12 +20,13 @@ class RemoteReloads:
         """The name as it is."""
         return Path(name)
 
-    async def reload(self, path: Path | None = None) -> ServedModel:
+    async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
         """As in the engine process. Raises CheckpointNotFound besides."""
-        told = await self.service.uplink.ask(frames.Reload, None if path is None else str(path))
+        told = await self.service.uplink.ask(frames.Reload, None if path is None else str(path), second)
         if told.failure:
             raise frames.RELOAD_FAILURES.get(told.failure, InternalError)(told.detail)
-        return self.service.model
+        found = self.service.second if second else None
+        return self.service.model if found is None or found.model is None else found.model
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
         """Raises CorpusNotLoaded."""

@@ -58,7 +58,8 @@ class AdminAuth:
 
 def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Starlette:
     """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again; with
-    `{"second": name}` the second checkpoint; with `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out.
+    `{"second": name}` the second checkpoint;
+    with `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out.
 
     `POST /admin/posts` with `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}` changes the corpus,
     `POST /admin/posts/compact` without a body writes it anew with its changes.

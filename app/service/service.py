@@ -301,7 +301,7 @@ class RankingService:
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
-    ) -> NDArray[np.float32] | None:
+    ) -> NDArray[np.float32]:
         """What the candidates attend to; as `interface.Service.attention`."""
         return await self.plain_path.attention(self._worker(model).model, context, candidates, deadline - self.clock())
 

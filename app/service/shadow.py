@@ -111,20 +111,25 @@ class Shadow:
         return not self.reason
 
     def _offer(self, request: _Shadowed) -> None:
+        self._drop_late()
         if len(self._waiting) >= self.settings.max_waiting:
             self._metrics.requests.labels(FULL).inc()
             return
         self._waiting.append(request)
         self.soon()
 
-    def _go_on(self) -> None:
-        """Begin the next chunk of the oldest request that is not too old, unless others are there to be served."""
-        self._next, worker, now = None, self._second.current, self._clock()
-        while self._waiting and (
-            now - self._waiting[0].arrived > self.settings.max_wait_seconds or self._waiting[0].pair[1] is not worker
-        ):
+    def _drop_late(self) -> None:
+        """Forget what has waited too long, or for a second checkpoint that is gone."""
+        worker, oldest = self._second.current, self._clock() - self.settings.max_wait_seconds
+        while self._waiting and (self._waiting[0].arrived < oldest or self._waiting[0].pair[1] is not worker):
             self._waiting.popleft()
             self._metrics.requests.labels(LATE).inc()
+
+    def _go_on(self) -> None:
+        """Begin the next chunk of the oldest request, unless others are there to be served."""
+        self._next = None
+        self._drop_late()
+        worker = self._second.current
         if not self._waiting or self._running is not None or worker is None or self._is_busy():
             return
         request = self._running = self._waiting.popleft()
@@ -169,8 +174,8 @@ class Shadow:
         if len(request.candidates) < 2:
             return
         alike = agreement(*(scores.probabilities @ score_weights(manifest) for manifest, scores in pair))
-        metrics.kendall.observe(alike.kendall)
+        metrics.kendall.observe((1 - alike.kendall) / 2)
         if np.isfinite(alike.correlation):
-            metrics.correlation.observe(alike.correlation)
+            metrics.correlation.observe((1 - alike.correlation) / 2)
         for k, share in alike.overlap.items():
             metrics.overlap.labels(str(k)).observe(share)

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from app.telemetry.distributions import Histograms
 
-ALIKE = (-0.5, 0.0, 0.25, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.999)
+DISTANCES = (0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)  # a histogram of negative values has no sum
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.99)
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 FULL, LATE, FAILED, SCORED = OUTCOMES = ("full", "late", "failed", "scored")
@@ -33,8 +33,10 @@ class ShadowMetrics:
         self.answers = counter("answers", "Requests given to each of both checkpoints to be answered.", "checkpoint")
         self.requests = counter("shadow_requests", "Answered requests drawn for the second checkpoint.", "result")
         self.seconds = histogram("seconds", "Time of the second checkpoint's forwards for one request.", SECONDS)
-        self.correlation = histogram("correlation", "Pearson's r of both scores within a request.", ALIKE)
-        self.kendall = histogram("kendall", "Kendall's tau of both orders of a request.", ALIKE)
+        self.correlation = histogram(
+            "correlation_distance", "(1 - r) / 2 of Pearson's r of both scores within a request.", DISTANCES
+        )
+        self.kendall = histogram("kendall_distance", "(1 - tau) / 2 of Kendall's tau of both orders.", DISTANCES)
         self.overlap = histogram("overlap", "Share of a request's best k that both have.", SHARES, "k")
         self.probability = Counter(
             "shadow_probability", "Sum of probabilities over the candidates that both have scored.", ["action", "checkpoint"],
