@@ -51,8 +51,9 @@ emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests t
 	  || echo "the emulators could not be installed"
 
 test: $(VENV)/.installed .cache/prometheus/.fetched emulators ## every test that needs no GPU
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/reliability
-	$(BIN)/python -m pytest tests/reliability
+	@failed=0; \
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/reliability || failed=1; \
+	$(BIN)/python -m pytest tests/reliability || failed=1; exit $$failed
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
 	$(PYTHON) .ci/test-light

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 import torch
 
 from model.ranker import Ranker
+
+# Of addresses, where they are limited (RLIMIT_AS): stacks and thread-local data of a load's threads. A C library that finds no room for the
+# latter ends the process, so this much is left alone. A load of the demo took 20 MiB in all.
+RESERVED_BYTES = 32 * 2**20
 
 
 def engine_bytes(ranker: Ranker) -> int:
@@ -23,16 +28,23 @@ def engine_bytes(ranker: Ranker) -> int:
 
 
 def shortage(needed_bytes: int, device: torch.device | None = None) -> str:
-    """A clause that says how much is missing, empty where there is enough. Without a device: in this process's memory."""
+    """A clause that says how much is missing, empty where there is enough and some left. Without a device: in this process's memory."""
     free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else free_bytes()
     if needed_bytes <= free:
         return ""
-    return f"{needed_bytes / 2**30:.1f} GiB of memory are needed, and {free / 2**30:.1f} GiB are free"
+    return f"{_amount(needed_bytes)} of memory are needed, and {_amount(max(free, 0))} are free"
+
+
+def _amount(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def free_bytes(root: Path = Path("/")) -> float:
-    """What the machine and this process's control group (version 2) still give; infinity where neither says."""
+    """What the machine, this process's control group (version 2) and its limit of addresses still give; infinity where none says."""
     free = [float("inf")]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free.append(limit - 1024 * _number(root / "proc/self/status", r"VmSize:\s+(\d+) kB") - RESERVED_BYTES)
     if available := _number(root / "proc/meminfo", r"MemAvailable:\s+(\d+) kB"):
         free.append(1024 * available)
     group = root / "sys/fs/cgroup"

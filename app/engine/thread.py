@@ -15,6 +15,7 @@ from app.engine.loading import LoadedModel, Loader, Steps
 from app.scheduling.forecast import ForwardTime
 from app.scheduling.job import Clock
 from model.engine import EngineError, Item, Outcome, OverlappingEngine
+from model.memory import shortage
 
 ENGINE_THREAD = "engine"
 
@@ -39,6 +40,8 @@ class EngineThread:
         self._steps = Steps(lambda: self._post(warming))
         self._clock = clock
         self._work: SimpleQueue[tuple[Sequence[Item], OnResult] | None] = SimpleQueue()
+        if problem := shortage(0):
+            raise EngineError(f"no thread can be had to load a model in: {problem}")
         try:
             threading.Thread(target=self._main, name=ENGINE_THREAD, daemon=True).start()
         except RuntimeError as error:

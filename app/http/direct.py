@@ -191,8 +191,10 @@ async def _unless_disconnected(replied: asyncio.Future[Any], receive: Receive) -
     if replied.done():
         return replied.result()
     watcher: asyncio.Future[Any] = asyncio.get_running_loop().create_task(watch())
-    await asyncio.wait((replied, watcher), return_when=asyncio.FIRST_COMPLETED)
-    watcher.cancel()
+    try:
+        await asyncio.wait((replied, watcher), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
     if not replied.done():
         raise ClientGone
     return replied.result()

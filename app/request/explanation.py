@@ -15,6 +15,7 @@ from app.request.reply import ReplyFormat
 from app.request.validate import Posts, Request
 from model.config import ModelConfig
 from model.inputs import Candidates, Context, Scores
+from model.ranking import combine
 
 Floats = NDArray[np.floating[Any]]
 
@@ -110,7 +111,7 @@ class _Numbers:
 
     @classmethod
     def of(cls, scores: Scores, request: Request, wanted: list[int]) -> _Numbers:
-        combined = reply.combine(scores.probabilities, request.weights)
+        combined = combine(scores.probabilities, request.weights)
         return cls(combined, scores.probabilities[:, wanted])
 
 

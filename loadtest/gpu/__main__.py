@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -49,16 +50,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> int:
     """0 when every phase ran and found nothing; 1 otherwise; 2 without a card."""
     options = arguments(given)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: nothing was measured (try --device cpu --tiny)", file=sys.stderr)
-        return 2
     if options.run:
         return run_phase(options)
-    options.out.mkdir(parents=True, exist_ok=True)
     options.log = options.out / f"gpu-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.jsonl"
     started = time.monotonic()
     ended: dict[str, str] = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            print("no CUDA device here: nothing was measured (try --device cpu --tiny)", file=sys.stderr)
+            return 2
+        options.out.mkdir(parents=True, exist_ok=True)
         for name, phase in all_phases(options.geometries).items():
             if not options.phases or name.startswith(tuple(options.phases)):
                 late = time.monotonic() - started > options.seconds
@@ -87,9 +90,11 @@ def run_apart(options: argparse.Namespace, name: str, phase: Phase, **environmen
     command += ["--tiny"] * options.tiny + (["--fault", options.fault] if options.fault else [])
     limit = options.phase_seconds or phase.seconds
     start = time.monotonic()
+    # what is measured is compiled, whatever the caller was trying before
+    inherited = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     try:
         finished = subprocess.run(
-            command, env=os.environ | environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False
+            command, env=inherited | environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
         end = f"hung: not done after {limit:g} s"

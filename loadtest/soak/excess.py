@@ -34,7 +34,12 @@ GIVEN_UP_SECONDS = 1.0
 PATIENCE_SECONDS = 6.0  # with a load that should have been given up
 MOST_ADDED_MIB = 64.0
 REFUSED = 422
-SPARE_MIB = (2, 6, 12, 60)  # for the threads and the memory of a reload: less than it takes
+SPARE_MIB = (
+    2,
+    12,
+    20,
+    45,
+)  # for the threads and the memory of a reload: less than it takes, or less than is left alone
 
 
 def write_sparse(path: Path, config: ModelConfig) -> None:

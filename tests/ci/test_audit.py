@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,12 @@ def test_the_audit_tells_no_flaw_from_no_knowledge(packages: list[object], code:
     found, text = runpy.run_path(str(AUDIT))["verdict"]({"dependencies": packages})
     assert found == code
     assert said in text
+
+
+def test_pip_audit_reads_every_lock_that_is_audited() -> None:
+    """Two locks with other hashes for one package, given together, were refused, and that was taken for a machine without the network."""
+    audit = runpy.run_path(str(AUDIT))
+    assert {lock.name for lock in audit["LOCKS"]} == {"development.lock", "requirements.lock", "torch-cuda.lock"}
+    for lock in audit["LOCKS"]:
+        done = subprocess.run([*audit["COMMAND"], str(lock), "--dry-run"], capture_output=True, text=True)
+        assert "would have audited" in done.stdout + done.stderr, done.stderr

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from model.create import EngineOptions, create_engine
-from model.memory import engine_bytes, free_bytes, shortage
+from model.memory import RESERVED_BYTES, engine_bytes, free_bytes, shortage
 from tests.model.builders import random_config, random_ranker
 
 GIB = 2**30
@@ -36,6 +37,14 @@ def machine(root: Path, available: int, limit: str = "max", current: int = 0, ca
 )
 def test_the_machine_or_its_control_group_whichever_gives_less(tmp_path: Path, given: tuple, free: int) -> None:
     assert free_bytes(machine(tmp_path, *given)) == free
+
+
+def test_a_limit_of_addresses_counts_less_what_threads_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = machine(tmp_path, 8 * GIB)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/status").write_text(f"Name:\tpython\nVmPeak:\t 999 kB\nVmSize:\t {GIB // 1024} kB\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 * GIB, resource.RLIM_INFINITY))
+    assert free_bytes(root) == 2 * GIB - RESERVED_BYTES
 
 
 def test_where_nobody_says_there_is_no_bound(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights
 from weights.checkpoint import CheckpointError
-from weights.commands import corpus, explain, training
+from weights.commands import corpus, explain, scoring, training
 from weights.commands.console import label_of, progress_bar, read_json, refusals, say
 from weights.format import writer
 from weights.format.writer import TableDtype
@@ -41,6 +41,7 @@ app = typer.Typer(
 
 training.register(app)
 explain.register(app)
+scoring.register(app)
 app.add_typer(corpus.app, name="corpus")
 
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")]

@@ -21,7 +21,6 @@ from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, s
 from weights.commands.console import progress_bar, read_json, refusals, say
 
 if TYPE_CHECKING:
-    from weights.training.log import Log
     from weights.training.trainer import Status
 
 T = TypeVar("T")
@@ -84,7 +83,7 @@ def train(
 ) -> None:
     """Train a checkpoint from a log, with the model code that serves it."""
     with refusals(*REFUSED):
-        from weights.training.log import read_log
+        from weights.training.log import aligned, read_log
         from weights.training.run import train as run
         from weights.training.settings import TrainSettings, demo_config
 
@@ -140,7 +139,7 @@ def eval_(
             raise CheckpointError("Give either --world, or --log with --since.")
         from weights.training.evaluate.evaluation import evaluate
         from weights.training.evaluate.report import figures, write_report
-        from weights.training.log import read_log
+        from weights.training.log import aligned, read_log
         from weights.training.world.store import LOG_NAME, load_facts
 
         loaded = load_checkpoint(checkpoint)
@@ -197,7 +196,7 @@ def compare(
     with refusals(*REFUSED):
         from weights.training.evaluate.compare import compare as compared
         from weights.training.evaluate.compare_page import write_comparison
-        from weights.training.log import read_log
+        from weights.training.log import aligned, read_log
 
         pair = load_checkpoint(first), load_checkpoint(second)
         impressions = read_log(log)
@@ -229,17 +228,6 @@ def train_demo(
     seconds = f"{time.perf_counter() - started:.0f} s, {time.process_time() - cpu:.0f} CPU seconds"
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}; {seconds}")
     say(json.dumps(summary))
-
-
-def aligned(log: Log, action_names: tuple[str, ...]) -> Log:
-    """A log with its actions in the checkpoint's order. Raises LogError where it lacks one."""
-    from weights.training.log import LogError
-
-    missing = set(action_names) - set(log.action_names)
-    if missing:
-        raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
-    order = [log.action_names.index(name) for name in action_names]
-    return replace(log, actions=log.actions[:, order], action_names=action_names)
 
 
 def with_settings(settings: T, assignments: list[str] | None) -> T:

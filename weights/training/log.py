@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,47 +68,65 @@ def write_log(path: Path, log: Log) -> None:
 def read_log(path: Path) -> Log:
     """Read and check a log, sorted by time, then request. Raises LogError for a missing or unusable column."""
     try:
-        table = pq.read_table(path)
+        return log_of(pq.read_table(path), str(path))
     except (OSError, pa.ArrowException) as error:
         raise LogError(f"{path} cannot be read as Parquet: {error}") from error
-    actions = tuple(name.removeprefix(ACTION_PREFIX) for name in table.column_names if name.startswith(ACTION_PREFIX))
-    if not actions:
-        raise LogError(f"{path} has no column {ACTION_PREFIX}…: one boolean column an action is needed")
-    unknown = set(table.column_names) - set(COLUMNS) - {ACTION_PREFIX + name for name in actions}
-    if unknown:
-        raise LogError(f"{path} has unknown columns: {', '.join(sorted(unknown))}")
-    columns = {name: _column(table, name, kind, path) for name, kind in COLUMNS.items()}
-    flags = [_column(table, ACTION_PREFIX + name, pa.bool_(), path) for name in actions]
+
+
+def log_of(table: pa.Table, where: str) -> Log:
+    """As `read_log`, from a table; `where` is what its sentences call it."""
+    actions = action_names(table.schema, where)
+    columns = {name: _column(table, name, kind, where) for name, kind in COLUMNS.items()}
+    flags = [_column(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
     log = Log(**columns, actions=np.stack(flags, 1), action_names=actions)
-    _check(log, path)
+    _check(log, where)
     return log.take(np.lexsort((log.request_id, log.impression_ts)))
 
 
-def _column(table: pa.Table, name: str, kind: pa.DataType, path: Path) -> NDArray[Any]:
+def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
+    """The actions of a log with these columns. Raises LogError for one without any, or with columns that no log has."""
+    actions = tuple(name.removeprefix(ACTION_PREFIX) for name in schema.names if name.startswith(ACTION_PREFIX))
+    if not actions:
+        raise LogError(f"{where} has no column {ACTION_PREFIX}…: one boolean column an action is needed")
+    unknown = set(schema.names) - set(COLUMNS) - {ACTION_PREFIX + name for name in actions}
+    if unknown:
+        raise LogError(f"{where} has unknown columns: {', '.join(sorted(unknown))}")
+    return actions
+
+
+def aligned(log: Log, names: tuple[str, ...]) -> Log:
+    """A log with its actions in the checkpoint's order. Raises LogError where it lacks one."""
+    if missing := set(names) - set(log.action_names):
+        raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
+    order = [log.action_names.index(name) for name in names]
+    return replace(log, actions=log.actions[:, order], action_names=names)
+
+
+def _column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> NDArray[Any]:
     if name not in table.column_names:
-        raise LogError(f"{path} lacks the column {name} ({kind})")
+        raise LogError(f"{where} lacks the column {name} ({kind})")
     column = table.column(name)
     if column.null_count:
-        raise LogError(f"{path}: column {name} has {column.null_count} nulls; write 0 (or false) for unknown")
+        raise LogError(f"{where}: column {name} has {column.null_count} nulls; write 0 (or false) for unknown")
     try:
         values: NDArray[Any] = column.cast(kind).to_numpy()
     except pa.ArrowInvalid as error:
-        raise LogError(f"{path}: column {name} does not fit {kind}: {error}") from error
+        raise LogError(f"{where}: column {name} does not fit {kind}: {error}") from error
     return values
 
 
-def _check(log: Log, path: Path) -> None:
+def _check(log: Log, where: str) -> None:
     if not len(log):
-        raise LogError(f"{path} holds no impressions")
+        raise LogError(f"{where} holds no impressions")
     for name in ("user_id", "post_id", "author_id"):
         if (getattr(log, name) == 0).any():
-            raise LogError(f"{path}: column {name} holds the id 0, which means padding")
+            raise LogError(f"{where}: column {name} holds the id 0, which means padding")
     if not np.isfinite(log.dwell_seconds).all() or (log.dwell_seconds < 0).any():
-        raise LogError(f"{path}: column dwell_seconds must be finite and not negative")
+        raise LogError(f"{where}: column dwell_seconds must be finite and not negative")
     if (log.product_surface < 0).any():
-        raise LogError(f"{path}: column product_surface must not be negative")
+        raise LogError(f"{where}: column product_surface must not be negative")
     order = np.lexsort((log.impression_ts, log.user_id, log.request_id))
     request, user, time = log.request_id[order], log.user_id[order], log.impression_ts[order]
     same = request[1:] == request[:-1]
     if (same & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))).any():
-        raise LogError(f"{path}: impressions of one request_id differ in user_id or impression_ts")
+        raise LogError(f"{where}: impressions of one request_id differ in user_id or impression_ts")

@@ -65,7 +65,7 @@ public:
         for (Int place = 0; place < words.continuous; ++place) row_bytes += std::strlen(words.key[place]) + 2;
         char* out = room(given.head.size() + given.tail.size() + rows * row_bytes + SPARE_BYTES + 512 + 64 * words.continuous);
         out = put(out, given.head);
-        out = given.is_columnar ? arrays(out, given) : objects(out, given);
+        out = given.is_columnar ? arrays(out, given, width) : objects(out, given, width);
         return put(out, given.tail) - scratch.data();
     }
 
@@ -77,6 +77,8 @@ private:
     std::vector<char> scratch;
     std::vector<double> scores;
     std::vector<Int> order, ranks, chosen;
+    std::vector<float> floats;  // that are about to be written
+    std::vector<Decimals> decimals;
 
     char* room(size_t bytes) {
         if (scratch.size() < bytes) scratch.resize(bytes);
@@ -94,7 +96,7 @@ private:
         return std::min<Id>((impression - created) / words.age_seconds + 1, words.age_buckets - 1);
     }
 
-    // Combined scores, added action by action from 0 on, as `reply.combine` has them; best first, equal ones in their order.
+    // Combined scores, added action by action from 0 on, as `model.ranking.combine` has them; best first, equal ones in their order.
     void rank(const Scored& given) {
         Int count = given.candidates;
         scores.assign(count, 0.0), order.resize(count), ranks.resize(count);
@@ -123,29 +125,42 @@ private:
         return out;
     }
 
-    char* probabilities(char* out, const Scored& given, Int row) const {
-        const float* from = given.probabilities + row * words.actions;
-        if (!given.wanted)
-            return list(out, words.actions, [&](char* out, Int action) { return codec::write(out, from[action]); });
-        return list(out, given.wanted_count, [&](char* out, Int place) { return codec::write(out, from[given.wanted[place]]); });
+    // Converts the floats that `number` writes next.
+    template <class Value>
+    void prepare(Int count, Value value) {
+        const size_t blocks = (count + LANES - 1) / LANES;
+        floats.resize(blocks * LANES), decimals.resize(blocks);
+        for (Int place = 0; place < count; ++place) floats[place] = value(place);
+        for (size_t block = 0; block < blocks; ++block) decimals[block] = shortest(&floats[block * LANES]);
     }
 
-    char* continuous(char* out, const Scored& given, Int row, Int place) const {
-        return codec::write(out, given.continuous[row * words.continuous + place] * words.scale[place]);
+    char* number(char* out, Int place) const {
+        return codec::write(out, floats[place], decimals[place / LANES], place % LANES);
     }
 
-    char* objects(char* out, const Scored& given) const {
+    float probability(const Scored& given, Int row, Int place) const {
+        return given.probabilities[row * words.actions + (given.wanted ? given.wanted[place] : place)];
+    }
+
+    float continuous(const Scored& given, Int row, Int output) const {
+        return given.continuous[row * words.continuous + output] * words.scale[output];
+    }
+
+    char* objects(char* out, const Scored& given, Int width) {
         *out++ = '[';
         for (Int row : chosen) {
+            prepare(width + words.continuous, [&](Int place) {
+                return place < width ? probability(given, row, place) : continuous(given, row, place - width);
+            });
             out = id(put(out, "{\"post_id\":"), given, row);
             out = codec::write(put(out, ",\"score\":"), scores[row]);
             out = std::to_chars(put(out, ",\"rank\":"), out + 64, ranks[row]).ptr;
-            out = probabilities(put(out, ",\"probabilities\":["), given, row);
+            out = list(put(out, ",\"probabilities\":["), width, [&](char* out, Int place) { return number(out, place); });
             out = put(out, "],\"continuous\":{");
             out = list(out, words.continuous, [&](char* out, Int place) {
                 out = put(out, words.key[place]);
                 *out++ = ':';
-                return continuous(out, given, row, place);
+                return number(out, width + place);
             });
             out = put(out, "}},");
         }
@@ -153,7 +168,7 @@ private:
         return out;
     }
 
-    char* arrays(char* out, const Scored& given) const {
+    char* arrays(char* out, const Scored& given, Int width) {
         Int rows = chosen.size();
         out = put(out, "{\"post_id\":[");
         out = list(out, rows, [&](char* out, Int place) { return id(out, given, chosen[place]); });
@@ -163,16 +178,17 @@ private:
         out = list(out, rows, [&](char* out, Int place) { return std::to_chars(out, out + 24, ranks[chosen[place]]).ptr; });
         out = put(out, "],\"probabilities\":[");
         out = list(out, rows, [&](char* out, Int place) {
+            prepare(width, [&](Int action) { return probability(given, chosen[place], action); });
             *out++ = '[';
-            out = probabilities(out, given, chosen[place]);
+            out = list(out, width, [&](char* out, Int action) { return number(out, action); });
             *out++ = ']';
             return out;
         });
         out = put(out, "],\"continuous\":{");
         out = list(out, words.continuous, [&](char* out, Int output) {
             out = put(out, words.key[output]);
-            out = put(out, ":[");
-            out = list(out, rows, [&](char* out, Int place) { return continuous(out, given, chosen[place], output); });
+            prepare(rows, [&](Int place) { return continuous(given, chosen[place], output); });
+            out = list(put(out, ":["), rows, [&](char* out, Int place) { return number(out, place); });
             *out++ = ']';
             return out;
         });

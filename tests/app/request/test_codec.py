@@ -21,6 +21,7 @@ from app.request.body import decode
 from app.request.codec import Codec, Packed, load_library
 from app.request.reply import ReplyFormat, render
 from app.request.validate import Request, check
+from app.request.vocabulary import Vocabulary
 from app.request.wires import OBJECTS
 from app.settings import Limits, Settings
 from app.telemetry.exchange import Exchange
@@ -214,6 +215,26 @@ def test_numbers_are_written_as_orjson_does() -> None:
         with np.errstate(over="ignore"):
             ours, theirs = both(many, scored(part, count))
         assert ours == theirs
+
+
+@pytest.mark.long
+def test_every_float_is_written_as_orjson_does() -> None:
+    """All 2^32 of them: four minutes."""
+    assert LIBRARY is not None
+    width, rows = 512, codec.MOST_ROWS
+    wide = replace(MANIFEST, action_names=tuple(f"a{place}" for place in range(width)), score_weights={},
+                   config=replace(MANIFEST.config, actions=width))  # fmt: skip
+    made = Codec(LIBRARY, wide, Vocabulary.of(wide), LIMITS)
+    request = replace(asked(1, reply="columns"), weights=np.zeros(width), quoted=None)
+    posts = replace(request.candidates, post_ids=np.zeros(rows, np.uint64))
+    zeros = np.zeros((rows, 1), np.float32)
+    for start in range(0, 2**32, width * rows):
+        numbers = np.arange(start, start + width * rows, dtype=np.uint64).astype(np.uint32).view(np.float32)
+        scores = Scores(zeros, numbers.reshape(rows, width), zeros)
+        ours = made.write(replace(request, candidates=posts), replace(scores, logits=scores.probabilities), b"", b"")
+        theirs = b'"probabilities":' + orjson.dumps(scores.probabilities, option=orjson.OPT_SERIALIZE_NUMPY)
+        assert ours is not None
+        assert ours.startswith(theirs, ours.index(b'"probabilities"')), hex(start)
 
 
 def test_arrays_that_do_not_fit_are_declined() -> None:

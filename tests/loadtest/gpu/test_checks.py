@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ def phase(name: str, directory: Path, fault: str = "") -> tuple[int, list[dict[s
 def bench(directory: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """The whole bench, or what the options leave of it."""
     command = [sys.executable, "-m", "loadtest.gpu", "--device", "cpu", "--tiny", "--out", str(directory), *options]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {"TRITON_INTERPRET": "1"}  # as a shell may still have it
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
     return finished.returncode, json.loads(finished.stdout.splitlines()[-1])
 
 
@@ -57,6 +60,38 @@ def test_the_whole_bench_runs_with_tiny_shapes(tmp_path: Path) -> None:
     names = {record["name"] for record in records if "figure" in record}
     assert {"mini C=41 cold", "mini C=41 cached", "mini C=41: dense definition, eager"} <= names
     assert main_of_compare([report["log"], report["log"]]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("fault", "phases", "named"),
+    [
+        ("kernel", ["kernels"], "kernels: gate in layer 0 (body), tile 1, row 70 differs from its definition"),
+        ("product", ["products"], "products: product narrow of 64 rows with 64x96 gives other bits every time"),
+        ("access", ["parity"], "bisect: RuntimeError: gate in layer 0: CUDA error: an illegal memory access"),
+        ("hang", ["products", "kernel_times"], "products: hung: not done after 60 s"),
+    ],
+)
+def test_the_bench_names_a_planted_fault_in_its_last_line(
+    fault: str, phases: list[str], named: str, tmp_path: Path
+) -> None:
+    code, report = bench(tmp_path, "--fault", fault, "--phase-seconds", "60", "--phases", *phases)
+    assert (code, report["ok"], report["fault"]) == (1, False, fault)
+    assert any(problem.startswith(named) for problem in report["problems"]), report
+    assert list(report["phases"]) == [*phases, "bisect"]
+    assert fault != "hang" or report["phases"]["kernel_times"] == "ok", "others still run"
+
+
+def test_a_bench_that_is_stopped_still_says_what_it_has(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    running = subprocess.Popen(
+        [*command, "--fault", "hang", "--phases", "products"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    time.sleep(8)
+    running.terminate()
+    last = json.loads(running.communicate(timeout=60)[0].splitlines()[-1])
+    assert (running.returncode, last["ok"]) == (143, False)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +176,8 @@ def test_without_a_card_nothing_is_claimed() -> None:
     )
     assert finished.returncode == 2
     assert "nothing was measured" in finished.stderr
-    assert not finished.stdout
+    report = json.loads(finished.stdout)
+    assert (report["ok"], report["measured_on"], report["phases"]) == (False, None, {})
 
 
 def test_the_peers_compute_what_the_engine_computes() -> None:

@@ -1,0 +1,23 @@
+"""From probabilities to one score a candidate, and from scores to an order: online and offline, the same bits. numpy alone."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def combine(probabilities: NDArray[np.float32], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Σ weight × probability, float64 `[C]`, from `[C, A]` and `[A]`.
+
+    Added action by action, each step elementwise: a matrix product would let a candidate's last bits depend on how many
+    others there are, and so would a sum over one column, which is why there is another.
+    """
+    terms = np.zeros((1 + len(weights), 1 + len(probabilities)))  # a sum that begins with 0 is never −0
+    np.multiply(probabilities.T, weights[:, None], out=terms[1:, 1:])
+    combined: NDArray[np.float64] = np.add.reduce(terms, 0)[1:]
+    return combined
+
+
+def order_of(scores: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Indices best first; equal scores keep their order."""
+    return np.argsort(-scores, kind="stable")

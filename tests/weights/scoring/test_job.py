@@ -1,0 +1,126 @@
+"""A job's files hold every row once, whatever its partitions and however often it was killed; another job's files are left alone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from model.create import EngineOptions
+from tests.weights.scoring.test_scorer import DEMO, as_table, by_key
+from weights.checkpoint import load_checkpoint
+from weights.scoring import job
+from weights.scoring.job import JobError, partition_of, score_log
+from weights.scoring.scorer import Scorer
+from weights.training.log import LogError
+from weights.training.world.simulate import World
+
+PARTS = 5
+
+
+@pytest.fixture(scope="module")
+def log(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "log.parquet"
+    pq.write_table(as_table(world), path, row_group_size=1000)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Any:
+    scorer = Scorer(load_checkpoint(DEMO), EngineOptions(threads=1))
+    yield scorer
+    scorer.close()
+
+
+@pytest.fixture(scope="module")
+def whole(scorer: Scorer, log: Path) -> Any:
+    return by_key(scorer.score_table(pq.read_table(log)))
+
+
+def written(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.glob("part-*.parquet"))}
+
+
+def read(out: Path) -> Any:
+    return by_key(pa.concat_tables([pq.read_table(path) for path in sorted(out.glob("part-*.parquet"))]))
+
+
+def test_partitions_together_are_the_whole(
+    scorer: Scorer, log: Path, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "ROUND_ROWS", 3000)
+    told: list[tuple[str, int, int]] = []
+    assert score_log(log, tmp_path / "out", scorer, 0, PARTS, lambda *now: told.append(now)) == len(whole)
+    assert read(tmp_path / "out").equals(whole)
+    assert len(written(tmp_path / "out")) == PARTS
+    assert not (tmp_path / "out/.split").exists()
+    assert told[-1] == ("scored", len(whole), len(whole))
+    assert next(done for what, done, _ in told if what == "split by user") < len(whole) / 2  # in rounds
+
+
+def test_a_directory_of_logs_is_one_log(scorer: Scorer, log: Path, whole: Any, tmp_path: Path) -> None:
+    table, logs = pq.read_table(log), tmp_path / "logs"
+    logs.mkdir()
+    for place, part in enumerate((table.slice(0, 4000), table.slice(4000))):
+        pq.write_table(part, logs / f"{place}.parquet")
+    score_log(logs, tmp_path / "out", scorer, 0, 2)
+    assert read(tmp_path / "out").equals(whole)
+
+
+def test_a_user_is_in_one_partition_and_consecutive_ids_are_spread() -> None:
+    ids = np.arange(1, 100_001, dtype=np.uint64)
+    assert np.bincount(partition_of(ids, 16)).min() > 0.9 * len(ids) / 16
+    assert np.array_equal(partition_of(ids[::-1], 16)[::-1], partition_of(ids, 16))
+
+
+def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
+    scorer: Scorer, log: Path, whole: Any, tmp_path: Path
+) -> None:
+    """Killed while it splits, between two partitions, and again: the files are those of a run that nobody killed."""
+    command = [sys.executable, "-m", "weights", "score", "--checkpoint", str(DEMO), "--log", str(log)]
+    command += ["--partitions", str(PARTS), "--threads", "1", "--out", str(tmp_path / "killed")]
+    for awaited in (".split.new", "part-00000.parquet", "part-00002.parquet"):
+        running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while not (tmp_path / "killed" / awaited).exists() and running.poll() is None:
+            time.sleep(0.001)
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("part-*.parquet")}
+    score_log(log, tmp_path / "killed", scorer, 0, PARTS)
+    score_log(log, tmp_path / "unharmed", scorer, 0, PARTS)
+    assert len(before) >= 1
+    assert all(path.stat().st_mtime_ns == then for path, then in before.items())  # not computed again
+    assert written(tmp_path / "killed") == written(tmp_path / "unharmed")
+    assert read(tmp_path / "killed").equals(whole)
+
+
+def test_what_belongs_to_another_job_is_left_alone(scorer: Scorer, log: Path, tmp_path: Path) -> None:
+    score_log(log, tmp_path / "out", scorer, 0, 2)
+    before = written(tmp_path / "out")
+    with pytest.raises(JobError, match=r"another job \(since_ts differ\)"):
+        score_log(log, tmp_path / "out", scorer, 1, 2)
+    with pytest.raises(JobError, match=r"another job \(partitions differ\)"):
+        score_log(log, tmp_path / "out", scorer, 0, 3)
+    assert written(tmp_path / "out") == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/letter.txt").write_text("mine")
+    with pytest.raises(JobError, match="holds something else"):
+        score_log(log, tmp_path / "mine", scorer)
+
+
+def test_a_log_that_is_none_is_refused_with_a_sentence(scorer: Scorer, tmp_path: Path) -> None:
+    (tmp_path / "no.parquet").write_bytes(b"nothing of the kind")
+    for log, said in ((tmp_path / "no.parquet", "cannot be read as Parquet"), (tmp_path / "absent", "cannot be read")):
+        with pytest.raises(LogError, match=said):
+            score_log(log, tmp_path / "out", scorer)

@@ -1,0 +1,109 @@
+"""Offline scores are what the engine gives each request alone; the history is that of training; order and partitions change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+
+from model.create import EngineOptions, create_engine
+from model.engine import Item
+from model.ranking import combine
+from weights.checkpoint import CheckpointError, load_checkpoint
+from weights.scoring import scorer as module
+from weights.scoring.scorer import Scorer
+from weights.training.examples import Examples
+from weights.training.log import LogError, log_of
+from weights.training.world.simulate import World
+
+DEMO = Path("weights/demo")
+OPTIONS = EngineOptions(threads=1)
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    scorer = Scorer(load_checkpoint(DEMO), OPTIONS)
+    yield scorer
+    scorer.close()
+
+
+@pytest.fixture(scope="module")
+def table(world: World) -> Any:
+    return as_table(world)
+
+
+def as_table(world: World) -> Any:
+    log = world.log
+    columns = {name: getattr(log, name) for name in log.__dataclass_fields__ if name not in ("actions", "action_names")}
+    columns |= {f"action.{name}": log.actions[:, place] for place, name in enumerate(log.action_names)}
+    return pa.table(columns)
+
+
+def by_key(scored: Any) -> Any:
+    return scored.sort_by([("request_id", "ascending"), ("post_id", "ascending")])
+
+
+def test_each_score_has_the_bits_of_its_request_alone(scorer: Scorer, table: Any) -> None:
+    checkpoint = load_checkpoint(DEMO)
+    examples, scored = Examples(log_of(table, "log"), checkpoint.manifest.config), scorer.score_table(table)
+    weights = np.array([checkpoint.manifest.score_weights.get(name, 0.0) for name in checkpoint.manifest.action_names])
+    engine = create_engine(checkpoint.ranker, OPTIONS)
+    engine.warm_up()
+    names = checkpoint.manifest.action_names
+    assert len(scored) == len(table)
+    for index in range(0, len(examples), 97):
+        rows = examples.rows(index)
+        [alone] = engine.forward([Item(examples.context(index), examples.candidates(index, rows))])
+        mine = scored.slice(rows[0], len(rows))
+        assert mine["post_id"].to_numpy().tolist() == examples.log.post_id[rows].tolist()
+        for column, name in enumerate(names):
+            assert mine[f"p.{name}"].to_numpy().tobytes() == alone.scores.probabilities[:, column].tobytes()
+        assert mine["score"].to_numpy().tobytes() == combine(alone.scores.probabilities, weights).tobytes()
+        assert mine["dwell_time"].to_numpy().tobytes() == (alone.scores.continuous[:, 0] * np.float32(30)).tobytes()
+    engine.close()
+    assert len(set(scored["score"].to_pylist())) > len(table) / 2
+
+
+def test_requests_may_come_in_any_order_and_forwards_may_be_of_any_size(
+    scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = by_key(scorer.score_table(table))
+    monkeypatch.setattr(module, "BATCH_CANDIDATES", 7)  # less than one request has
+    _, request = np.unique(table["request_id"].to_numpy(), return_inverse=True)
+    place = np.random.default_rng(3).permutation(request.max() + 1)[request]
+    moved = table.take(np.argsort(place, kind="stable"))
+    assert not moved.equals(table)
+    assert by_key(scorer.score_table(moved)).equals(whole)
+    turned = table.take(np.arange(len(table))[::-1])  # events of one time are read in the log's order
+    assert not by_key(scorer.score_table(turned)).equals(whole)
+
+
+def test_requests_before_since_are_history_alone(scorer: Scorer, table: Any, world: World) -> None:
+    whole, since = scorer.score_table(table), world.settings.test_ts
+    times = log_of(table, "log").impression_ts
+    assert 0 < (times >= since).sum() < len(times)
+    assert scorer.score_table(table, since).equals(whole.filter(times >= since))
+    without = scorer.score_table(table.filter(table["impression_ts"].to_numpy() >= since), since)
+    assert not np.array_equal(without["score"].to_numpy(), whole.filter(times >= since)["score"].to_numpy())
+
+
+def test_some_actions_alone_and_none_that_the_checkpoint_lacks(scorer: Scorer, table: Any) -> None:
+    checkpoint = load_checkpoint(DEMO)
+    some = Scorer(checkpoint, OPTIONS, ["report", "favorite"])
+    assert some.schema.names == ["request_id", "user_id", "post_id", "score", "p.report", "p.favorite", "dwell_time"]
+    assert some.score_table(table).equals(scorer.score_table(table).select(some.schema.names))
+    some.close()
+    with pytest.raises(CheckpointError, match="has no action likes: it has favorite, "):
+        Scorer(checkpoint, OPTIONS, ["likes"])
+
+
+def test_a_log_that_lacks_an_action_is_refused(scorer: Scorer, table: Any) -> None:
+    with pytest.raises(LogError, match="lacks actions of the checkpoint: report"):
+        scorer.score_table(table.drop_columns(["action.report"]))

@@ -1,0 +1,51 @@
+"""The command `score`. It needs the `train` extra, imported when it runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weights.checkpoint import load_checkpoint
+from weights.commands.console import progress_bar, refusals, say
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to a command line."""
+    app.command()(score)
+
+
+def score(
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint directory.")],
+    log: Annotated[
+        Path, typer.Option(help="A Parquet file of impressions, or a directory of such; columns: docs/training.md.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Directory to write. What a run that was ended has left there is not computed again.")
+    ],
+    actions: Annotated[
+        str | None, typer.Option(help="Whose probabilities to write, separated by commas. Default: all.")
+    ] = None,
+    since: Annotated[int, typer.Option(help="Unix seconds: earlier requests are history alone.")] = 0,
+    partitions: Annotated[
+        int, typer.Option(min=0, help="Files to write, each with whole users; 0: one for a million rows.")
+    ] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Of the engine; 0: one a core.")] = 0,
+) -> None:
+    """Score every impression of a log as /rank would have, with the history that its user had then."""
+    with refusals(ValueError, OSError, RuntimeError):  # LogError and JobError; EngineError
+        from model.create import EngineOptions
+        from weights.scoring.job import score_log
+        from weights.scoring.scorer import Scorer
+
+        scorer = Scorer(
+            load_checkpoint(checkpoint), EngineOptions(threads=threads), actions.split(",") if actions else None
+        )
+        started = time.perf_counter()
+        with progress_bar() as bar:
+            written = score_log(log, out, scorer, since, partitions, bar)
+        scorer.close()
+    seconds = time.perf_counter() - started
+    say(f"{out} holds {written} scores of {scorer.manifest.name} {scorer.manifest.version}; {seconds:.1f} s")

@@ -1,0 +1,167 @@
+"""Scores a log that does not fit into memory: split by user, a partition at a time, and taken up again where it was ended.
+
+`OUT/part-00000.parquet …` are scores, each renamed into place when it is whole; `OUT/job.json` says what they are of. Below `OUT/.split`
+lies the log, split, until all of it is scored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from weights.scoring.scorer import Scorer
+from weights.training.log import LogError, action_names
+
+PARTITION_ROWS = 1_000_000
+ROUND_ROWS = 2_000_000
+"""So many rows are read before they are written to their partitions: what splitting holds in memory."""
+MAX_PARTITIONS = 500  # files that are open at once while the log is split
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, rows done, rows in all."""
+
+
+class JobError(ValueError):
+    """What lies in the output directory is not of this job; the message says what differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What decides every byte of the output. `log`: path, bytes and time of change of each file."""
+
+    log: list[tuple[str, int, int]]
+    rows: int
+    partitions: int
+    since_ts: int
+    columns: list[str]
+    checkpoint: str
+
+
+def score_log(
+    log: Path, out: Path, scorer: Scorer, since_ts: int = 0, partitions: int = 0, progress: Progress | None = None
+) -> int:
+    """Score the requests of a Parquet file, or of a directory of such, from `since_ts` on; the number of rows written.
+
+    `partitions` 0: as many as keep each near PARTITION_ROWS. What a killed run has left is not computed again.
+    Raises LogError, EngineError, or JobError where `out` holds something else.
+    """
+    say = progress or (lambda what, done, total: None)
+    source = _open(log)
+    action_names(source.schema, str(log))
+    rows = source.count_rows()
+    job = Job(
+        [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in source.files],
+        rows,
+        partitions or min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS) or 1),
+        since_ts,
+        scorer.schema.names,
+        scorer.manifest.digest,
+    )
+    _claim(out, job)
+    parts = [out / f"part-{number:05}.parquet" for number in range(job.partitions)]
+    split = out / ".split"
+    if not all(part.exists() for part in parts) and not split.exists():
+        _split(source, split, job, say)
+    done, written = 0, 0
+    for part in parts:
+        mine = split / part.name
+        if not part.exists():
+            table = pq.read_table(mine)
+            tell = partial(_tell, say, rows, done)
+            scored = scorer.score_table(table, since_ts, str(log), tell) if len(table) else scorer.schema.empty_table()
+            _rename(part, partial(pq.write_table, scored, compression="zstd"))
+        done += pq.read_metadata(mine).num_rows if mine.exists() else 0
+        written += pq.read_metadata(part).num_rows
+    shutil.rmtree(split, ignore_errors=True)
+    return written
+
+
+def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
+    """Where a user's rows go: the same in every run, and spread evenly whatever the ids look like (the mixing of splitmix64)."""
+    mixed = user_ids.copy()
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(partitions)).astype(np.int64)
+
+
+def _open(log: Path) -> ds.FileSystemDataset:
+    try:
+        source = ds.dataset(log, format="parquet")
+    except (OSError, pa.ArrowException) as error:
+        raise LogError(f"{log} cannot be read as Parquet: {error}") from error
+    if not source.files:
+        raise LogError(f"{log} holds no Parquet files")
+    return source
+
+
+def _claim(out: Path, job: Job) -> None:
+    """Say in `out` what will lie there, or see that it says so already."""
+    wanted = json.loads(json.dumps(asdict(job)))
+    stated = out / "job.json"
+    if not stated.exists():
+        if out.exists() and any(out.iterdir()):
+            raise JobError(f"{out} holds something else: choose another place")
+        out.mkdir(parents=True, exist_ok=True)
+        _rename(stated, lambda new: new.write_text(json.dumps(wanted, indent=1)))
+        return
+    found = json.loads(stated.read_text())
+    if differing := [name for name in wanted if found.get(name) != wanted[name]]:
+        raise JobError(f"{out} belongs to another job ({', '.join(differing)} differ): choose another place")
+
+
+def _split(source: ds.FileSystemDataset, split: Path, job: Job, say: Progress) -> None:
+    """Each user's rows into one file. A killed run begins this anew."""
+    unfinished = split.with_name(".split.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    files = [unfinished / f"part-{number:05}.parquet" for number in range(job.partitions)]
+    writers = [pq.ParquetWriter(file, source.schema) for file in files]
+    done = 0
+    for table in _rounds(source):
+        where = partition_of(table["user_id"].cast(pa.uint64()).to_numpy(), job.partitions)
+        order = np.argsort(where, kind="stable")
+        sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(job.partitions + 1))
+        for writer, first, last in zip(writers, edges[:-1], edges[1:], strict=True):
+            if last > first:
+                writer.write_table(sorted_table.slice(first, last - first))
+        done += len(table)
+        say("split by user", done, job.rows)
+    for writer in writers:
+        writer.close()
+    unfinished.rename(split)
+
+
+def _rounds(source: ds.FileSystemDataset) -> Iterator[pa.Table]:
+    """The log in pieces of about ROUND_ROWS."""
+    batches: list[pa.RecordBatch] = []
+    for batch in source.to_batches(batch_readahead=2, fragment_readahead=1):
+        batches.append(batch)
+        if sum(map(len, batches)) >= ROUND_ROWS:
+            yield pa.Table.from_batches(batches)
+            batches = []
+    if batches:
+        yield pa.Table.from_batches(batches)
+
+
+def _tell(say: Progress, rows: int, before: int, done: int) -> None:
+    say("scored", before + done, rows)
+
+
+def _rename(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside and rename: a file is whole or not there, also after a power cut."""
+    new = path.with_suffix(".new")
+    write(new)
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    new.rename(path)
