@@ -11,7 +11,21 @@ from prometheus_client.registry import Collector
 
 from app.telemetry.distributions import Histograms
 
-DISTANCES = (0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)  # a histogram of negative values has no sum
+DISTANCES = (
+    0.0001,
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+)  # a histogram of negative values has no sum
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.99)
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 FULL, LATE, FAILED, SCORED = OUTCOMES = ("full", "late", "failed", "scored")

@@ -54,11 +54,15 @@ class Linked:
 
 
 @asynccontextmanager
-async def linked(engine: Any, fronts: int = 1, load: Loader | None = None, **groups: Any) -> AsyncIterator[Linked]:
-    """Fronts that are ready, before a fake engine; reloads take `load`. `groups` are of the settings."""
+async def linked(
+    engine: Any, fronts: int = 1, load: Loader | None = None, second: Loader | None = None, **groups: Any
+) -> AsyncIterator[Linked]:
+    """Fronts that are ready, before a fake engine; reloads take `load`, of the `second` one too. `groups` are of the settings."""
     settings = Settings(**groups)
-    service = RankingService(loader(engine), settings, Metrics())
-    host = EngineHost(service, Reloader(service, Path(), Path(), lambda path: load or loader(engine)), settings)
+    service = RankingService(loader(engine), settings, Metrics(), second=second)
+    again = {"second": settings.shadow.checkpoint, "second_loader": lambda path: load or loader(engine)}
+    reloads = Reloader(service, Path(), Path(), lambda path: load or loader(engine), **again)  # type: ignore[arg-type]
+    host = EngineHost(service, reloads, settings)
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/engine"
         found = Linked(path, settings, service, host, await host.start(path))

@@ -79,7 +79,7 @@ def test_a_share_of_users_is_drawn_evenly_for_good_and_anew_for_each_experiment(
 
 
 def test_each_user_has_its_checkpoint_on_every_wire() -> None:
-    with two() as (client, service):
+    with two() as (client, _service):
         for user, version in ((A, "v1"), (B, "v2"), (0, "v1")):
             reply = client.post("/rank", json=body(user))
             assert (reply.json()["model"]["version"], reply.headers["x-model-version"]) == (version, version)
@@ -98,7 +98,7 @@ def test_each_user_has_its_checkpoint_on_every_wire() -> None:
 
 
 def test_a_held_version_may_be_named_and_no_other() -> None:
-    with two(split=Split()) as (client, service):
+    with two(split=Split()) as (client, _service):
         scores = []
         for version in ("v1", "v2"):
             reply = client.post("/rank", json=body(A), headers={"X-Model-Version": version})
@@ -119,7 +119,7 @@ def test_a_held_version_may_be_named_and_no_other() -> None:
 
 
 def test_each_speaks_its_own_words() -> None:
-    with two(loader(FakeEngine(2), "v2", OTHER)) as (client, service):
+    with two(loader(FakeEngine(2), "v2", OTHER)) as (client, _service):
         for user, words in ((A, ("favorite", "reply", "report")), (B, OTHER), (A, ("favorite", "reply", "report"))):
             reply = client.post("/rank", json=body(user, weights={words[0]: 2.0}))
             assert reply.json()["actions"] == list(words)

@@ -20,7 +20,16 @@ from app.settings import Batching, Queue, Settings, Shadow, Split
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
 from tests.app.fakes import (
-    ACTIONS, FakeEngine, Gate, expected, loaded, loader, rank, request, right, until,
+    ACTIONS,
+    FakeEngine,
+    Gate,
+    expected,
+    loaded,
+    loader,
+    rank,
+    request,
+    right,
+    until,
 )  # fmt: skip
 from tests.app.serving import value_of
 from weights.agreement import agreement
