@@ -22,7 +22,7 @@ from app.request.reply import ReplyFormat
 from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.request.wires import Render, Wire
-from app.settings import Settings
+from app.settings import Limits, Settings
 from app.telemetry.exchange import Exchange
 from model.config import ModelConfig
 from model.inputs import Candidates, Context
@@ -56,6 +56,29 @@ class Prepared:
     check_seconds: float
 
 
+class Words:
+    """The vocabulary and the reply format of a model, with its codec, kept for the manifests used last. Models with the same words share
+    a codec: what was read for one of them needs not be read again for the other."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._library = load_library()
+        self._last: list[tuple[Manifest, Vocabulary, ReplyFormat]] = []
+
+    def of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
+        """Those of this model."""
+        for known, vocabulary, form in self._last:
+            if known is manifest:
+                return vocabulary, form
+        vocabulary = Vocabulary.of(manifest)
+        codec = next((other.codec for known, other, _ in self._last if _speak_alike(known, manifest)), None)
+        if codec is None and self._library is not None:
+            codec = Codec(self._library, manifest, vocabulary, self._limits)
+        vocabulary, form = replace(vocabulary, codec=codec), replace(ReplyFormat.of(manifest), codec=codec)
+        self._last = [(manifest, vocabulary, form), *self._last[: MOST_WORDS - 1]]
+        return vocabulary, form
+
+
 class Ranking:
     """What one request and a batch share: bytes → prepared request → scores → bytes."""
 
@@ -64,9 +87,8 @@ class Ranking:
         self.limits = settings.limits
         self.keys = KeyRing(settings.auth)
         self.metrics = service.metrics
-        self._library = load_library()
         self.arms = Arms(service, settings.split)
-        self._words: list[tuple[Manifest, Vocabulary, ReplyFormat]] = []  # of the manifests used last
+        self._words = Words(self.limits)
 
     def enter(self, headers: Headers, exchange: Exchange) -> None:
         """Who asks, and whether the service is open."""
@@ -185,8 +207,12 @@ class Ranking:
 
     def headers(self, model: ServedModel, results: Sequence[Ranked], exchange: Exchange) -> list[tuple[bytes, bytes]]:
         """Headers of a reply with scores; a context counts as a hit when all of it came from the cache."""
-        exchange.version = model.manifest.version
-        exchange.cache = "hit" if results and all(ranked.cache == "hit" for ranked in results) else "miss"
+        cache = "hit" if results and all(ranked.cache == "hit" for ranked in results) else "miss"
+        return self.told(model.manifest.version, cache, exchange)
+
+    def told(self, version: str, cache: str, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        """Headers that say which version answered, from what, and where the time went."""
+        exchange.version, exchange.cache = version, cache
         for stage in ("parse", "serialize"):
             self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
         timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items())
@@ -197,18 +223,8 @@ class Ranking:
         ]
 
     def words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
-        """The vocabulary and the reply format of a model, kept for the manifests used last. Models with the same words share a codec:
-        what was read for one of them needs not be read again for the other."""
-        for known, vocabulary, form in self._words:
-            if known is manifest:
-                return vocabulary, form
-        vocabulary = Vocabulary.of(manifest)
-        codec = next((other.codec for known, other, _ in self._words if _speak_alike(known, manifest)), None)
-        if codec is None and self._library is not None:
-            codec = Codec(self._library, manifest, vocabulary, self.limits)
-        vocabulary, form = replace(vocabulary, codec=codec), replace(ReplyFormat.of(manifest), codec=codec)
-        self._words = [(manifest, vocabulary, form), *self._words[: MOST_WORDS - 1]]
-        return vocabulary, form
+        """The vocabulary and the reply format of a ranking model."""
+        return self._words.of(manifest)
 
 
 def _speak_alike(one: Manifest, other: Manifest) -> bool:

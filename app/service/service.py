@@ -237,9 +237,8 @@ class RankingService:
         if counted or kind is DeadlineExceeded:  # a deadline that has passed is a refusal in any case
             self._refused += 1
             self.metrics.rejected.labels(refusal.reason).inc()
-        error = kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
-        error.may_wait = self.loop_clock.lag.is_short_of_time
-        raise error
+        detail, may_wait = f"Refused on arrival: {refusal.detail}.", self.loop_clock.lag.is_short_of_time
+        raise kind(detail, retry_after_seconds=refusal.retry_after_seconds, may_wait=may_wait)
 
     def _release(self, job: RankJob) -> None:
         """The job is answered, cancelled or expired."""

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from app.engine.loading import RetrievalLoader
 from app.http.application import create_app
 from app.http.arms import Arms, is_second
 from app.interface import ranked
 from app.service.service import RankingService
 from app.settings import Settings, Shadow, Split
 from app.telemetry.metrics import Metrics
-from tests.app.fakes import FakeEngine, expected, loader, request, right, run, until
+from tests.app import retrieving
+from tests.app.fakes import ACTIONS, FakeEngine, expected, loader, request, right, run, until
 from tests.app.serving import good, value_of
 
 SECOND = Shadow(checkpoint=Path("second"))
@@ -30,10 +32,14 @@ A = next(user for user in range(1, 99) if not is_second(user, HALF))
 
 
 @contextmanager
-def two(second: Any = None, split: Split = HALF) -> Iterator[tuple[TestClient, RankingService]]:
+def two(
+    second: Any = None, split: Split = HALF, retrieval: RetrievalLoader | None = None
+) -> Iterator[tuple[TestClient, RankingService]]:
     """A client of an application that holds both."""
     settings = Settings(shadow=SECOND, split=split)
-    service = RankingService(loader(FakeEngine()), settings, Metrics(), second=second or loader(FakeEngine(2), "v2"))
+    service = RankingService(
+        loader(FakeEngine()), settings, Metrics(), second=second or loader(FakeEngine(2), "v2"), retrieval=retrieval
+    )
     with TestClient(create_app(settings, service), raise_server_exceptions=False) as client:
         for _ in range(500):
             if client.get("/readyz").json().get("second") not in (None, "The second checkpoint is being loaded."):
@@ -95,6 +101,36 @@ def test_each_user_has_its_checkpoint_on_every_wire() -> None:
             assert told["candidates"][0]["score"] == reply.json()["candidates"][0]["score"]
         said = client.get("/metrics").text
         assert value_of(said, 'ranker_answers_total{checkpoint="second"}') > 4
+
+
+@pytest.mark.parametrize("actions", [ACTIONS, OTHER])
+def test_recommended_posts_are_ranked_by_the_checkpoint_of_the_user(tmp_path: Path, actions: tuple[str, ...]) -> None:
+    """With the same words, and with others, in which the request is read again."""
+    with two(loader(FakeEngine(2), "v2", actions), retrieval=retrieving.loader(tmp_path)) as (client, _):
+        for user, headers, version in (
+            (A, {}, "v1"),
+            (B, {}, "v2"),
+            (A, {"X-Model-Version": "v2"}, "v2"),
+            (B, {"X-Model-Version": "v1"}, "v1"),
+        ):
+            asked = {"user_id": user, "history": [{"post_id": 17, "author_id": 5, "actions": ["0"]}], "k": 6}
+            words = actions if version == "v2" else ACTIONS
+            found = client.post("/recommend", json=asked | {"weights": {words[0]: 2.0}}, headers=headers)
+            assert found.status_code == 200, found.text
+            assert (found.json()["models"]["ranker"]["version"], found.headers["x-model-version"]) == (version, version)
+            assert found.json()["actions"] == list(words)
+            candidates = [
+                {name: post[name] for name in ("post_id", "author_id", "created_at")}
+                for post in client.post("/retrieve", json=asked).json()["posts"]
+            ]
+            body = {"user_id": user, "history": asked["history"], "candidates": candidates, "weights": {words[0]: 2.0}}
+            scores = {
+                each["post_id"]: each["score"]
+                for each in client.post("/rank", json=body, headers=headers).json()["candidates"]
+            }
+            assert {each["post_id"]: each["score"] for each in found.json()["candidates"]} == scores
+        refused = client.post("/recommend", json={"user_id": A}, headers={"X-Model-Version": "v9"})
+        assert refused.status_code == 404
 
 
 def test_a_held_version_may_be_named_and_no_other() -> None:
