@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,8 +39,7 @@ class Second:
     answers: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(msgspec.Struct, frozen=True, eq=False):
     """One request's result. `queue_seconds` until its first forward, `forward_seconds` summed over its chunks."""
 
     scores: Scores

@@ -237,13 +237,11 @@ def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
         floats[cells:],
         frame.is_kept,
     )
-    ends = [first + column * candidates for column in range(5)]
+    authors = first + candidates
+    surfaces = authors + candidates
+    ages = surfaces + candidates
     return context, Candidates(
-        ids[ends[0] : ends[1]],
-        ids[ends[1] : ends[2]],
-        words[ends[2] : ends[3]],
-        words[ends[3] : ends[4]],
-        frame.first_slot,
+        ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:], frame.first_slot
     )
 
 

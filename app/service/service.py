@@ -70,7 +70,7 @@ class RankingService:
         self.plain_path = PlainPath()
         self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.second_checkpoint = SecondCheckpoint(second, settings, self.versions, metrics, clock, self)
-        self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.searches, self.second_checkpoint)
+        self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.searches, self.second_checkpoint, clock)
         self.admission = Admission(settings.queue, settings.batching, clock, self.second_checkpoint.running)
         self.loop_clock = LoopClock(clock, self._work)
         self._load = load
@@ -223,7 +223,7 @@ class RankingService:
         if self._refusing:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-        if down := self.lifecycle.failure or self.watchdog.stall():
+        if down := self.lifecycle.failure or self.watchdog.stall_lately():
             raise EngineDown(down, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
         if self.versions.current is None:
             self.metrics.rejected.labels("not_ready").inc()
