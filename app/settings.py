@@ -406,12 +406,6 @@ class Settings(BaseSettings):
             raise ValueError("split.users needs shadow.checkpoint: the second checkpoint")
         return self
 
-    @model_validator(mode="after")
-    def _retrieval_in_one_process(self) -> Settings:
-        if self.fronts and self.retrieval.checkpoint is not None:
-            raise ValueError("fronts and retrieval exclude each other: retrieval needs a single process")
-        return self
-
     def addresses(self) -> list[tuple[str, int]]:
         """Where to listen: the service, then probes and admin where they have ports of their own."""
         sides = ((side.host, side.port) for side in (self.probes, self.admin) if side.port is not None)

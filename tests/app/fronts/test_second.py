@@ -38,7 +38,7 @@ async def answered_by(front: RemoteService, user: int, version: int) -> bool:
 def test_fronts_know_both_and_hear_of_every_change() -> None:
     async def main() -> None:
         engine = FakeEngine(2)
-        async with linked(FakeEngine(), 2, loader(FakeEngine(3), "v3"), loader(engine, "v2"), **GROUPS) as found:
+        async with linked(FakeEngine(), 2, loader(FakeEngine(3), "v3"), second=loader(engine, "v2"), **GROUPS) as found:
             for front in found.fronts:
                 await until(lambda front=front: holds(front, "v2"))
                 for user in range(1, 40):
@@ -66,7 +66,7 @@ def test_the_shadow_lives_in_the_engine_process_and_leaves_explanations_out() ->
     async def main() -> None:
         second = FakeEngine(2)
         groups = {"shadow": GROUPS["shadow"]}
-        async with linked(FakeEngine(), 1, None, loader(second, "v2"), **groups) as found:
+        async with linked(FakeEngine(), second=loader(second, "v2"), **groups) as found:
             [front] = found.fronts
             await until(lambda: holds(front, "v2"))
             for user, is_kept in ((1, True), (2, False), (3, True)):
