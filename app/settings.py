@@ -351,7 +351,7 @@ class Settings(BaseSettings):
     checkpoint: Path = Path("weights/demo")
     """Checkpoint directory to serve."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs."""
+    """Where the model runs, and the corpus is searched."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """What the trunk computes in."""
     backend: Literal["auto", "dense", "native", "torch"] = "auto"
