@@ -42,7 +42,7 @@ else:
 def first_of(ptx):
     # waiting for the kernel before, starting the next, or a look at memory that others write
     seen = re.findall(r"griddepcontrol\\.\\w+|(?:ld|st|atom|red|cp)\\.\\w+", ptx)
-    return [each for each in seen if each != "ld.param"][:3]
+    return [each for each in seen if each not in ("ld.param", "ld.shared", "st.shared")][:3]
 
 found = []
 for kernels, overrides in cases:
