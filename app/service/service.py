@@ -38,6 +38,7 @@ RETRY_AFTER_DOWN_SECONDS = 5.0
 WATCHDOG_SECONDS = 0.5
 COLLECT_OBJECTS = 10_000
 COLLECT_TIMES = 10  # collections of a generation before the next older one has its turn
+LOOK_SECONDS = 0.01  # how long an engine that does not stall is taken not to
 CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
 OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be answered", retry_after_seconds=1.0)
 
@@ -81,7 +82,7 @@ class RankingService:
         self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
-        self._crowded_until = 0.0
+        self._crowded_until = self._able_until = 0.0
         self._answered = self._refused = 0
         self._idle = asyncio.Event()  # nothing is admitted and unanswered
         self._idle.set()
@@ -221,7 +222,10 @@ class RankingService:
         if self._refusing:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-        if down := self.lifecycle.failure or self._stall():
+        down = self.lifecycle.failure
+        if not down and (now := self.clock()) >= self._able_until and not (down := self._stall()):
+            self._able_until = now + LOOK_SECONDS
+        if down:
             raise EngineDown(down, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
         if self.versions.current is None:
             self.metrics.rejected.labels("not_ready").inc()
