@@ -53,7 +53,8 @@ class Rank(Frame, tag=1):
     """A request with `history` context items and `candidates`. `deadline` in seconds of CLOCK_MONOTONIC.
 
     `words`: 64 bits each, post ids, author ids, surfaces of the context, then post ids, author ids, surfaces, age buckets of the
-    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds. `again`, `waits`: as in `Service.admit`.
+    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds. `again`, `waits`: as in `Service.admit`;
+    `is_kept`, `first_slot`: as of `Context` and `Candidates`.
     """
 
     id: int
@@ -67,6 +68,8 @@ class Rank(Frame, tag=1):
     floats: bytes
     again: bool = False
     waits: bool = False
+    is_kept: bool = True
+    first_slot: int = 0
 
 
 class Cancel(Frame, tag=2):
@@ -76,7 +79,7 @@ class Cancel(Frame, tag=2):
 
 
 class Left(Frame, tag=3):
-    """No request on this model will come any more."""
+    """No request on this model, or corpus, will come any more."""
 
     model: int
 
@@ -95,10 +98,13 @@ class Scrape(Frame, tag=5):
 
 
 class Reload(Frame, tag=6):
-    """Asks for another checkpoint by its name below the root; None: the present one read again."""
+    """Asks for another checkpoint by its name below the root, as the `second` one perhaps; None: the present one read again. With
+    `retrieval`, for that retrieval checkpoint and that corpus as one instead."""
 
     id: int
     checkpoint: str | None
+    retrieval: tuple[str | None, str | None] | None = None
+    second: bool = False
 
 
 class Refused(Frame, tag=7):
@@ -107,8 +113,46 @@ class Refused(Frame, tag=7):
     requests: int
 
 
+class Search(Frame, tag=8):
+    """A search of the corpus with the number `corpus`. `words` and `floats` as of a `Rank`, of the context alone. `exclude`: post ids,
+    64 bits each. `least`, `topics`, `created_after`: as in `Query`."""
+
+    id: int
+    corpus: int
+    deadline: float
+    key: str | None
+    user_id: int
+    history: int
+    k: int
+    words: bytes
+    floats: bytes
+    exclude: bytes
+    topics: list[str] | None
+    created_after: int | None
+    least: float
+
+
+class Change(Frame, tag=9):
+    """Asks for a change of the corpus. `delete`: post ids; `words`: post ids, author ids, times of the posts that come, 64 bits each."""
+
+    id: int
+    delete: bytes
+    words: bytes
+    topics: list[str | None]
+
+
+class Compact(Frame, tag=10):
+    """Asks for the corpus to be written anew with its changes."""
+
+    id: int
+
+
+class Attend(Rank, tag=11):
+    """Asks what these candidates attend to; the fields of a `Rank`."""
+
+
 class Model(Frame, tag=20):
-    """From now on this model serves. `manifest`: as `manifest.json` has it."""
+    """From now on this model serves, or is the `second` one. `manifest`: as `manifest.json` has it."""
 
     model: int
     manifest: bytes
@@ -117,6 +161,7 @@ class Model(Frame, tag=20):
     backend: str
     candidate_positions: CandidatePositions
     notes: dict[str, Any]
+    second: bool = False
 
     def info(self) -> EngineInfo:
         """The engine that runs it."""
@@ -171,8 +216,60 @@ class Reloaded(Told, tag=26):
     detail: str
 
 
-ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused
-ToFront = Model | State | Answer | Failed | Flush | Exposition | Reloaded
+class Corpus(Frame, tag=27):
+    """From now on searches are for this retrieval model and corpus: their manifests, and the rest of `ServedRetrieval`."""
+
+    corpus: int
+    manifest: bytes
+    posts: bytes
+    hidden: int
+    duplicates: int
+    notes: dict[str, Any]
+
+
+class Posts(Told, tag=28):
+    """What a search found. `words`: post ids, author ids, times, 64 bits each; `scores`: 32 bits each; the rest as in `Retrieved`."""
+
+    queue_seconds: float
+    encode_seconds: float
+    search_seconds: float
+    words: bytes
+    scores: bytes
+    topics: list[str | None]
+    visible: int
+    scored: int
+    cached: bool
+    posts: int
+    changes: int
+
+
+class Changed(Told, tag=29):
+    """A change was made, or a corpus written anew; as `interface.Changed`, of the corpus that serves."""
+
+    posts: int
+    changes: int
+    deleted: int
+
+
+class Attended(Told, tag=30):
+    """What the candidates attend to, in C order, 32 bits each."""
+
+    shape: tuple[int, int, int, int]
+    columns: bytes
+
+
+class SecondState(Frame, tag=31):
+    """How the second checkpoint is; sent when it changes. `model`: 0 where none is held; the rest as in `interface.Second`."""
+
+    model: int
+    reason: str
+    answers: bool
+
+
+ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused | Search | Change | Compact | Attend
+ToFront = (
+    Model | State | Answer | Failed | Flush | Exposition | Reloaded | Corpus | Posts | Changed | Attended | SecondState
+)
 
 from_front = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(ToFront)
@@ -193,34 +290,46 @@ def columns_of(context: Context, candidates: Candidates) -> tuple[bytes, bytes]:
         context.post_ids, context.author_ids, context.surfaces,
         candidates.post_ids, candidates.author_ids, candidates.surfaces, candidates.age_buckets,
     )  # fmt: skip
-    return _joined(words), _joined((context.actions, context.dwell_seconds))
+    return joined(words), joined((context.actions, context.dwell_seconds))
 
 
 def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
     """What `columns_of` was given, as views. Raises ValueError where the columns are not as long as the frame says."""
-    history, candidates = frame.history, frame.candidates
-    cells, first = history * actions, 3 * history
-    if len(frame.words) != 8 * (first + 4 * candidates) or len(frame.floats) != 4 * (cells + history):
+    history, candidates, first = frame.history, frame.candidates, 3 * frame.history
+    if len(frame.words) != 8 * (first + 4 * candidates):
         raise ValueError("columns of another length than the frame says")
-    ids, words = np.frombuffer(frame.words, np.uint64), np.frombuffer(frame.words, np.int64)
-    floats = np.frombuffer(frame.floats, np.float32)
-    context = Context(
-        frame.user_id,
+    words = np.frombuffer(frame.words, np.int64)
+    ids = words.view(np.uint64)
+    context = context_of(frame.user_id, history, ids[:first], frame.floats, actions, is_kept=frame.is_kept)
+    authors = first + candidates
+    surfaces = authors + candidates
+    ages = surfaces + candidates
+    return context, Candidates(
+        ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:], frame.first_slot
+    )
+
+
+def context_of(
+    user_id: int, history: int, ids: NDArray[np.uint64], floats: bytes, actions: int, *, is_kept: bool = True
+) -> Context:
+    """The user and the history of a frame, as views; `ids` are its words. Raises ValueError where a column has another length."""
+    cells, values = history * actions, np.frombuffer(floats, np.float32)
+    if len(ids) != 3 * history or len(values) != cells + history:
+        raise ValueError("columns of another length than the frame says")
+    return Context(
+        user_id,
         ids[:history],
         ids[history : 2 * history],
-        floats[:cells].reshape(history, actions),
-        words[2 * history : first],
-        floats[cells:],
-    )
-    ends = [first + column * candidates for column in range(5)]
-    return context, Candidates(
-        ids[ends[0] : ends[1]], ids[ends[1] : ends[2]], words[ends[2] : ends[3]], words[ends[3] : ends[4]]
+        values[:cells].reshape(history, actions),
+        ids[2 * history :].view(np.int64),
+        values[cells:],
+        is_kept,
     )
 
 
 def scores_bytes(scores: Scores) -> bytes:
     """`columns` of an `Answer`."""
-    return _joined((scores.logits, scores.probabilities, scores.continuous))
+    return joined((scores.logits, scores.probabilities, scores.continuous))
 
 
 def scores_of(frame: Answer, candidates: int, actions: int) -> Scores:
@@ -234,5 +343,6 @@ def scores_of(frame: Answer, candidates: int, actions: int) -> Scores:
     )
 
 
-def _joined(columns: tuple[NDArray[Any], ...]) -> bytes:
+def joined(columns: tuple[NDArray[Any], ...]) -> bytes:
+    """The bytes of columns, one after the other."""
     return b"".join([column.tobytes() for column in columns])
