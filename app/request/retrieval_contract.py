@@ -27,7 +27,7 @@ class RetrieveRequest(Strict):
 
     user_id: Id = Field(examples=["1868434417286410240"])
     """Unsigned 64-bit id, as an integer or a decimal string. 0 means anonymous, and then the history must hold a post."""
-    history: list[HistoryItem] | HistoryItemColumns = Field(default=[])  # type: ignore[valid-type]
+    history: list[HistoryItem] | HistoryItemColumns = Field(default=[])
     """As in /rank. Beyond the retrieval model's window the newest are kept; dwell times are checked and ignored."""
     k: Annotated[int, Field(strict=True, ge=1)] = 200
     """How many posts to return at most; fewer where the filters leave fewer."""
