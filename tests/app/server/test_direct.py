@@ -201,6 +201,17 @@ def test_a_request_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoopLag, "refuses", lambda *_: True)
     assert left_over([rank_request(1), rank_request(2, headers={"Connection": "close"})]) == 0
+    monkeypatch.setattr(LoopLag, "is_short_of_time", True)
+    with live(FakeEngine(), connections={"held_refusals": 0}) as server, connect(server.port) as sock:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(100):  # all but the first as a repeated one
+                sock.sendall(rank_request(1))
+                assert statuses(one_reply(sock)) == [429]
+            assert gc.collect() < 100
+        finally:
+            gc.enable()
 
 
 def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
