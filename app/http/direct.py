@@ -10,11 +10,12 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from app.errors import Overloaded, ServiceError
+from app.http.arms import ANY
 from app.http.asgi import Answered, ClientGone, Headers, read_body, too_long
 from app.http.negotiation import RANK, Wires, check_accept
 from app.http.observe import Recorder
 from app.http.problems import problem_reply
-from app.http.rank import ANY, Prepared, Ranking
+from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, Ticket
 from app.request.body import Typed
 from app.request.reply import ROWS_IN_A_PIECE
@@ -159,9 +160,10 @@ class RankCall(DirectCall):
             return terms.wire.decode(ranking.plain(body, terms), self.headers, ranking.limits, vocabulary)
 
         try:
-            typed = ranking.decode(read, exchange)
+            typed = ranking.decode(read, exchange, terms.wanted)
             check_accept(self.headers, media_type(typed))
-            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, self._endpoint.wanted)
+            wanted = terms.wanted if self._endpoint.wanted is ANY else self._endpoint.wanted
+            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, wanted)
             self._tickets = (job.ticket,)
             exchange.name(job.request.request_id)
             ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)

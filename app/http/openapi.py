@@ -52,10 +52,11 @@ FAILURES: tuple[type[ServiceError], ...] = (
     InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
 )  # fmt: skip
 PREFERRED = ("favorite", "dwell", "reply", "repost")
-TIMEOUT = "X-Request-Timeout-Ms"
+TIMEOUT, VERSION_HEADER = "X-Request-Timeout-Ms", "X-Model-Version"
 HEADERS_IN = {
     "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
     TIMEOUT: "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
+    VERSION_HEADER: "Version of the held checkpoint that shall answer; 404 where none has it.",
     "traceparent": "W3C trace context.",
 }
 HEADERS_OUT = {

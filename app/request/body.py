@@ -44,6 +44,11 @@ class Typed(Protocol):
         """As in `Request`; UNSET is the same as objects."""
         ...
 
+    @property
+    def user_id(self) -> int | str:
+        """As it was sent: it may still be none."""
+        ...
+
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
         ...

@@ -337,8 +337,8 @@ class ExplainedCandidate(Strict):
     """One for each of the reply's `actions`."""
     change: CandidateChanges
     """What each thing changes: positive where it raises the number."""
-    attention: AttentionShares | None
-    """What the model looks at, which is no explanation by itself; null where several processes serve."""
+    attention: AttentionShares
+    """What the model looks at, which is no explanation by itself."""
 
 
 class ExplainTimings(Timings):

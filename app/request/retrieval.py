@@ -102,6 +102,11 @@ def work_of(asked: PostsRequest | PostsBody) -> tuple[int, int]:
     return asked.k or DEFAULT_K, events_of(asked)
 
 
+def user_of(asked: PostsRequest | PostsBody) -> int | str:
+    """As it was sent: it may still be none."""
+    return asked.query.context.user_id if isinstance(asked, PostsRequest) else asked.user_id
+
+
 def check_posts(asked: PostsRequest | PostsBody, models: Models) -> PostsRequest:
     """Check what the types leave open, in the words of all models. Raises InvalidRequest."""
     if isinstance(asked, PostsRequest):

@@ -121,6 +121,17 @@ class Tensors:
         timeout = self.parameters.timeout
         return None if timeout is UNSET else timeout / 1e6
 
+    @property
+    def user_id(self) -> int:
+        """The user's, 0 where that cannot be read."""
+        data = next((tensor.data for tensor in self.inputs if tensor.name == "user_id"), b"")
+        if not isinstance(data, msgspec.Raw):
+            return int.from_bytes(data[:8], "little")
+        value = msgspec.json.decode(data)
+        while isinstance(value, list) and value:
+            value = value[0]
+        return value if type(value) is int else 0
+
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`, as the shape says: how much work they ask for."""
         return next((tensor.shape[0] for tensor in self.inputs if tensor.name == f"{name}.post_id" and tensor.shape), 0)

@@ -16,7 +16,8 @@ from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, N
 from app.interface import Health, ranked
 from app.request.body import decode
 from app.scheduling.loop_lag import LoopLag
-from app.service.service import COLLECT_OBJECTS, RankingService
+from app.service.service import RankingService
+from app.service.watchdog import COLLECT_OBJECTS
 from app.settings import Batching, Deadline, Limits, Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
@@ -305,7 +306,7 @@ async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_long
 async def test_no_body_begins_a_garbage_collection_and_cycles_are_collected_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("app.service.service.WATCHDOG_SECONDS", 0.01)
+    monkeypatch.setattr("app.service.watchdog.WATCHDOG_SECONDS", 0.01)
     body = HOSTILE["nested objects as candidates"].body(2**20)
     begun: list[str] = []
     gc.callbacks.append(lambda phase, info: begun.append(phase))
