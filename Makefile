@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: emulators chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: emulators chromium screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-offline bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -76,6 +76,9 @@ bench-gpu: ## the first half hour on one card, in guarded phases, with torch, nu
 bench-front: $(VENV)/.installed wrk ## requests a second beside a bare ASGI function, and impatient callers, by wrk: ARGS="--rounds 9"
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
 	$(BIN)/python -m loadtest.bench.impatience $(ARGS)
+
+bench-offline: $(VENV)/.installed ## scoring of logs beside the engine alone, and its memory: ARGS="--rows 10000000"
+	$(BIN)/python -m loadtest.bench.offline $(ARGS)
 
 bench-retrieve: $(VENV)/.installed ## the exact search beside faiss and the memory's bandwidth: ARGS="--threads 1 --approximate 0"
 	$(BIN)/python -m loadtest.bench.retrieve $(ARGS)
