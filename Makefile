@@ -73,9 +73,8 @@ compare-gpu: ## two files of the GPU bench, figure by figure: BEFORE=â€¦ AFTER=â
 bench-gpu: ## the first half hour on one card, in guarded phases, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
 
-bench-front: $(VENV)/.installed wrk ## requests a second beside a bare ASGI function, and impatient callers, by wrk: ARGS="--rounds 9"
+bench-front: $(VENV)/.installed wrk ## the table of the thin path in one alternated run, appended to the history: ARGS="--rounds 9 --before DIR"
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
-	$(BIN)/python -m loadtest.bench.impatience $(ARGS)
 
 bench-offline: $(VENV)/.installed ## scoring of logs beside the engine alone, and its memory: ARGS="--rows 10000000"
 	$(BIN)/python -m loadtest.bench.offline $(ARGS)

@@ -19,7 +19,8 @@ class ServiceError(Exception):
     """A request that gets no scores. `detail` is a sentence for people and holds nothing that the caller sent.
 
     `status`, `code` and `title` belong to the class, so that a code always means one status.
-    `retry_after_seconds` is an honest guess of when a retry can succeed, None where a retry is pointless.
+    `retry_after_seconds` is an honest guess of when a retry can succeed, None where a retry is pointless. `may_wait`: a caller who
+    sends again at once need not be told at once.
     """
 
     status: ClassVar[int] = 500
@@ -28,10 +29,12 @@ class ServiceError(Exception):
     default_detail: ClassVar[str] = "The server failed to answer this request."
     headers: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, detail: str | None = None, *, retry_after_seconds: float | None = None) -> None:
+    def __init__(
+        self, detail: str | None = None, *, retry_after_seconds: float | None = None, may_wait: bool = False
+    ) -> None:
         self.detail = self.default_detail if detail is None else detail
         self.retry_after_seconds = retry_after_seconds
-        self.may_wait = False  # a caller who sends again at once need not be told at once
+        self.may_wait = may_wait
         self.problems: tuple[FieldProblem, ...] = ()
         super().__init__(self.detail)
 

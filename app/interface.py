@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,8 +29,7 @@ class ServedModel:
     engine: EngineInfo
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(msgspec.Struct, frozen=True, eq=False):
     """One request's result. `queue_seconds` until its first forward, `forward_seconds` summed over its chunks."""
 
     scores: Scores
@@ -89,6 +89,18 @@ class Changed:
     deleted: int
 
 
+class Ticket(Protocol):
+    """A reserved place in the queue of one model version. Give one of `Service.admit` to `Service.rank`, or release it."""
+
+    def release(self) -> None:
+        """Free the place, and drop what is not computed: nobody is told any more. A second time does nothing."""
+        ...
+
+
+FoundDone = Callable[[Found | ServiceError], None]
+"""Told once how a search ended: its posts, or DeadlineExceeded or EngineDown."""
+
+
 class Retrieval(Protocol):
     """Retrieves posts. All methods belong to the event loop; deadlines are in seconds of the service's clock."""
 
@@ -97,11 +109,13 @@ class Retrieval(Protocol):
         """What serves new requests. Raises CorpusNotLoaded."""
         ...
 
-    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float, key: str | None = None) -> Found:
-        """The best posts, from what `served` was for the request of this API key. Cancelling it drops the work unless it is being
-        computed.
+    def retrieve(
+        self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
+    ) -> Ticket:
+        """Find the best posts, from what `served` was for the request of this API key. `done` is called once, later, unless the ticket
+        is released before.
 
-        Raises Overloaded, DeadlineExceeded, EngineDown, or CorpusNotLoaded where `served` is gone.
+        Raises Overloaded, DeadlineExceeded, or CorpusNotLoaded where `served` is gone.
         """
         ...
 
@@ -128,14 +142,6 @@ class Health:
     failed: bool
     draining: bool
     reason: str
-
-
-class Ticket(Protocol):
-    """A reserved place in the queue of one model version. Give it to `Service.rank`, or release it."""
-
-    def release(self) -> None:
-        """Free the place, and drop what is not computed: nobody is told any more. A second time does nothing."""
-        ...
 
 
 Done = Callable[[Ranked | ServiceError], None]

@@ -25,7 +25,7 @@ def build_server(
         side_apps.append((settings.admin.host, settings.admin.port, admin))
     app = create_app(settings, service)
     others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
-    return kind(app, side_apps, service, reloads, settings, {(b"POST", b"/rank"): app.rank}, others)
+    return kind(app, side_apps, service, reloads, settings, app.endpoint_of, others)
 
 
 def create_grpc_server(app: Application, settings: Settings) -> Other:

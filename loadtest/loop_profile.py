@@ -1,24 +1,28 @@
-"""Where the event loop's processor time of one `POST /rank` goes: stations timed inside a server that wrk loads; see `profile`."""
+"""Where the event loop's processor time of one request goes: stations timed inside a server that wrk loads; see `profile`."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import itertools
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from app.assembly import build_server
+from app.engine.searches import Searches
 from app.engine.worker import EngineWorker
-from app.http.direct import RankCall, RankEndpoint
+from app.http.direct import DirectCall, RankCall, RankEndpoint
 from app.http.rank import Ranking
+from app.http.retrieve import PostsCall, PostsEndpoint, RecommendCall
 from app.server.direct import Call
 from app.server.process import RankingServer
 from app.server.protocol import StrictProtocol
+from app.service.retrieval import RetrievalService
 from app.service.service import RankingService
 from app.settings import Drain, Settings
 from app.telemetry import logs
@@ -26,10 +30,13 @@ from loadtest.generate import wrk
 from loadtest.servers.launch import free_port
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel
+from model.retrieval.engine import RetrievalEngine
 
-STATIONS: dict[str, tuple[tuple[type, str], ...]] = {
+Stations = Mapping[str, Sequence[tuple[type, str]]]
+
+RANK: Stations = {
     "HTTP: parser, headers, deadlines": ((StrictProtocol, "data_received"),),
-    "name, key, room": ((RankEndpoint, "begin"),),
+    "name, key, room": ((RankEndpoint, "begin"), (PostsEndpoint, "begin")),
     "JSON": ((Ranking, "decode"),),
     "a place in the queue": ((RankingService, "admit"),),
     "checks, features": ((Ranking, "prepare"),),
@@ -38,8 +45,18 @@ STATIONS: dict[str, tuple[tuple[type, str], ...]] = {
     "forward, or its hand-over": ((Kernel, "forward"), (Kernel, "begin"), (Kernel, "finish")),
     "results to requests": ((EngineWorker, "_end"),),
     "reply": ((RankCall, "_render"),),
-    "metrics, log line": ((RankCall, "_end"),),
+    "metrics, log line": ((DirectCall, "_end"),),
     "write": ((Call, "_reply"),),
+}
+RECOMMEND: Stations = {
+    **RANK,
+    "JSON": ((PostsCall, "_read"),),
+    "checks, features": ((PostsCall, "finish"),),
+    "queue of searches": ((RetrievalService, "retrieve"), (Searches, "_begin"), (Searches, "_end")),
+    "encode": ((RetrievalEngine, "_encode"),),
+    "search": ((RetrievalEngine, "retrieve"),),
+    "candidates": ((RecommendCall, "_go_on"),),
+    "reply": ((RecommendCall, "_ranked"),),
 }
 
 READINGS = 1000  # of the clock, a system call, to know what one takes
@@ -48,17 +65,19 @@ READINGS = 1000  # of the clock, a system call, to know what one takes
 class Stopwatch:
     """Seconds by station, each without those of the stations it calls and without those of reading the time, which `own` holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, stations: Iterable[str]) -> None:
+        self._stations = list(stations)
         began = time.thread_time()
         for _ in range(READINGS):
             time.thread_time()
         self._reading_seconds = (time.thread_time() - began) / READINGS
         self._running: list[str] = []
+        self._thread = threading.get_ident()
         self.clear()
 
     def clear(self) -> None:
         """Begin again."""
-        self.seconds = dict.fromkeys(STATIONS, 0.0)
+        self.seconds = dict.fromkeys(self._stations, 0.0)
         self._since = self.own = 0.0
 
     def timed(self, station: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,6 +85,8 @@ class Stopwatch:
 
         @functools.wraps(call)
         def counted(*arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() != self._thread:  # a long search runs in one of its own
+                return call(*arguments, **named)
             self._switch(station)
             try:
                 return call(*arguments, **named)
@@ -86,39 +107,49 @@ class Stopwatch:
         self._since = now
 
 
-def loop_columns(checkpoint: Path, loads: Mapping[str, Sequence[bytes]], seconds: float) -> dict[str, dict[str, float]]:
+def loop_columns(
+    checkpoint: Path,
+    path: str,
+    stations: Stations,
+    loads: Mapping[str, Sequence[bytes]],
+    seconds: float,
+    **further: Any,
+) -> dict[str, dict[str, float]]:
     """Microseconds of the loop's thread a request, by station, for each of these bodies at 1 and 16 connections. Needs wrk.
+    `further` settings of the server.
 
     The last row is what is left of the thread's processor time: reading and writing sockets, timers, the loop itself.
     """
-    watch = Stopwatch()
-    kept = {place: getattr(*place) for places in STATIONS.values() for place in places}
-    for station, places in STATIONS.items():
+    settings = Settings(
+        checkpoint=checkpoint, port=free_port(), dtype="bfloat16", drain=Drain(delay_seconds=0), **further
+    )
+    watch = Stopwatch(stations)
+    kept = {place: getattr(*place) for places in stations.values() for place in places}
+    for station, places in stations.items():
         for place in places:
             setattr(*place, watch.timed(station, kept[place]))
     try:
-        return uvloop.run(_measured(checkpoint, loads, seconds, watch))
+        return uvloop.run(_measured(settings, path, loads, seconds, watch))
     finally:
         for place, call in kept.items():
             setattr(*place, call)
 
 
 async def _measured(
-    checkpoint: Path, loads: Mapping[str, Sequence[bytes]], seconds: float, watch: Stopwatch
+    settings: Settings, path: str, loads: Mapping[str, Sequence[bytes]], seconds: float, watch: Stopwatch
 ) -> dict[str, dict[str, float]]:
-    settings = Settings(checkpoint=checkpoint, port=free_port(), dtype="bfloat16", drain=Drain(delay_seconds=0))
     logs.configure(settings.logs)
     server = build_server(settings)
     serving = asyncio.create_task(server.serve())
     while not (server.started and server.service.health().ready):  # noqa: ASYNC110  # uvicorn tells nobody
         await asyncio.sleep(0.05)
-    columns, url = {}, f"http://127.0.0.1:{settings.port}/rank"
+    columns, url = {}, f"http://127.0.0.1:{settings.port}{path}"
     for (load, bodies), connections in itertools.product(loads.items(), (1, 16)):
         await asyncio.to_thread(wrk.read, url, bodies, connections, seconds)
-        before, began = _answered(server), time.thread_time()
+        before, began = _answered(server, path), time.thread_time()
         watch.clear()
         await asyncio.to_thread(wrk.read, url, bodies, connections, seconds)
-        spent, requests = time.thread_time() - began - watch.own, _answered(server) - before
+        spent, requests = time.thread_time() - began - watch.own, _answered(server, path) - before
         stations = {station: 1e6 * found / requests for station, found in watch.seconds.items()}
         columns[f"{load}, {connections} connection{'s' * (connections > 1)}"] = {
             **stations,
@@ -129,6 +160,6 @@ async def _measured(
     return columns
 
 
-def _answered(server: RankingServer) -> float:
+def _answered(server: RankingServer, path: str) -> float:
     value = server.service.metrics.registry.get_sample_value
-    return value("ranker_http_requests_total", {"method": "POST", "route": "/rank", "code": "200"}) or 0.0
+    return value("ranker_http_requests_total", {"method": "POST", "route": path, "code": "200"}) or 0.0

@@ -20,7 +20,7 @@ from loadtest.bench.engines import CACHE_BYTES, item_of
 from loadtest.bench.service import all_answered, mini_checkpoint, ranking_bodies
 from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
-from loadtest.loop_profile import loop_columns
+from loadtest.loop_profile import RANK, RECOMMEND, loop_columns
 from loadtest.machine import machine
 from loadtest.servers.launch import ranking_server
 from model.native.engine import NativeEngine
@@ -74,7 +74,18 @@ def loop_table(seconds: float = 4.0) -> str:
     with ranking_server(checkpoint=DEMO) as server:
         many = [request.partition(b"\r\n\r\n")[2] for request in ranking_bodies(server.target, 64, 2000)]
     loads = {"7 candidates": [seven], "64": many}
-    return _table("POST /rank, demo, the event loop's thread, µs a request", loop_columns(DEMO, loads, seconds))
+    columns = loop_columns(DEMO, "/rank", RANK, loads, seconds)
+    return _table("POST /rank, demo, the event loop's thread, µs a request", columns)
+
+
+def recommend_table(seconds: float = 4.0) -> str:
+    """The same of the demo's posts for the user of its example: 200 retrieved, 20 returned."""
+    example = orjson.loads((DEMO / "example.json").read_bytes())
+    del example["candidates"]
+    retrieval = {"checkpoint": DEMO.parent / "demo-towers", "corpus": DEMO.parent / "demo-posts"}
+    loads = {"200 posts": [orjson.dumps(example | {"k": 200, "top_k": 20})]}
+    columns = loop_columns(DEMO, "/recommend", RECOMMEND, loads, seconds, retrieval=retrieval)
+    return _table("POST /recommend, demo, the event loop's thread, µs a request", columns)
 
 
 def service_table(requests: int) -> str:
@@ -119,6 +130,7 @@ def main() -> None:
     for table in kernel_tables(options.rounds):
         print(table)
     print(loop_table())
+    print(recommend_table())
     print(service_table(options.requests))
 
 

@@ -67,8 +67,14 @@ class Candidates:
 
     def __post_init__(self) -> None:
         """Raises ValueError for columns of unequal length or other width: engines join the columns of many requests as bytes."""
-        bytes_each = {self.post_ids.nbytes, self.author_ids.nbytes, self.surfaces.nbytes, self.age_buckets.nbytes}
-        if bytes_each != {8 * len(self.post_ids)}:
+        size = 8 * len(self.post_ids)
+        if (
+            not size
+            == self.post_ids.nbytes
+            == self.author_ids.nbytes
+            == self.surfaces.nbytes
+            == self.age_buckets.nbytes
+        ):
             raise ValueError("the columns of candidates must be equally long and 64 bits wide")
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,7 +15,7 @@ import structlog
 from app.budgets import Budget
 from app.engine.loading import LoadedRetrieval
 from app.errors import DeadlineExceeded, EngineDown, Overloaded, ServiceError
-from app.interface import Found
+from app.interface import Found, FoundDone
 from app.scheduling.forecast import ForwardTime
 from app.scheduling.job import Clock
 from app.settings import Settings
@@ -45,14 +45,26 @@ class Version:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class _Search:
-    """One request. Its text would hold all that it leads to, the corpus included."""
+class Search:
+    """One request, an `interface.Ticket`. Its text would hold all that it leads to, the corpus included."""
 
+    queue: Searches
     query: Query
     version: Version
     key: str | None
     arrived: float
-    future: asyncio.Future[Found]
+    done: FoundDone | None  # None once it has ended
+    timer: asyncio.TimerHandle | None = None
+
+    def release(self) -> None:
+        """As `Ticket.release`."""
+        self.queue.drop(self)
+
+    def finish(self, result: Found | ServiceError) -> None:
+        """It ends, unless it has."""
+        if (done := self.done) is not None:
+            self.queue.end(self)
+            done(result)
 
 
 class Searches:
@@ -65,10 +77,10 @@ class Searches:
         self.excluded = metrics.watch_budget("excluded_ids", Budget(settings.budgets.excluded_ids))
         self.idle = asyncio.Event()
         self.idle.set()
-        self._queues: dict[str | None, deque[_Search]] = {}  # by key, the next one first
-        self._alone: deque[_Search] = deque()  # of a batch that failed: each is tried by itself
+        self._queues: dict[str | None, deque[Search]] = {}  # by key, the next one first
+        self._alone: deque[Search] = deque()  # of a batch that failed: each is tried by itself
         self._calls: deque[tuple[Callable[[], object], asyncio.Future[object]]] = deque()
-        self._running: list[_Search] = []
+        self._running: list[Search] = []
         self._begun: float | None = None  # clock seconds, while something is computed
         self._batch_seconds = 0.0
         self._encode_time, self._search_time = ForwardTime(), ForwardTime()
@@ -85,34 +97,46 @@ class Searches:
 
     # callers
 
-    async def find(self, version: Version, query: Query, deadline: float, key: str | None) -> Found:
-        """The answer to one query. Cancelling it drops the work unless it is being computed.
-
-        Raises Overloaded, DeadlineExceeded and EngineDown.
-        """
+    def find(self, version: Version, query: Query, deadline: float, key: str | None, done: FoundDone) -> Search:
+        """Answer one query; as `interface.Retrieval.retrieve`. Raises Overloaded and DeadlineExceeded."""
         now, loop = self.clock(), asyncio.get_running_loop()
         self._admit(now, deadline, key)
         excluded = len(query.filters.exclude)
         if not self.excluded.take(excluded):
             raise Overloaded("Searches that wait exclude too many posts.", retry_after_seconds=1.0)
-        search = _Search(query, version, key, now, loop.create_future())
-        timer = loop.call_later(max(0.0, deadline - now), _settle, search, DeadlineExceeded())
+        search = Search(self, query, version, key, now, done)
+        search.timer = loop.call_later(max(0.0, deadline - now), self._expire, search)
         version.places += 1
         self.idle.clear()
         self._queues.setdefault(key, deque()).append(search)
         if self._begun is None:
             loop.call_soon(self._begin)  # what else arrives in this turn of the loop shares the scan
-        try:
-            return await search.future
-        except asyncio.CancelledError:
+        return search
+
+    def drop(self, search: Search) -> None:
+        """For `Search.release`: what is not being computed never will be."""
+        if search.done is not None:
             self.metrics.cancelled.labels("forward" if search in self._running else "queue").inc()
-            raise
-        finally:
-            timer.cancel()
-            self.excluded.give(excluded)
-            self._drop(search)
-            self._leave(version)
-            self._rest()
+            self._unqueue(search)
+            self.end(search)
+
+    def end(self, search: Search) -> None:
+        """It is answered or dropped: what it held is free."""
+        assert search.timer is not None
+        search.done = None
+        search.timer.cancel()
+        self.excluded.give(len(search.query.filters.exclude))
+        self._leave(search.version)
+        self._rest()
+
+    def _expire(self, search: Search) -> None:
+        self._unqueue(search)
+        search.finish(DeadlineExceeded())
+
+    def _unqueue(self, search: Search) -> None:
+        for queue in (self._alone, self._queues.get(search.key, self._alone)):
+            if search in queue:
+                queue.remove(search)
 
     async def between(self, call: Callable[[], T]) -> T:
         """What `call` returns, made in the thread between two batches."""
@@ -130,10 +154,10 @@ class Searches:
     def abandon(self, error: Callable[[], ServiceError]) -> None:
         """Answer everyone who waits, or whose search is being computed, with this."""
         queued = [search for queue in (self._alone, *self._queues.values()) for search in queue]
-        for search in [*queued, *self._running]:
-            _settle(search, error())
         self._alone.clear()
         self._queues.clear()
+        for search in [*queued, *self._running]:
+            search.finish(error())
 
     def close(self, versions: Sequence[Version]) -> None:
         """Free these and end the thread after what it computes."""
@@ -195,17 +219,15 @@ class Searches:
             result = error
         loop.call_soon(self._end, batch, result)  # so that a long queue leaves turns to others
 
-    def _take(self) -> list[_Search]:
+    def _take(self) -> list[Search]:
         """The searches that share the next scan: one of each key in turn, all on one version."""
         if self._alone:
             return [self._alone.popleft()]
-        batch: list[_Search] = []
+        batch: list[Search] = []
         turns = deque(self._queues)
         while turns and len(batch) < self.settings.retrieval.batch_requests:
             key = turns.popleft()
             queue = self._queues[key]
-            while queue and queue[0].future.done():
-                queue.popleft()
             if queue and (not batch or queue[0].version is batch[0].version):
                 batch.append(queue.popleft())
                 turns.append(key)
@@ -229,22 +251,25 @@ class Searches:
             future.set_result(done.result()) if error is None else future.set_exception(error)
         self._begin()
 
-    def _end(self, batch: Sequence[_Search], result: Answers | BaseException) -> None:
+    def _end(self, batch: Sequence[Search], result: Answers | BaseException) -> None:
         """Answer, and begin the next batch. A batch that raises is split, so that only the one to blame fails."""
         assert self._begun is not None
         begun, self._begun, self._running = self._begun, None, []
-        if isinstance(result, BaseException):
+        ended: list[Found | ServiceError] = []
+        if not isinstance(result, BaseException):
+            ended.extend(self._found(batch, begun, result))
+        else:
             log.error("a search failed", requests=len(batch), exc_info=result)
             if len(batch) == 1:
-                _settle(batch[0], EngineDown("The search failed on this request.", retry_after_seconds=1.0))
+                ended.append(EngineDown("The search failed on this request.", retry_after_seconds=1.0))
             else:
-                self._alone.extend(search for search in batch if not search.future.done())
-        else:
-            self._answer(batch, begun, result)
+                self._alone.extend(search for search in batch if search.done is not None)
         self._leave(batch[0].version)
         self._begin()
+        for search, one in zip(batch, ended, strict=False):  # none where each is tried by itself
+            search.finish(one)
 
-    def _answer(self, batch: Sequence[_Search], begun: float, answers: Answers) -> None:
+    def _found(self, batch: Sequence[Search], begun: float, answers: Answers) -> Iterator[Found]:
         seconds, metrics = self.clock() - begun, self.metrics
         self._batch_seconds += SMOOTHING * (seconds - self._batch_seconds) if self._batch_seconds else seconds
         made = [search for search, posts in zip(batch, answers.retrieved, strict=True) if not posts.cached]
@@ -259,14 +284,7 @@ class Searches:
             metrics.visible_rows.observe(posts.visible)
             metrics.scored_rows.observe(posts.scored)
             metrics.user_vectors.labels("cache" if posts.cached else "tower").inc()
-            if not search.future.done():
-                search.future.set_result(Found(posts, waited, answers.encode_seconds, answers.search_seconds))
-
-    def _drop(self, search: _Search) -> None:
-        """It ends; where it still waited, it waits no more."""
-        for queue in (self._alone, self._queues.get(search.key, self._alone)):
-            if search in queue:
-                queue.remove(search)
+            yield Found(posts, waited, answers.encode_seconds, answers.search_seconds)
 
     def _leave(self, version: Version) -> None:
         version.places -= 1
@@ -285,8 +303,3 @@ class Searches:
 def _cost(queries: Sequence[Query]) -> int:
     """What a search takes besides the scan: posts to be found, and ids to be hidden."""
     return sum(1 + query.k + len(query.filters.exclude) for query in queries)
-
-
-def _settle(search: _Search, error: ServiceError) -> None:
-    if not search.future.done():
-        search.future.set_exception(error)

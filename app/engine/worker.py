@@ -132,13 +132,17 @@ class EngineWorker:
             chunks, expired = self.batcher.take(now)
         if chunks:
             self._running, self._running_since = chunks, now
-            first = [chunk.job for chunk in chunks if chunk.job.started is None]
-            self._candidates = sum([chunk.stop - chunk.start for chunk in chunks])
-            self._tokens = sum([chunk.context_tokens for chunk in chunks])
-            self._queue_seconds = [now - job.arrived for job in first]
-            for job in first:
-                job.started = now
-            items = [chunk.job.item(chunk.start, chunk.stop) for chunk in chunks]
+            self._candidates = self._tokens = 0
+            self._queue_seconds = []
+            items = []
+            for chunk in chunks:
+                job = chunk.job
+                self._candidates += chunk.stop - chunk.start
+                self._tokens += chunk.context_tokens
+                if job.started is None:
+                    job.started = now
+                    self._queue_seconds.append(now - job.arrived)
+                items.append(job.item(chunk.start, chunk.stop))
             self._collated = self.clock()
             self._runner.forward(items, self._candidates + self._tokens, self._end)
         for job in expired:

@@ -212,10 +212,10 @@ def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
         words[2 * history : first],
         floats[cells:],
     )
-    ends = [first + column * candidates for column in range(5)]
-    return context, Candidates(
-        ids[ends[0] : ends[1]], ids[ends[1] : ends[2]], words[ends[2] : ends[3]], words[ends[3] : ends[4]]
-    )
+    authors = first + candidates
+    surfaces = authors + candidates
+    ages = surfaces + candidates
+    return context, Candidates(ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:])
 
 
 def scores_bytes(scores: Scores) -> bytes:

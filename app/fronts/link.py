@@ -51,7 +51,7 @@ class Link(asyncio.Protocol):
         """
         if self._transport is not None:
             self._transport.write(encode(frame))
-            if self._transport.get_write_buffer_size() > MAX_BYTES:
+            if self.congested and self._transport.get_write_buffer_size() > MAX_BYTES:
                 self._end("takes nothing of what is sent")
 
     def close(self) -> None:

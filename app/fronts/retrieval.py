@@ -21,4 +21,8 @@ class NoRetrieval:
     async def _refuse(self, *arguments: Any, **options: Any) -> Any:
         raise CorpusNotLoaded(SINGLE)
 
-    retrieve = change = compact = _refuse
+    def retrieve(self, *arguments: Any, **options: Any) -> Any:
+        """Nothing."""
+        raise CorpusNotLoaded(SINGLE)
+
+    change = compact = _refuse

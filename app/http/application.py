@@ -18,7 +18,7 @@ from app.errors import InternalError, NotReady
 from app.explore.pages import pages
 from app.http import operations
 from app.http.asgi import HeadAsGet
-from app.http.direct import RankEndpoint
+from app.http.direct import DirectEndpoint, RankEndpoint
 from app.http.explain import ExplainEndpoint
 from app.http.negotiation import INFER
 from app.http.observe import Observe, Recorder
@@ -27,12 +27,13 @@ from app.http.openapi import PREFERRED, describe_app
 from app.http.problems import HANDLERS
 from app.http.rank import Ranking
 from app.http.rank_batch import BatchEndpoint
-from app.http.retrieve import RecommendEndpoint, RetrieveEndpoint
+from app.http.retrieve import PostsEndpoint, RecommendCall, RetrieveCall
 from app.interface import Service
 from app.settings import Settings
 from app.telemetry.logs import RequestLog
 from app.telemetry.tracing import RequestTracer, create_tracer
 
+PLAIN_TARGET = re.compile(rb"[\w./+-]+")  # neither a query nor escapes
 INFER_PATH = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
 DESCRIPTION = (
     "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
@@ -43,23 +44,30 @@ DESCRIPTION = (
 class Application(FastAPI):
     """FastAPI, but the endpoints that rank are called without its layers, which cost more than a small model takes.
 
-    `rank` is for a server that can do without ASGI as well.
+    `direct` are endpoints, by path, for a server that can do without ASGI as well: see `endpoint_of`.
     """
 
     recorder: Recorder
-    rank: RankEndpoint
+    direct: Mapping[str, DirectEndpoint] = {}
     ranking: Ranking
     endpoints: Mapping[tuple[str, str], ASGIApp] = {}  # (method, path) → endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Middleware that is added later does not see these endpoints."""
-        endpoint = self._endpoint(scope["method"], scope["path"]) if scope["type"] == "http" else None
+        endpoint: ASGIApp | None = None
+        if scope["type"] == "http":
+            asked = scope["method"], scope["path"]
+            endpoint = self.endpoints.get(asked) or self._inference(*asked)
         await (endpoint or super().__call__)(scope, receive, send)
 
-    def _endpoint(self, method: str, path: str) -> ASGIApp | None:
-        """The endpoint that ranks at this path, if one does."""
-        if (found := self.endpoints.get((method, path))) is not None:
-            return found
+    def endpoint_of(self, method: bytes, target: bytes) -> DirectEndpoint | None:
+        """Who takes a request without ASGI; None also where ASGI has to read the target."""
+        if method != b"POST" or not PLAIN_TARGET.fullmatch(target):
+            return None
+        path = target.decode()
+        return self.direct.get(path) or self._inference("POST", path)
+
+    def _inference(self, method: str, path: str) -> RankEndpoint | None:
         asked = INFER_PATH.fullmatch(path) if method == "POST" and self.endpoints else None
         if asked is None:
             return None
@@ -79,13 +87,15 @@ def create_app(settings: Settings, service: Service) -> Application:
     paths += ["/explain"] if settings.explores else []
     app = _application(settings, service, routers, paths, tracer)
     ranking = app.ranking = Ranking(service, settings)
-    app.rank = RankEndpoint(ranking, app.recorder)
     batch = Observe(BatchEndpoint(ranking, settings.batching, settings.budgets), app.recorder)
+    app.direct = {
+        "/rank": RankEndpoint(ranking, app.recorder),
+        "/retrieve": PostsEndpoint(ranking, app.recorder, settings, "/retrieve", RetrieveCall),
+        "/recommend": PostsEndpoint(ranking, app.recorder, settings, "/recommend", RecommendCall),
+    }
     app.endpoints = {
-        ("POST", "/rank"): app.rank,
+        **{("POST", path): endpoint for path, endpoint in app.direct.items()},
         ("POST", "/rank/batch"): batch,
-        ("POST", "/retrieve"): Observe(RetrieveEndpoint(ranking, settings), app.recorder),
-        ("POST", "/recommend"): Observe(RecommendEndpoint(ranking, settings), app.recorder),
     }
     if settings.explores:
         explain = ExplainEndpoint(ranking, settings.batching, settings.explore)

@@ -13,7 +13,6 @@ from app.telemetry.exchange import Exchange
 
 Headers = Mapping[bytes, bytes]
 EXCHANGE = "exchange"  # a name in the scope's state
-REST = "rest"  # the same of what rests the connection, for so many seconds of processor time that a request held
 CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 
 
@@ -108,13 +107,6 @@ async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> byt
         if not message.get("more_body", False):
             return body + chunk if body else chunk
         body += chunk
-
-
-def rest(scope: Scope, held_seconds: float) -> None:
-    """A request has held the event loop for so long: its connection rests, where the server knows how to."""
-    connection_rests = scope["state"].get(REST)
-    if connection_rests is not None:
-        connection_rests(held_seconds)
 
 
 class Watching:

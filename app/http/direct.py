@@ -1,8 +1,9 @@
-"""`POST /rank` for a connection that reads requests itself: calls in place of ASGI messages, and no task. See `server.direct`."""
+"""Requests of a connection that reads them itself, `POST /rank` among them: calls in place of ASGI messages, and no task."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from app.http.negotiation import RANK, Wires, check_accept
 from app.http.observe import Recorder
 from app.http.problems import problem_reply
 from app.http.rank import ANY, Prepared, Ranking
-from app.interface import Ranked
+from app.interface import Ranked, Ticket
 from app.request.body import Typed
 from app.request.reply import ROWS_IN_A_PIECE
 from app.request.vocabulary import Vocabulary
@@ -24,27 +25,17 @@ Fields = Sequence[tuple[bytes, bytes]]
 Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impatient caller's reply may be written later
 
 
-class RankEndpoint:
-    """Makes a `RankCall` of each request. As an ASGI application, which it is too, it serves under any other server."""
+class DirectEndpoint(ABC):
+    """Makes a call of each request. As an ASGI application, which it is too, it serves under any other server."""
 
-    def __init__(
-        self,
-        ranking: Ranking,
-        recorder: Recorder,
-        path: str = "/rank",
-        wires: Wires = RANK,
-        wanted: tuple[str, str] = ANY,
-    ) -> None:
-        """`wires` by media type of the body; `wanted` are name and version of the model that the path names."""
+    def __init__(self, ranking: Ranking, recorder: Recorder, path: str) -> None:
         self.ranking = ranking
         self.recorder = recorder
         self.path = path
-        self.wires = wires
-        self.wanted = wanted
 
-    def begin(self, headers: Fields, reply: Reply) -> RankCall:
+    @abstractmethod
+    def begin(self, headers: Fields, reply: Reply) -> DirectCall:
         """The headers have arrived; `reply` is called once, at once perhaps, unless the call is abandoned before."""
-        return RankCall(self, dict(headers), reply)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The same over ASGI."""
@@ -67,51 +58,23 @@ class RankEndpoint:
         await send({"type": "http.response.body", "body": body})
 
 
-class RankCall:
+class DirectCall(ABC):
     """One request, from its headers to its reply: `finish` with its body, `fail` or `abandon`. Belongs to the event loop."""
 
-    __slots__ = (
-        "_endpoint",
-        "_job",
-        "_reply",
-        "_terms",
-        "exchange",
-        "headers",
-        "max_body_bytes",
-        "ranking",
-        "recorder",
-    )
+    __slots__ = ("_reply", "_tickets", "exchange", "headers", "max_body_bytes", "ranking", "recorder")
 
-    def __init__(self, endpoint: RankEndpoint, headers: Headers, reply: Reply) -> None:
+    def __init__(self, endpoint: DirectEndpoint, headers: Headers, reply: Reply) -> None:
         self.ranking = endpoint.ranking
         self.recorder = endpoint.recorder
         self.headers = headers
         self.max_body_bytes = self.ranking.limits.max_body_bytes
         self.exchange = self.recorder.begin("POST", endpoint.path, headers)
-        self._endpoint = endpoint
         self._reply: Reply | None = reply
-        self._job: Prepared | None = None
-        try:
-            self._terms = self.ranking.open(headers, self.exchange, endpoint.wires)
-        except Exception as error:
-            self.fail(error)
+        self._tickets: tuple[Ticket, ...] = ()  # what is begun for it
 
+    @abstractmethod
     def finish(self, body: bytes | bytearray) -> None:
         """The body has arrived."""
-        ranking, exchange, terms = self.ranking, self.exchange, self._terms
-
-        def read(vocabulary: Vocabulary) -> Typed:
-            return terms.wire.decode(ranking.plain(body, terms), self.headers, ranking.limits, vocabulary)
-
-        try:
-            typed = ranking.decode(read, exchange)
-            check_accept(self.headers, media_type(typed))
-            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, self._endpoint.wanted)
-            if job.request.request_id is not None and not exchange.is_named_by_caller:
-                exchange.request_id = job.request.request_id
-            ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)
-        except Exception as error:
-            self.fail(error)
 
     def too_long(self) -> None:
         """More of the body has arrived than `max_body_bytes`."""
@@ -127,7 +90,7 @@ class RankCall:
             return
         if answered is not None:
             self.exchange.status, self.exchange.code = answered
-        elif self._job is None:
+        elif not self._tickets:
             self.ranking.metrics.cancelled.labels("body").inc()
         self._end()
 
@@ -136,6 +99,74 @@ class RankCall:
         if self._reply is not None:
             problem = self.recorder.problem(error, self.exchange)
             self._answer(*problem_reply(problem, self.exchange), may_wait=problem.may_wait)
+
+    def _answer(self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False) -> None:
+        reply, exchange = self._reply, self.exchange
+        assert reply is not None
+        identity = (b"x-request-id", exchange.request_id.encode())
+        exchange.status = status
+        self._end()
+        reply(status, [*headers, (b"content-length", b"%d" % len(body)), identity], body, may_wait)
+
+    def _end(self) -> None:
+        """Nothing more is said, nothing more is computed."""
+        self._reply = None
+        for ticket in self._tickets:
+            ticket.release()
+        self.recorder.end(self.exchange, self.headers)
+
+
+class RankEndpoint(DirectEndpoint):
+    """Makes a `RankCall` of each request."""
+
+    def __init__(
+        self,
+        ranking: Ranking,
+        recorder: Recorder,
+        path: str = "/rank",
+        wires: Wires = RANK,
+        wanted: tuple[str, str] = ANY,
+    ) -> None:
+        """`wires` by media type of the body; `wanted` are name and version of the model that the path names."""
+        super().__init__(ranking, recorder, path)
+        self.wires = wires
+        self.wanted = wanted
+
+    def begin(self, headers: Fields, reply: Reply) -> RankCall:
+        """As `DirectEndpoint.begin`."""
+        return RankCall(self, dict(headers), reply)
+
+
+class RankCall(DirectCall):
+    """One request to rank."""
+
+    __slots__ = ("_endpoint", "_job", "_terms")
+
+    def __init__(self, endpoint: RankEndpoint, headers: Headers, reply: Reply) -> None:
+        super().__init__(endpoint, headers, reply)
+        self._endpoint = endpoint
+        self._job: Prepared | None = None
+        try:
+            self._terms = self.ranking.open(headers, self.exchange, endpoint.wires)
+        except Exception as error:
+            self.fail(error)
+
+    def finish(self, body: bytes | bytearray) -> None:
+        """As `DirectCall.finish`."""
+        ranking, exchange, terms = self.ranking, self.exchange, self._terms
+
+        def read(vocabulary: Vocabulary) -> Typed:
+            return terms.wire.decode(ranking.plain(body, terms), self.headers, ranking.limits, vocabulary)
+
+        try:
+            typed = ranking.decode(read, exchange)
+            check_accept(self.headers, media_type(typed))
+            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, self._endpoint.wanted)
+            self._tickets = (job.ticket,)
+            exchange.name(job.request.request_id)
+            ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)
+        except Exception as error:
+            self.fail(error)
 
     def _ranked(self, result: Ranked | ServiceError) -> None:
         job = self._job
@@ -162,21 +193,6 @@ class RankCall:
             self._answer(200, fields, b"".join(done))
         except Exception as error:
             self.fail(error)
-
-    def _answer(self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False) -> None:
-        reply, exchange = self._reply, self.exchange
-        assert reply is not None
-        identity = (b"x-request-id", exchange.request_id.encode())
-        exchange.status = status
-        self._end()
-        reply(status, [*headers, (b"content-length", b"%d" % len(body)), identity], body, may_wait)
-
-    def _end(self) -> None:
-        """Nothing more is said, nothing more is computed."""
-        self._reply = None
-        if self._job is not None:
-            self._job.ticket.release()
-        self.recorder.end(self.exchange, self.headers)
 
 
 async def _unless_disconnected(replied: asyncio.Future[Any], receive: Receive) -> Any:

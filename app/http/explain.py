@@ -75,8 +75,7 @@ class ExplainEndpoint:
         body = ranking.decode(lambda words: decode_explain(raw, limits, most, words), exchange)
         vocabulary, form = ranking.words_of(model.manifest)
         request, explained = check_explain(body, vocabulary)
-        if request.request_id is not None and not exchange.is_named_by_caller:
-            exchange.request_id = request.request_id
+        exchange.name(request.request_id)
         config = model.manifest.config
         if request.history_length > config.history_length:
             ranking.metrics.history_truncated.inc()

@@ -22,7 +22,7 @@ from app.request.reply import ReplyFormat
 from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.request.wires import Render, Wire
-from app.settings import Settings
+from app.settings import Limits, Settings
 from app.telemetry.exchange import Exchange
 from model.config import ModelConfig
 from model.inputs import Candidates, Context
@@ -54,6 +54,24 @@ class Prepared:
     check_seconds: float
 
 
+class Words:
+    """The vocabulary and the reply format of a model, with its codec, kept for the manifest used last."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._library = load_library()
+        self._last: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
+
+    def of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
+        """Those of this model."""
+        if self._last is None or self._last[0] is not manifest:
+            vocabulary = Vocabulary.of(manifest)
+            codec = None if self._library is None else Codec(self._library, manifest, vocabulary, self._limits)
+            form = replace(ReplyFormat.of(manifest), codec=codec)
+            self._last = (manifest, replace(vocabulary, codec=codec), form)
+        return self._last[1], self._last[2]
+
+
 class Ranking:
     """What one request and a batch share: bytes → prepared request → scores → bytes."""
 
@@ -62,8 +80,7 @@ class Ranking:
         self.limits = settings.limits
         self.keys = KeyRing(settings.auth)
         self.metrics = service.metrics
-        self._library = load_library()
-        self._words: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
+        self._words = Words(self.limits)
 
     def enter(self, headers: Headers, exchange: Exchange) -> None:
         """Who asks, and whether the service is open."""
@@ -179,8 +196,12 @@ class Ranking:
 
     def headers(self, model: ServedModel, results: Sequence[Ranked], exchange: Exchange) -> list[tuple[bytes, bytes]]:
         """Headers of a reply with scores; a context counts as a hit when all of it came from the cache."""
-        exchange.version = model.manifest.version
-        exchange.cache = "hit" if results and all(ranked.cache == "hit" for ranked in results) else "miss"
+        cache = "hit" if results and all(ranked.cache == "hit" for ranked in results) else "miss"
+        return self.told(model.manifest.version, cache, exchange)
+
+    def told(self, version: str, cache: str, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        """Headers that say which version answered, from what, and where the time went."""
+        exchange.version, exchange.cache = version, cache
         for stage in ("parse", "serialize"):
             self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
         timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items())
@@ -191,13 +212,8 @@ class Ranking:
         ]
 
     def words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
-        """The vocabulary and the reply format of a model, kept for the manifest used last."""
-        if self._words is None or self._words[0] is not manifest:
-            vocabulary = Vocabulary.of(manifest)
-            codec = None if self._library is None else Codec(self._library, manifest, vocabulary, self.limits)
-            form = replace(ReplyFormat.of(manifest), codec=codec)
-            self._words = (manifest, replace(vocabulary, codec=codec), form)
-        return self._words[1], self._words[2]
+        """The vocabulary and the reply format of a ranking model."""
+        return self._words.of(manifest)
 
 
 def served(service: Service, name: str, version: str = "") -> ServedModel:

@@ -3,191 +3,195 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from abc import abstractmethod
 
 import numpy as np
-from starlette.types import Receive, Scope, Send
 
-from app.http.asgi import Watching, exchange_of, rest, send_reply
+from app.errors import ServiceError
+from app.http.asgi import Headers
+from app.http.direct import DirectCall, DirectEndpoint, Fields, Reply
 from app.http.negotiation import BATCH, check_accept
-from app.http.rank import Ranking, add_seconds
+from app.http.observe import Recorder
+from app.http.rank import Ranking, Words, add_seconds
 from app.http.rank_batch import JSON_HEADER
-from app.interface import Found, Ranked, ServedModel, ServedRetrieval, Ticket, ranked
+from app.interface import Found, Ranked, ServedModel
 from app.request import features, reply
-from app.request.posts_body import DEFAULT_K, RecommendBody, RetrieveBody, decode_recommend, decode_retrieve
-from app.request.retrieval import RetrievalRequest, check_recommend, check_retrieve, joined, render
-from app.request.vocabulary import Vocabulary
+from app.request.retrieval import Models, PostsRequest, Reading, check_posts, joined, read_posts, render, work_of
+from app.request.validate import Request
 from app.request.wires import JSON
 from app.settings import Settings
-from app.telemetry.exchange import Exchange
-from model.inputs import Context, Scores
-from model.retrieval.inputs import Query
-from weights.format.manifest import Manifest
+from model.inputs import Scores
 
 
-@dataclass(slots=True)
-class Asked:
-    """A valid request, on the versions that it ends on. `ticket` is its place in the ranker's queue, where there is one, and `context`
-    what the ranker reads of its history."""
+class PostsEndpoint(DirectEndpoint):
+    """What both endpoints share; `call` makes a call of one request."""
 
-    served: ServedRetrieval
-    request: RetrievalRequest
-    query: Query
-    model: ServedModel | None = None
-    ticket: Ticket | None = None
-    context: Context | None = None
-
-
-class _Endpoint(ABC):
-    """What both endpoints share. They raise ServiceError and ClientGone, which the layers around them answer."""
-
-    def __init__(self, ranking: Ranking, settings: Settings) -> None:
-        self.ranking = ranking
-        self.service = ranking.service
+    def __init__(
+        self, ranking: Ranking, recorder: Recorder, settings: Settings, path: str, call: type[PostsCall]
+    ) -> None:
+        super().__init__(ranking, recorder, path)
         self.max_seconds = settings.deadline.max_seconds
-        self._words: tuple[Manifest, Vocabulary] | None = None
+        self.words = Words(ranking.limits)  # of the retrieval model
+        self.call = call
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ranking, exchange, headers = self.ranking, exchange_of(scope), dict(scope["headers"])
-        terms = ranking.open(headers, exchange, BATCH)
-        check_accept(headers, JSON)
-        now = self.service.clock()
-        deadline = now + self.service.default_deadline_seconds if terms.deadline is None else terms.deadline
-        deadline = min(deadline, now + self.max_seconds)  # one for both stages
-        _ = self.service.retrieval.served  # refuses before the body is read
-        raw = await ranking.receive(headers, receive)
-        started, held = time.perf_counter(), time.thread_time()
+    def begin(self, headers: Fields, reply: Reply) -> PostsCall:
+        """As `DirectEndpoint.begin`."""
+        return self.call(self, dict(headers), reply)
+
+
+class PostsCall(DirectCall):
+    """One request for posts, on the versions that it ends on."""
+
+    __slots__ = ("_deadline", "_endpoint", "_found", "_request", "_served", "_terms")
+
+    def __init__(self, endpoint: PostsEndpoint, headers: Headers, reply: Reply) -> None:
+        super().__init__(endpoint, headers, reply)
+        self._endpoint = endpoint
         try:
-            asked = self.ask(ranking.plain(raw, terms), deadline, exchange)
-        finally:
-            del raw
-            rest(scope, time.thread_time() - held)
+            self._open()
+        except Exception as error:
+            self.fail(error)
+
+    def _open(self) -> None:
+        ranking, service = self.ranking, self.ranking.service
+        self._terms = ranking.open(self.headers, self.exchange, BATCH)
+        check_accept(self.headers, JSON)
+        now = service.clock()
+        wanted = now + service.default_deadline_seconds if self._terms.deadline is None else self._terms.deadline
+        self._deadline = min(wanted, now + self._endpoint.max_seconds)  # one for both stages
+        _ = service.retrieval.served  # refuses before the body is read
+
+    def finish(self, body: bytes | bytearray) -> None:
+        """As `DirectCall.finish`."""
+        ranking, exchange, retrieval = self.ranking, self.exchange, self.ranking.service.retrieval
+        started = time.perf_counter()
         try:
-            if asked.request.request_id is not None and not exchange.is_named_by_caller:
-                exchange.request_id = asked.request.request_id
-            if len(asked.query.context) < asked.request.history_length:
+            served = self._served = retrieval.served
+            request = self._request = self._read(ranking.plain(body, self._terms))
+            exchange.name(request.request_id)
+            if len(request.query.context) < request.history_length:
                 ranking.metrics.history_truncated.inc()
             exchange.stages["parse"] = time.perf_counter() - started
-            with Watching(receive):
-                found = await self.service.retrieval.retrieve(asked.served, asked.query, deadline, exchange.key)
-                exchange.stages |= {
-                    "queue": found.queue_seconds, "encode": found.encode_seconds, "search": found.search_seconds
-                }  # fmt: skip
-                body, scored = await self.answer(asked, found, exchange)
-        finally:
-            if asked.ticket is not None:
-                asked.ticket.release()
-        await send_reply(send, 200, self._headers(asked, found, scored, exchange), body)
+            search = retrieval.retrieve(served, request.query, self._deadline, exchange.key, self._searched)
+            self._tickets += (search,)
+        except Exception as error:
+            self.fail(error)
+
+    def _read(self, body: bytes | bytearray) -> PostsRequest:
+        """Decode, admit, check."""
+        models, exchange = self._models(), self.exchange
+        typed = read_posts(body, self.ranking.limits, models)
+        posts, history = work_of(typed)
+        exchange.candidates += posts
+        exchange.history += history
+        self._admit(posts, history)
+        return check_posts(typed, models)
+
+    def _models(self) -> Models:
+        manifest = self._served.manifest
+        return [Reading(self._endpoint.words.of(manifest)[0], manifest.config)]
+
+    def _admit(self, posts: int, history: int) -> None:
+        """Take a place in the ranker's queue where there will be work for it."""
+
+    def _searched(self, result: Found | ServiceError) -> None:
+        if isinstance(result, ServiceError):
+            self.fail(result)
+            return
+        self.exchange.stages |= {
+            "queue": result.queue_seconds,
+            "encode": result.encode_seconds,
+            "search": result.search_seconds,
+        }
+        self._found = result
+        try:
+            self._go_on()
+        except Exception as error:
+            self.fail(error)
 
     @abstractmethod
-    def ask(self, raw: bytes | bytearray, deadline: float, exchange: Exchange) -> Asked:
-        """Decode, admit, check. Nothing is awaited here, so that a swap cannot come between."""
+    def _go_on(self) -> None:
+        """The posts are found."""
 
-    @abstractmethod
-    async def answer(self, asked: Asked, found: Found, exchange: Exchange) -> tuple[bytes, Ranked | None]:
-        """The reply, and the ranking that it holds."""
+    def _timings_ms(self) -> dict[str, float]:
+        return {stage: round(seconds * 1000, 3) for stage, seconds in self.exchange.stages.items()}
 
-    def vocabulary(self, manifest: Manifest) -> Vocabulary:
-        """Of the retrieval model, kept for the manifest used last."""
-        if self._words is None or self._words[0] is not manifest:
-            self._words = (manifest, Vocabulary.of(manifest))
-        return self._words[1]
-
-    def _headers(
-        self, asked: Asked, found: Found, scored: Ranked | None, exchange: Exchange
-    ) -> list[tuple[bytes, bytes]]:
-        model = asked.served.manifest if asked.model is None else asked.model.manifest
-        exchange.version = model.version
-        hit = found.posts.cached if scored is None else scored.cache == "hit"
-        exchange.cache = "hit" if hit else "miss"
-        for stage in ("parse", "serialize"):
-            self.ranking.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
-        timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items())
-        return [
-            JSON_HEADER,
-            (b"x-model-version", exchange.version.encode()),
-            (b"x-corpus-version", asked.served.corpus.version.encode()),
-            (b"x-context-cache", exchange.cache.encode()),
-            (b"server-timing", timing.encode()),
-        ]
+    def _send(self, body: bytes, began: float, version: str, cached: bool) -> None:
+        """Reply with what was written since `began`."""
+        add_seconds(self.exchange, "serialize", time.perf_counter() - began)
+        fields = self.ranking.told(version, "hit" if cached else "miss", self.exchange)
+        corpus = (b"x-corpus-version", self._served.corpus.version.encode())
+        self._answer(200, [JSON_HEADER, corpus, *fields], body)
 
 
-class RetrieveEndpoint(_Endpoint):
+class RetrieveCall(PostsCall):
     """The posts."""
 
-    def ask(self, raw: bytes | bytearray, deadline: float, exchange: Exchange) -> Asked:
-        """As `_Endpoint.ask`."""
-        served = self.service.retrieval.served
-        vocabulary = self.vocabulary(served.manifest)
-        body = decode_retrieve(raw, self.ranking.limits, vocabulary)
-        _note(exchange, body)
-        request = check_retrieve(body, vocabulary)
-        return Asked(served, request.without_history(), request.query(served.manifest.config))
+    __slots__ = ()
 
-    async def answer(self, asked: Asked, found: Found, exchange: Exchange) -> tuple[bytes, Ranked | None]:
-        """As `_Endpoint.answer`."""
-        started = time.perf_counter()
-        stages = _timings(exchange, ("parse", "queue", "encode", "search"))
-        used = len(asked.query.context)
-        body = render(found.posts, asked.request, asked.served, history_used=used, timings_ms=stages)
-        add_seconds(exchange, "serialize", time.perf_counter() - started)
-        return body, None
+    def _go_on(self) -> None:
+        began, posts, request = time.perf_counter(), self._found.posts, self._request
+        used = len(request.query.context)
+        body = render(posts, request, self._served, history_used=used, timings_ms=self._timings_ms())
+        self._send(body, began, self._served.manifest.version, posts.cached)
 
 
-class RecommendEndpoint(_Endpoint):
+class RecommendCall(PostsCall):
     """The posts, ranked: exactly what /rank says of what /retrieve returns."""
 
-    def ask(self, raw: bytes | bytearray, deadline: float, exchange: Exchange) -> Asked:
-        """As `_Endpoint.ask`. The place in the ranker's queue is taken before the search: a request that it would refuse
-        costs none, and one that is admitted ends, also in a drain."""
-        served, model = self.service.retrieval.served, self.service.model
-        vocabularies = [self.vocabulary(served.manifest), self.ranking.words_of(model.manifest)[0]]
-        body = decode_recommend(raw, self.ranking.limits, vocabularies)
-        _note(exchange, body)
-        count, history = body.k or DEFAULT_K, body.events
-        ticket = self.service.admit(model, candidates=count, history=history, deadline=deadline, key=exchange.key)
-        try:
-            request = check_recommend(body, vocabularies)
-            assert request.ranker is not None
-            query = request.query(served.manifest.config)
-            context = features.context_of(request.ranker, model.manifest.config)
-            return Asked(served, request.without_history(), query, model, ticket, context)
-        except BaseException:
-            ticket.release()
-            raise
+    __slots__ = ("_model", "_to_rank")
 
-    async def answer(self, asked: Asked, found: Found, exchange: Exchange) -> tuple[bytes, Ranked | None]:
-        """As `_Endpoint.answer`."""
-        assert asked.model is not None
-        assert asked.ticket is not None
-        assert asked.context is not None
-        posts, manifest = found.posts, asked.model.manifest
-        config, form = manifest.config, self.ranking.words_of(manifest)[1]
-        request = asked.request.ranking(posts)
-        context, scored = asked.context, None
-        scores = Scores(
-            *(np.empty((0, n), np.float32) for n in (config.actions, config.actions, config.continuous_actions))
-        )
+    _model: ServedModel
+    _to_rank: Request
+
+    def _models(self) -> Models:
+        model = self._model = self.ranking.service.model
+        return [*super()._models(), Reading(self.ranking.words_of(model.manifest)[0], model.manifest.config)]
+
+    def _admit(self, posts: int, history: int) -> None:
+        """Before the search: a request that the ranker would refuse costs none, and one that is admitted ends, also in a drain."""
+        service, key = self.ranking.service, self.exchange.key
+        ticket = service.admit(self._model, candidates=posts, history=history, deadline=self._deadline, key=key)
+        self._tickets = (ticket,)
+
+    def _go_on(self) -> None:
+        posts, context, service = self._found.posts, self._request.context, self.ranking.service
+        request = self._to_rank = self._request.ranking(posts)
+        assert context is not None
         if len(posts):
-            self.service.shrink(asked.ticket, len(posts))
-            scored = await ranked(self.service, asked.ticket, context, features.candidates_of(request, config))
-            scores = scored.scores
-            exchange.stages["queue"] += scored.queue_seconds
-            exchange.stages["forward"] = scored.forward_seconds
-            self.ranking.metrics.reply_probabilities.record(form.action_names, scores.probabilities)
-        started = time.perf_counter()
-        stages = _timings(exchange, ("parse", "queue", "encode", "search", "forward"))
-        adds = joined(posts, asked.served, manifest)
-        body = reply.render_joined(request, scores, form, adds, history_used=len(context), timings_ms=stages)
-        add_seconds(exchange, "serialize", time.perf_counter() - started)
-        return body, scored
+            service.shrink(self._tickets[0], len(posts))
+            candidates = features.candidates_of(request, self._model.manifest.config)
+            service.rank(self._tickets[0], context, candidates, self._ranked)
+        else:
+            config = self._model.manifest.config
+            widths = config.actions, config.actions, config.continuous_actions
+            self._write(Scores(*(np.empty((0, width), np.float32) for width in widths)), cached=False)
 
+    def _ranked(self, result: Ranked | ServiceError) -> None:
+        if isinstance(result, ServiceError):
+            self.fail(result)
+            return
+        stages = self.exchange.stages
+        stages["queue"] += result.queue_seconds
+        stages["forward"] = result.forward_seconds
+        try:
+            names = self._model.manifest.action_names
+            self.ranking.metrics.reply_probabilities.record(names, result.scores.probabilities)
+            self._write(result.scores, cached=result.cache == "hit")
+        except Exception as error:
+            self.fail(error)
 
-def _note(exchange: Exchange, body: RetrieveBody | RecommendBody) -> None:
-    exchange.candidates += body.k or DEFAULT_K
-    exchange.history += body.events
-
-
-def _timings(exchange: Exchange, stages: tuple[str, ...]) -> dict[str, float]:
-    return {stage: round(exchange.stages.get(stage, 0.0) * 1000, 3) for stage in stages}
+    def _write(self, scores: Scores, *, cached: bool) -> None:
+        began, manifest = time.perf_counter(), self._model.manifest
+        self.exchange.stages.setdefault("forward", 0.0)
+        context = self._request.context
+        assert context is not None
+        body = reply.render_joined(
+            self._to_rank,
+            scores,
+            self.ranking.words_of(manifest)[1],
+            joined(self._found.posts, self._served, manifest),
+            history_used=len(context),
+            timings_ms=self._timings_ms(),
+        )
+        self._send(body, began, manifest.version, cached)

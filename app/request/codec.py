@@ -11,18 +11,19 @@ from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 import orjson
 import structlog
+from numpy.typing import NDArray
 
 from app.errors import ServiceError
 from app.request.body import Wishes
 from app.request.contract import MAX_ACTION_VALUE, MAX_TIME
 from app.request.strict_json import refuse_duplicates
-from app.request.validate import Posts, Request, check_wishes, wishes_of
+from app.request.validate import NO_POSTS, NOTHING, Posts, Request, check_wishes, wishes_of
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import MAX_DWELL_SECONDS, ModelConfig
@@ -67,9 +68,9 @@ def open_library(path: Path) -> ctypes.PyDLL:
     library.codec_create.argtypes = (Pointer, Pointer)
     library.codec_destroy.argtypes = (Pointer,)
     library.codec_destroy.restype = None
-    library.codec_read.argtypes = (Pointer, Object)
+    library.codec_read.argtypes = (Pointer, Object, Int64)
     library.codec_write.argtypes = (
-        Pointer, Int64, Object, Object, Object, Object, Object, Int64, Object, Int64, Int64, Object, Object,
+        Pointer, Int64, Object, Object, Object, Object, Object, Int64, Object, Int64, Int64, Object, Object, Object,
     )  # fmt: skip
     library.codec_read.restype = library.codec_write.restype = Object
     return library
@@ -84,6 +85,7 @@ class Codec:
         self._vocabulary = vocabulary
         self._handle = Pointer()
         config, names, continuous = manifest.config, list(vocabulary.index), manifest.continuous
+        self.actions = config.actions
         self._default = Wishes(), vocabulary.weights, None
         self._kept: tuple[Any, ...] = (  # what the struct points to
             (Text * len(names))(*(name.encode() for name in names)),
@@ -106,7 +108,7 @@ class Codec:
 
     def read(self, body: bytes | bytearray) -> Packed | None:
         """A valid request; None for any other, and for one that is written in an unusual way."""
-        data = self._library.codec_read(self._handle, body)
+        data = self._library.codec_read(self._handle, body, True)
         if not data:
             return None
         user_id, events, kept, count, quoted, rest = HEAD.unpack_from(data)
@@ -114,6 +116,18 @@ class Codec:
         if wishes is None:
             return None
         return Packed(self, body, data, user_id, events, kept, count, quoted > 0, wishes, weights, wanted)
+
+    def read_viewer(self, body: bytes | bytearray) -> Viewed | None:
+        """The user and the history of a request without candidates; None as of `read`."""
+        data = self._library.codec_read(self._handle, body, False)
+        if not data:
+            return None
+        user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
+        end = len(data) - rest
+        start = end - 8 * (events - kept)
+        context, _, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
+        older = np.frombuffer(data[start:end], np.uint64)
+        return Viewed(context, np.concatenate((older, context.post_ids)), data[end:] or b"{}")
 
     def _wishes(self, text: bytes) -> tuple[Wishes | None, Any, list[int] | None]:
         try:
@@ -124,8 +138,12 @@ class Codec:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ServiceError, ValueError, KeyError):
             return None, None, None
 
-    def write(self, request: Request, scores: Scores, head: bytes, tail: bytes) -> bytes | None:
-        """The candidates of a reply in the form that the request asks for, between head and tail; None for a long one."""
+    def write(
+        self, request: Request, scores: Scores, head: bytes, tail: bytes, retrieved: NDArray[np.float32] | None = None
+    ) -> bytes | None:
+        """The candidates of a reply in the form that the request asks for, between head and tail; None for a long one.
+
+        `retrieved` `[C]`: their scores where they were retrieved, best first."""
         if len(scores) > MOST_ROWS:
             return None
         wanted = request.wanted
@@ -141,6 +159,7 @@ class Codec:
             b"" if wanted is None else array("q", wanted),
             -1 if wanted is None else len(wanted),
             request.reply == "columns",
+            b"" if retrieved is None else retrieved,
             head,
             tail,
         )
@@ -148,8 +167,28 @@ class Codec:
 
 
 _WISHES = msgspec.json.Decoder(Wishes)
-_NOTHING = np.zeros(0)
-_NO_POSTS = Posts(_NOTHING, _NOTHING, _NOTHING)  # type: ignore[arg-type]
+
+
+class Viewed(NamedTuple):
+    """A user with a history, as the model reads it; `posts`: the post ids of all of it; `rest`: what else the request says, as JSON."""
+
+    context: Context
+    posts: NDArray[np.uint64]
+    rest: bytes
+
+
+def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -> tuple[Context, Any, int]:
+    """What the model reads of what the codec has read, all words as uint64, and where the bytes after it begin. `further`: words
+    that are none of the context's."""
+    words = 3 * kept + further
+    ids = np.frombuffer(data, np.uint64, words, HEAD.size)
+    place = HEAD.size + 8 * words
+    taken = np.frombuffer(data, np.float32, kept * actions, place).reshape(kept, actions)
+    place += taken.nbytes
+    dwell_seconds = np.frombuffer(data, np.float32, kept, place)
+    surfaces = ids[2 * kept : 3 * kept].view(np.int64)
+    context = Context(user_id, ids[:kept], ids[kept : 2 * kept], taken, surfaces, dwell_seconds)
+    return context, ids, place + 4 * kept
 
 
 @dataclass(slots=True)
@@ -182,31 +221,21 @@ class Packed:
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
         data, kept, count, wishes = self.data, self.kept, self.candidates, self.wishes
-        words = 3 * kept + 4 * count
-        ids, integers = (
-            np.frombuffer(data, np.uint64, words, HEAD.size),
-            np.frombuffer(data, np.int64, words, HEAD.size),
-        )
-        place = HEAD.size + 8 * words
-        actions = np.frombuffer(data, np.float32, kept * config.actions, place).reshape(kept, config.actions)
-        place += actions.nbytes
-        dwell_seconds = np.frombuffer(data, np.float32, kept, place)
-        context = Context(
-            self.user_id, ids[:kept], ids[kept : 2 * kept], actions, integers[2 * kept : 3 * kept], dwell_seconds
-        )
-        of_candidates, surfaces = ids[3 * kept :], integers[3 * kept + 2 * count :]
+        context, ids, place = _context(data, self.user_id, kept, 4 * count, config.actions)
+        of_candidates = ids[3 * kept :]
+        surfaces = of_candidates[2 * count :].view(np.int64)
         candidates = Candidates(
             of_candidates[:count], of_candidates[count : 2 * count], surfaces[:count], surfaces[count:]
         )
         request = Request(
             user_id=self.user_id,
             history_length=self.events,
-            history=_NO_POSTS,
-            actions=_NOTHING,  # type: ignore[arg-type]
-            dwell_seconds=_NOTHING,
+            history=NO_POSTS,
+            actions=NOTHING,
+            dwell_seconds=NOTHING,
             candidates=Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
-            created_at=_NOTHING,  # type: ignore[arg-type]
-            quoted=np.frombuffer(data, np.bool_, count, place + 4 * kept) if self.is_quoted else None,
+            created_at=NOTHING,
+            quoted=np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
             impression_ts=0,
             weights=self.weights,
             top_k=wishes.top_k or None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -18,11 +18,9 @@ from app.settings import Limits
 DEFAULT_K = 200
 
 
-class RetrieveBody(Strict):
-    """A request for posts whose types are right."""
+class RetrieveWishes(Strict):
+    """What a request for posts says besides whom they are for."""
 
-    user_id: Id
-    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
     k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
     exclude: list[Id] | UnsetType = UNSET
     exclude_history: bool | UnsetType = UNSET
@@ -32,53 +30,59 @@ class RetrieveBody(Strict):
     impression_ts: Time | UnsetType = UNSET
     request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
 
-    @property
-    def events(self) -> int:
-        """Items of the history, in either shape. Arrays may still differ in length."""
-        items: Any = self.history
-        if isinstance(items, HistoryArrays):
-            items = items.post_id  # type: ignore[attr-defined]
-        return 0 if items is UNSET else len(items)
+    def check_sizes(self, events: int, limits: Limits) -> None:
+        """Raise TooLarge for more posts, or more items of the history, than the limits allow."""
+        for name, count, limit in (
+            ("history", events, limits.max_history),
+            ("exclude", len(self.exclude or ()), limits.max_excluded),
+        ):
+            if count > limit:
+                raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+        if (self.k or DEFAULT_K) > limits.max_retrieved:
+            raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
 
 
-class RecommendBody(RetrieveBody):
-    """A request for posts and their scores."""
+class RecommendWishes(RetrieveWishes):
+    """What a request for posts and their scores says besides."""
 
     weights: Weights | UnsetType = UNSET
     top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
     actions_wanted: list[str] | UnsetType = UNSET
 
 
-B = TypeVar("B", bound=RetrieveBody)
-_RETRIEVE, _RECOMMEND = msgspec.json.Decoder(RetrieveBody), msgspec.json.Decoder(RecommendBody)
+class RetrieveBody(RetrieveWishes, kw_only=True):
+    """A request for posts whose types are right."""
+
+    user_id: Id
+    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
 
 
-def decode_retrieve(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> RetrieveBody:
-    """As `body.decode`, for a request for posts; `vocabulary` is the retrieval model's."""
-    return _decoded(_RETRIEVE, body, limits, [vocabulary], ranks=False)
+class RecommendBody(RecommendWishes, kw_only=True):
+    """A request for posts and their scores whose types are right."""
+
+    user_id: Id
+    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
 
 
-def decode_recommend(body: bytes | bytearray, limits: Limits, vocabularies: Sequence[Vocabulary]) -> RecommendBody:
-    """As `body.decode`, for a request for posts and their scores; `vocabularies` of the retrieval model and of the ranker."""
-    return _decoded(_RECOMMEND, body, limits, vocabularies, ranks=True)
+PostsBody = RetrieveBody | RecommendBody
+_DECODERS: dict[bool, msgspec.json.Decoder[Any]] = {
+    False: msgspec.json.Decoder(RetrieveBody),
+    True: msgspec.json.Decoder(RecommendBody),
+}
 
 
-def _decoded(
-    decoder: msgspec.json.Decoder[B],
-    body: bytes | bytearray,
-    limits: Limits,
-    vocabularies: Sequence[Vocabulary],
-    *,
-    ranks: bool,
-) -> B:
+def decode_posts(body: bytes | bytearray, limits: Limits, vocabularies: Sequence[Vocabulary]) -> PostsBody:
+    """As `body.decode`. `vocabularies`: of the retrieval model, and of the ranker where the posts are to be ranked."""
+    ranks = len(vocabularies) > 1
     check_cost(body, limits.max_values)
-    typed = read(decoder, body, lambda: retrieval_rule(vocabularies, ranks=ranks))
-    for name, count, limit in (
-        ("history", typed.events, limits.max_history),
-        ("exclude", len(typed.exclude or ()), limits.max_excluded),
-    ):
-        if count > limit:
-            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
-    if (typed.k or DEFAULT_K) > limits.max_retrieved:
-        raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
+    typed: PostsBody = read(_DECODERS[ranks], body, lambda: retrieval_rule(vocabularies, ranks=ranks))
+    typed.check_sizes(events_of(typed), limits)
     return typed
+
+
+def events_of(body: PostsBody) -> int:
+    """Items of the history, in either shape. Arrays may still differ in length."""
+    items: Any = body.history
+    if isinstance(items, HistoryArrays):
+        items = items.post_id  # type: ignore[attr-defined]
+    return 0 if items is UNSET else len(items)

@@ -56,7 +56,7 @@ class ReplyFormat:
                 b"%b%b:" % (b"," if place else b'],"continuous":{', orjson.dumps(name))
                 for place, name in enumerate(names)
             ),
-            head=_head(model, manifest.action_names),
+            head=_head(manifest.action_names, model=model),
         )
 
 
@@ -90,6 +90,12 @@ class Rows:
     names: tuple[str, ...]
 
 
+def names_of(request: Request, form: ReplyFormat) -> tuple[str, ...]:
+    """The actions of the reply."""
+    names = form.action_names
+    return names if request.wanted is None else tuple(names[column] for column in request.wanted)
+
+
 def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
     """The candidates' scores and ranks, with the order and the columns that the request asks for."""
     combined = combine(scores.probabilities, request.weights)
@@ -98,9 +104,9 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
     ranks[order] = np.arange(1, len(order) + 1)
     ids: Any = request.candidates.post_ids if request.quoted is None else request.echo_ids
     probabilities, continuous = scores.probabilities, scores.continuous * form.scales
-    names = form.action_names
+    names = names_of(request, form)
     if request.wanted is not None:
-        probabilities, names = probabilities[:, request.wanted], tuple(names[column] for column in request.wanted)
+        probabilities = probabilities[:, request.wanted]
     if request.top_k is not None:
         best = order[: request.top_k]
         ids = ids[best] if request.quoted is None else [ids[index] for index in best]
@@ -112,11 +118,11 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """What a reply adds where the candidates were retrieved: `head` stands in place of the model, `tail` follows the candidates,
-    `columns` have a key and a value `[C]` for each of them, in the order of the request."""
+    `scores` float32 `[C]` are what they were retrieved with, best first, in the order of the request."""
 
     head: Mapping[str, Any]
     tail: Mapping[str, Any]
-    columns: Sequence[tuple[bytes, NDArray[Any]]]
+    scores: NDArray[np.float32]
 
 
 def render_joined(
@@ -129,13 +135,18 @@ def render_joined(
     timings_ms: dict[str, float],
 ) -> bytes:
     """The JSON reply of a request whose candidates were retrieved, of which there may be none, best first."""
-    rows = rows_of(request, scores, form)
-    best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
-    further = [(key, column(values[best])) for key, values in joined.columns]
+    head = _head(names_of(request, form), **joined.head)
     tail = tail_of(request, history_used, timings_ms, **joined.tail)
-    head = orjson.dumps({**joined.head, "actions": rows.names})
-    candidates = _candidates(rows, slice(None), form, further) if len(rows.scores) else b""
-    return b'%b,"candidates":[%b]%b' % (head[:-1], candidates, tail)
+    if form.codec is not None and (written := form.codec.write(request, scores, head, tail, joined.scores)) is not None:
+        return written
+    if not len(scores):
+        return head + b"[]" + tail
+    best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
+    further = [
+        (b',"retrieval_score":', column(joined.scores[best])),
+        (b',"retrieval_rank":', column(best + 1)),
+    ]
+    return b"%b[%b]%b" % (head, _candidates(rows_of(request, scores, form), slice(None), form, further), tail)
 
 
 def render(
@@ -147,7 +158,7 @@ def render(
     """
     head = form.head
     if request.wanted is not None:
-        head = _head(form.model, [form.action_names[column] for column in request.wanted])
+        head = _head(names_of(request, form), model=form.model)
     end = tail_of(request, history_used, timings_ms)
     if form.codec is not None and (written := form.codec.write(request, scores, head, end)) is not None:
         yield written
@@ -163,8 +174,8 @@ def render(
     yield b"]" + end
 
 
-def _head(model: Mapping[str, str], names: Sequence[str]) -> bytes:
-    return b'%b,"candidates":' % orjson.dumps({"model": model, "actions": names})[:-1]
+def _head(names: Sequence[str], **before: Any) -> bytes:
+    return b'%b,"candidates":' % orjson.dumps({**before, "actions": names})[:-1]
 
 
 def tail_of(request: Asked, history_used: int, timings_ms: Mapping[str, float], **before: Any) -> bytes:

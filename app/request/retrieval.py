@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,66 +13,72 @@ import orjson
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, ServiceError
 from app.interface import ServedRetrieval
 from app.request import features, reply
+from app.request.body import check_cost
 from app.request.contract import MAX_ID, is_request_id
 from app.request.explain import explain, retrieval_rule
 from app.request.ids import read_ids
-from app.request.posts_body import DEFAULT_K, RecommendBody, RetrieveBody
-from app.request.strict_json import parse
-from app.request.validate import Posts, Request, Viewer, viewer_of, wishes_of
+from app.request.posts_body import (
+    DEFAULT_K,
+    PostsBody,
+    RecommendWishes,
+    RetrieveWishes,
+    decode_posts,
+    events_of,
+)
+from app.request.strict_json import parse, refuse_duplicates
+from app.request.validate import NO_POSTS, NOTHING, Posts, Request, viewer_of, wishes_of
 from app.request.vocabulary import Vocabulary
+from app.settings import Limits
 from model.config import ModelConfig
-from model.inputs import Ids
+from model.inputs import Context, Ids
 from model.retrieval.inputs import Filters, Query, Retrieved
 from weights.format.manifest import Manifest
 
 NO_IDS = np.empty(0, np.uint64)
+_WISHES: dict[bool, msgspec.json.Decoder[Any]] = {
+    False: msgspec.json.Decoder(RetrieveWishes),
+    True: msgspec.json.Decoder(RecommendWishes),
+}
+
+
+class Reading(NamedTuple):
+    """How one model reads a request."""
+
+    vocabulary: Vocabulary
+    config: ModelConfig
+
+
+Models = Sequence[Reading]
+"""The retrieval model, and the ranker where the posts are to be ranked."""
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalRequest:
-    """A valid request for posts. `ranker` is the same viewer in the ranker's words, with the `weights` (float64 `[A]`) and `wanted`
-    columns of its reply, where the posts are to be ranked."""
+class PostsRequest:
+    """A valid request for posts. Where they are to be ranked: `context`, what the ranker reads of the user, and `weights` (float64
+    `[A]`), `top_k` and the `wanted` columns of its reply."""
 
-    viewer: Viewer
+    query: Query
     history_length: int
-    k: int
-    filters: Filters
-    least: float
     impression_ts: int
     request_id: str | None
-    ranker: Viewer | None = None
+    context: Context | None = None
     weights: NDArray[np.float64] | None = None
     top_k: int | None = None
     wanted: list[int] | None = None
 
-    def query(self, config: ModelConfig) -> Query:
-        """What the search is asked. Raises InvalidRequest for nobody: without any valid token every post scores 0."""
-        context = features.context_of(self.viewer, config)
-        if context.user_id == 0 and not context.post_ids.any():
-            raise InvalidRequest([("user_id", "is 0 and the history holds no post: nothing is known of this user")])
-        return Query(context, self.k, self.filters, self.least)
-
-    def without_history(self) -> RetrievalRequest:
-        """All that the reply needs, so that neither a long history nor a long exclusion is kept twice while the request waits."""
-        nothing = np.empty(0)
-        viewer = Viewer(self.viewer.user_id, Posts(nothing, nothing, nothing), nothing, nothing)  # type: ignore[arg-type]
-        return replace(self, viewer=viewer, ranker=None if self.ranker is None else viewer, filters=Filters(NO_IDS))
-
     def ranking(self, posts: Retrieved) -> Request:
         """The request to rank these posts, best first: the one that a caller would send who got them from /retrieve."""
-        assert self.ranker is not None
         assert self.weights is not None
-        surfaces = np.zeros(len(posts), np.int64)
         return Request(
-            user_id=self.ranker.user_id,
+            user_id=self.query.context.user_id,
             history_length=self.history_length,
-            history=self.ranker.history,
-            actions=self.ranker.actions,
-            dwell_seconds=self.ranker.dwell_seconds,
-            candidates=Posts(posts.post_ids, posts.author_ids, surfaces),
+            history=NO_POSTS,
+            actions=NOTHING,
+            dwell_seconds=NOTHING,
+            candidates=Posts(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64)),
             created_at=posts.created_at,
             quoted=np.ones(len(posts), bool),
             impression_ts=self.impression_ts,
@@ -83,54 +89,83 @@ class RetrievalRequest:
         )
 
 
-def check_retrieve(body: RetrieveBody, vocabulary: Vocabulary) -> RetrievalRequest:
-    """Check what the types leave open. Raises InvalidRequest."""
+def read_posts(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | PostsBody:
+    """The request, or where the codec declines it the typed body, which is still to be checked. Raises as `decode_posts`."""
+    found = read_compiled(body, limits, models)
+    return decode_posts(body, limits, [model.vocabulary for model in models]) if found is None else found
+
+
+def work_of(asked: PostsRequest | PostsBody) -> tuple[int, int]:
+    """How many posts it asks for, and items of its history."""
+    if isinstance(asked, PostsRequest):
+        return asked.query.k, asked.history_length
+    return asked.k or DEFAULT_K, events_of(asked)
+
+
+def check_posts(asked: PostsRequest | PostsBody, models: Models) -> PostsRequest:
+    """Check what the types leave open, in the words of all models. Raises InvalidRequest."""
+    if isinstance(asked, PostsRequest):
+        return asked
     with suppress(ValueError, OverflowError, KeyError):
-        return _checked(body, vocabulary)
-    raise explain(parse(msgspec.json.encode(body)), retrieval_rule([vocabulary], ranks=False))
+        viewers = [viewer_of(asked.user_id, asked.history, model.vocabulary) for model in models]
+        contexts = [features.context_of(viewer, model.config) for viewer, model in zip(viewers, models, strict=True)]
+        return _checked(asked, contexts, viewers[0].history.post_ids, models)
+    vocabularies = [model.vocabulary for model in models]
+    raise explain(parse(msgspec.json.encode(asked)), retrieval_rule(vocabularies, ranks=len(models) > 1))
 
 
-def check_recommend(body: RecommendBody, vocabularies: Sequence[Vocabulary]) -> RetrievalRequest:
-    """The same in the words of both models: retrieval, then ranker. Raises InvalidRequest."""
-    retrieval, ranker = vocabularies
-    with suppress(ValueError, OverflowError, KeyError):
-        checked = _checked(body, retrieval)
-        weights, wanted = wishes_of(body.weights, body.actions_wanted, ranker)
-        top_k = body.top_k or None
-        if top_k is not None and top_k > MAX_ID:
-            raise ValueError
-        viewer = viewer_of(body.user_id, body.history, ranker)
-        return RetrievalRequest(
-            checked.viewer, checked.history_length, checked.k, checked.filters, checked.least, checked.impression_ts, checked.request_id,
-            viewer, weights, top_k, wanted,
-        )  # fmt: skip
-    raise explain(parse(msgspec.json.encode(body)), retrieval_rule(vocabularies, ranks=True))
+def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | None:
+    """What the codec makes of it; None for what it declines, and for what is not valid."""
+    viewers = []
+    for vocabulary, _ in models:
+        viewer = None if vocabulary.codec is None else vocabulary.codec.read_viewer(body)
+        if viewer is None:
+            return None
+        viewers.append(viewer)
+    first = viewers[0]
+    try:
+        check_cost(first.rest, limits.max_values)
+        wishes = _WISHES[len(models) > 1].decode(first.rest)
+        refuse_duplicates(first.rest, msgspec.json.encode(wishes))
+        wishes.check_sizes(len(first.posts), limits)
+        return _checked(wishes, [viewer.context for viewer in viewers], first.posts, models)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ServiceError, ValueError, OverflowError, KeyError):
+        return None
 
 
-def _checked(body: RetrieveBody, vocabulary: Vocabulary) -> RetrievalRequest:
-    """Raises ValueError, OverflowError or KeyError where the body is not right."""
-    viewer = viewer_of(body.user_id, body.history, vocabulary)
-    excluded = read_ids(body.exclude) if body.exclude else NO_IDS
-    if body.exclude_history is not False:
-        excluded = np.concatenate((excluded, viewer.history.post_ids))
-    impression_ts, after = body.impression_ts or 0, None
-    if body.max_age_seconds is not UNSET:
+def _checked(
+    wishes: RetrieveWishes | RecommendWishes, contexts: Sequence[Context], history: Ids, models: Models
+) -> PostsRequest:
+    """Of a valid user and a valid history. Raises ValueError, OverflowError or KeyError where the rest is not right, and InvalidRequest
+    for nobody: without any valid token every post scores 0."""
+    excluded = read_ids(wishes.exclude) if wishes.exclude else NO_IDS
+    if wishes.exclude_history is not False:
+        excluded = np.concatenate((excluded, history))
+    impression_ts, after = wishes.impression_ts or 0, None
+    if wishes.max_age_seconds is not UNSET:
         if not impression_ts:
             raise ValueError
-        after = impression_ts - body.max_age_seconds
-    if body.request_id is not UNSET and not is_request_id(body.request_id):
+        after = impression_ts - wishes.max_age_seconds
+    if wishes.request_id is not UNSET and not is_request_id(wishes.request_id):
         raise ValueError
-    topics = None if body.topics is UNSET else tuple(body.topics)
-    least = -np.inf if body.min_score is UNSET else body.min_score
-    filters = Filters(excluded, topics, after)
-    return RetrievalRequest(
-        viewer, len(viewer.history), body.k or DEFAULT_K, filters, least, impression_ts, body.request_id or None
-    )
+    topics = None if wishes.topics is UNSET else tuple(wishes.topics)
+    least = -np.inf if wishes.min_score is UNSET else wishes.min_score
+    ranking: dict[str, Any] = {}
+    if isinstance(wishes, RecommendWishes):
+        weights, wanted = wishes_of(wishes.weights, wishes.actions_wanted, models[1].vocabulary)
+        top_k = wishes.top_k or None
+        if top_k is not None and top_k > MAX_ID:
+            raise ValueError
+        ranking = {"context": contexts[1], "weights": weights, "top_k": top_k, "wanted": wanted}
+    if contexts[0].user_id == 0 and not contexts[0].post_ids.any():
+        raise InvalidRequest([("user_id", "is 0 and the history holds no post: nothing is known of this user")])
+    query = Query(contexts[0], wishes.k or DEFAULT_K, Filters(excluded, topics, after), least)
+    return PostsRequest(query, len(history), impression_ts, wishes.request_id or None, **ranking)
 
 
 def render(
     posts: Retrieved,
-    request: RetrievalRequest,
+    request: PostsRequest,
     served: ServedRetrieval,
     *,
     history_used: int,
@@ -154,9 +189,8 @@ def render(
 def joined(posts: Retrieved, served: ServedRetrieval, ranker: Manifest) -> reply.Joined:
     """What the reply of /recommend adds to that of /rank."""
     models = {"retrieval": _name_of(served.manifest), "ranker": _name_of(ranker)}
-    scores, ranks = (b',"retrieval_score":', posts.scores), (b',"retrieval_rank":', np.arange(1, len(posts) + 1))
     return reply.Joined(
-        {"models": models, "corpus": corpus_of(served, posts)}, {"visible": posts.visible}, [scores, ranks]
+        {"models": models, "corpus": corpus_of(served, posts)}, {"visible": posts.visible}, posts.scores
     )
 
 

@@ -39,6 +39,8 @@ class Posts:
 
 
 NO_HISTORY, NO_CANDIDATES = HistoryArrays([], []), CandidateArrays([], [])
+NOTHING: NDArray[Any] = np.zeros(0)
+NO_POSTS = Posts(NOTHING, NOTHING, NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,7 @@ class Request:
 
     def without_history(self) -> Request:
         """All that the reply needs, so that a long history is not kept while the request waits."""
-        nothing = np.zeros(0)
-        return replace(self, history=Posts(nothing, nothing, nothing), actions=nothing, dwell_seconds=nothing)  # type: ignore[arg-type]
+        return replace(self, history=NO_POSTS, actions=NOTHING, dwell_seconds=NOTHING)
 
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:

@@ -146,7 +146,7 @@ class Admission:
             self.context_tokens - now.context_tokens,
             self.batching,
         )
-        if forwards <= 0:
+        if forwards < 1:  # whatever is before the job, they share a forward
             return Wait(left, 0)
         full_seconds = self.forward_time.seconds((self.cost - now.cost) / forwards) or 0.0
         ahead = int(forwards * self._share_ahead(job) + 1e-9)
@@ -222,10 +222,11 @@ class Admission:
         held = self._held.get(job.key)
         if held is None:
             held = self._held[job.key] = _Held()
+        candidates, context_tokens = sign * job.candidates, sign * job.context_tokens
         self.requests += sign
-        counted: Admission | _Held
-        for counted in (self, held):
-            counted.candidates += sign * job.candidates
-            counted.context_tokens += sign * job.context_tokens
-        if not held.cost:
+        self.candidates += candidates
+        self.context_tokens += context_tokens
+        held.candidates += candidates
+        held.context_tokens += context_tokens
+        if not held.candidates:
             del self._held[job.key]

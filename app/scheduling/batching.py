@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import msgspec
 
 from app.scheduling.job import Job
 from app.settings import Batching
@@ -11,8 +12,7 @@ from app.settings import Batching
 JobT = TypeVar("JobT", bound=Job)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk(Generic[JobT]):
+class Chunk(msgspec.Struct, Generic[JobT], frozen=True, eq=False):
     """Candidates `start … stop - 1` of a job."""
 
     job: JobT
@@ -109,7 +109,7 @@ class Batcher(Generic[JobT]):
         chunks: list[Chunk[JobT]] = []
         candidates, tokens = self.batching.max_candidates, self.batching.max_context_tokens
         while self._queues and len(chunks) < self.batching.requests:
-            key = min(self._queues, key=lambda name: self._served[name])
+            key = min(self._queues, key=self._served.__getitem__)
             chunk = self._next_chunk(next(iter(self._queues[key])))
             size = chunk.stop - chunk.start
             if chunks and (size > candidates or chunk.context_tokens > tokens):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
@@ -49,8 +49,8 @@ class Endpoint(Protocol):
         ...
 
 
-Routes = Mapping[tuple[bytes, bytes], Endpoint]
-"""By method and request target."""
+Routes = Callable[[bytes, bytes], Endpoint | None]
+"""Method and request target → who takes the request; None for an ASGI application."""
 
 
 class Call:
@@ -141,6 +141,7 @@ class Call:
         fields = b"".join([b"%b: %b\r\n" % field for field in (*protocol.server_state.default_headers, *headers)])
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
         self.response_started = True
+        self._handler = None  # what the request held would else stay until the connection's next one
         self._bytes = b"".join((STATUS_LINE[status], fields, end, body))
         is_impatient = may_wait and protocol.is_impatient()
         if not is_impatient or not protocol.observer.refusals.hold(self._write):

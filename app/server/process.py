@@ -240,7 +240,7 @@ def _config(
         StrictProtocol,
         limits=settings.connections,
         observer=observer,
-        routes=routes or {},
+        routes=routes or (lambda method, target: None),
         is_counted=routes is not None,
     )
     return uvicorn.Config(

@@ -202,7 +202,7 @@ class StrictProtocol(HttpToolsProtocol):
         self._check_headers()
         if self.parser.should_upgrade():
             return  # llhttp would take the body for another protocol: see `_decline`
-        endpoint = self.routes.get((self.parser.get_method(), self.url))
+        endpoint = self.routes(self.parser.get_method(), self.url)
         before = self.cycle
         if endpoint is None:
             self._begin_cycle()
@@ -233,7 +233,6 @@ class StrictProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
         self.cycle.receive = _Receive(self.cycle)
-        self.scope["state"]["rest"] = self.rest
 
     def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
         if isinstance(cycle, Call):

@@ -11,7 +11,7 @@ from app.budgets import Budget
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
 from app.engine.searches import Searches, Version
 from app.errors import CorpusNotLoaded, EngineDown, Overloaded
-from app.interface import Changed, Found, PostChange, ReloadInProgress, ServedRetrieval
+from app.interface import Changed, FoundDone, PostChange, ReloadInProgress, ServedRetrieval, Ticket
 from app.scheduling.job import Clock
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -188,9 +188,11 @@ class RetrievalService:
 
     # searches
 
-    async def retrieve(self, served: ServedRetrieval, query: Query, deadline: float, key: str | None = None) -> Found:
+    def retrieve(
+        self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
+    ) -> Ticket:
         """As `interface.Retrieval.retrieve`."""
         for version in self._versions:
             if version.loaded.served is served and not version.freed:
-                return await self.searches.find(version, query, deadline, key)
+                return self.searches.find(version, query, deadline, key, done)
         raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from model.inputs import Candidates, Context
 RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
 RETRY_AFTER_DOWN_SECONDS = 5.0
 WATCHDOG_SECONDS = 0.5
+STALL_LOOK_SECONDS = 0.01  # between two looks of requests, as long as all is well
 COLLECT_OBJECTS = 10_000
 COLLECT_TIMES = 10  # collections of a generation before the next older one has its turn
 CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
@@ -81,6 +83,8 @@ class RankingService:
         self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
+        self._stalled = ""
+        self._stall_look = -math.inf  # clock seconds of the last look
         self._crowded_until = 0.0
         self._answered = self._refused = 0
         self._idle = asyncio.Event()  # nothing is admitted and unanswered
@@ -221,7 +225,10 @@ class RankingService:
         if self._refusing:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-        if down := self.lifecycle.failure or self._stall():
+        now = self.clock()
+        if self._stalled or now - self._stall_look > STALL_LOOK_SECONDS:
+            self._stall_look, self._stalled = now, self._stall()
+        if down := self.lifecycle.failure or self._stalled:
             raise EngineDown(down, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
         if self.versions.current is None:
             self.metrics.rejected.labels("not_ready").inc()
@@ -235,9 +242,8 @@ class RankingService:
         if counted or kind is DeadlineExceeded:  # a deadline that has passed is a refusal in any case
             self._refused += 1
             self.metrics.rejected.labels(refusal.reason).inc()
-        error = kind(f"Refused on arrival: {refusal.detail}.", retry_after_seconds=refusal.retry_after_seconds)
-        error.may_wait = self.loop_clock.lag.is_short_of_time
-        raise error
+        detail, may_wait = f"Refused on arrival: {refusal.detail}.", self.loop_clock.lag.is_short_of_time
+        raise kind(detail, retry_after_seconds=refusal.retry_after_seconds, may_wait=may_wait)
 
     def _release(self, job: RankJob) -> None:
         """The job is answered, cancelled or expired."""

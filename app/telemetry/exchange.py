@@ -27,3 +27,8 @@ class Exchange:
     cache: str = ""
     stages: dict[str, float] = field(default_factory=dict)
     is_named_by_caller: bool = False
+
+    def name(self, request_id: str | None) -> None:
+        """Take the name in the body, unless a header had one."""
+        if request_id is not None and not self.is_named_by_caller:
+            self.request_id = request_id

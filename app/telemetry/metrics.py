@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, TypeVar
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
@@ -49,8 +50,7 @@ class Snapshot:
     corpus_changes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReport:
+class BatchReport(msgspec.Struct, frozen=True):
     """What one forward was: for metrics and the observed rate. `candidates` of each chunk; times in seconds."""
 
     candidates: Sequence[int]

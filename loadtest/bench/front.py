@@ -1,94 +1,121 @@
-"""`python -m loadtest.bench.front`: requests a second beside a bare ASGI function, by wrk in turns; one JSON line last.
+"""`python -m loadtest.bench.front`: the table of the thin path in one alternated run, appended to the history; one JSON line last.
 
-The bare function parses the same bodies with orjson and sends a reply of the same size: what a server in Python can do at most.
+In every round each part takes one reading of all of its sides, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
-import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import httpx
-import orjson
+from rich.console import Console
 
-from loadtest.bench.service import ranking_bodies
+from loadtest.bench.hop import Hop
+from loadtest.bench.impatience import FEW, LOGGED, MANY, Impatience, RefusalCost, example
+from loadtest.bench.long_bodies import LongBodies
+from loadtest.bench.rates import Rates
+from loadtest.bench.scaling import Scaling
+from loadtest.bench.service import mini_checkpoint, ranking_bodies, reply_rows
+from loadtest.bench.start import start_row
+from loadtest.bench.table import Row, append_history, show
 from loadtest.generate import wrk
-from loadtest.machine import ROOT, machine
-from loadtest.servers.launch import Server, free_port, process, ranking_server
-from loadtest.timing import Figure, ratio
+from loadtest.machine import ROOT, commit, machine
+from loadtest.servers.launch import Server, ranking_server
+from loadtest.timing import Figure
 
-TARGETS = {(7, 16): 0.25, (64, 16): 0.30}  # of the ratio
-REPLY_BYTES = "FRONT_REPLY_BYTES"
-
-
-async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """The ASGI function: read, parse, reply."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    orjson.loads(body or b"{}")
-    size = os.environ[REPLY_BYTES]
-    headers = [(b"content-type", b"application/json"), (b"content-length", size.encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"x" * int(size)})
+RESULTS = ROOT / "loadtest" / "results"
+BLOCKING_CLIENTS = 100
 
 
-def measure(
-    server: Server, fronts: Server | None, bodies: Sequence[bytes], candidates: int, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """A row for each number of connections; the sides take turns, so that a busy machine slows all of them."""
-    if not wrk.IS_INSTALLED:
-        return [{"candidates": candidates, "not measured": "wrk is not installed"}]
-    first = httpx.post(f"{server.url}/rank", content=bodies[0], headers={"content-type": "application/json"})
-    port, size = free_port(), {REPLY_BYTES: str(len(first.raise_for_status().content))}
-    flags = "--loop uvloop --http httptools --no-access-log --log-level warning --lifespan off"
-    command = [sys.executable, "-m", "uvicorn", "loadtest.bench.front:bare", "--port", str(port), *flags.split()]
-    rows = []
-    with process(command, size, port=port) as other:
-        for connections in (1, 16):
-            sides = {"ours": server, "bare": other} | ({} if fronts is None else {"fronts": fronts})
-            read: dict[str, list[wrk.Reading]] = {side: [] for side in sides}
-            for _ in range(options.rounds):
-                for side, target in sides.items():
-                    read[side].append(wrk.read(f"{target.url}/rank", bodies, connections, options.seconds))
-            rates = {side: [reading.good_per_s for reading in found] for side, found in read.items()}
-            figures = {f"{side}_per_s": Figure.of(found) for side, found in rates.items()}
-            figures["ratio"] = ratio(rates["ours"], rates["bare"])
-            figures["p50_ms"] = Figure.of([reading.p50_ms for reading in read["ours"]])
-            if fronts is not None:
-                figures["fronts_ratio"] = ratio(rates["fronts"], rates["ours"])
-                figures["fronts_p50_ms"] = Figure.of([reading.p50_ms for reading in read["fronts"]])
-            rows.append(
-                {"candidates": candidates, "connections": connections, "target": TARGETS.get((candidates, connections))}
-                | {name: [float(f"{part:.3g}") for part in (f.median, f.low, f.high)] for name, f in figures.items()}
+class Part(Protocol):
+    """Some rows of the table."""
+
+    def read(self) -> None:
+        """One round."""
+        ...
+
+    def rows(self) -> list[Row]:
+        """What all rounds gave."""
+        ...
+
+
+class Replies:
+    """The server's own time to write a reply of 512 candidates, by wire."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.found: list[list[Row]] = []
+
+    def read(self) -> None:
+        """Two hundred requests on each wire."""
+        self.found.append(list(reply_rows(self.server.target)))
+
+    def rows(self) -> list[Row]:
+        """The medians of the rounds."""
+        return [
+            Row(
+                rounds[0].name, Figure.of([row.figure.median for row in rounds]), "ms", rounds[0].target, at_least=False
             )
-    return rows
+            for rounds in zip(*self.found, strict=True)
+        ]
+
+
+def parts(stack: ExitStack, options: argparse.Namespace) -> Iterator[Part]:
+    """All of the table, with the servers that they need."""
+    one = stack.enter_context(ranking_server(**LOGGED))
+    seven, seconds = [example()], options.seconds
+    if wrk.IS_INSTALLED:
+        sides = {"ours": one, "fronts": stack.enter_context(ranking_server(**LOGGED, fronts=options.fronts))}
+        if options.before:
+            sides["before"] = stack.enter_context(ranking_server(root=options.before, **LOGGED))
+        many = [request.partition(b"\r\n\r\n")[2] for request in ranking_bodies(one.target, 64, 2000)]
+        yield Rates(stack, sides, {7: seven, 64: many}, seconds)
+        yield Impatience({"now": one}, seven[0], seconds, (FEW, MANY))
+        yield RefusalCost(stack, seven[0], seconds)
+        yield Scaling(stack, options.fronts, seconds)
+    yield LongBodies(one, -(-BLOCKING_CLIENTS // options.rounds))
+    yield Replies(stack.enter_context(ranking_server(checkpoint=stack.enter_context(mini_checkpoint()))))
+    yield Hop(stack, seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 whether or not the targets are met."""
+    """Exit status 0 whether or not the targets are met: the table says so."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench.front", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of one reading")
-    parser.add_argument("--fronts", type=int, default=0, help="beside one process, so many fronts")
-    parser.add_argument("--checkpoint", type=Path, default=ROOT / "weights" / "demo")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of one reading")
+    parser.add_argument("--fronts", type=int, default=2, help="so many, beside one process")
+    parser.add_argument(
+        "--before", type=Path, help="a checkout of another commit: one process must not be slower, nor import more"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where history.csv is")
     options = parser.parse_args(arguments)
-    settings: dict[str, Any] = {"checkpoint": options.checkpoint, "logs__format": "json", "logs__success_sample": 1}
-    several = ranking_server(**settings, fronts=options.fronts) if options.fronts else nullcontext()
-    with ranking_server(**settings) as server, several as fronts:
-        seven = orjson.dumps(orjson.loads((ROOT / "weights/demo/example.json").read_bytes()))
-        many = [request.partition(b"\r\n\r\n")[2] for request in ranking_bodies(server.target, 64, 2000)]
-        rows = measure(server, fronts, [seven], 7, options) + measure(server, fronts, many, 64, options)
-    for row in rows:  # each figure: median, 10th and 90th percentile
-        print("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in row.items()))
-    print(json.dumps({**machine(), "front": rows}, ensure_ascii=False))
+    console, run = Console(stderr=True), {**machine(), "torch": importlib.metadata.version("torch")}
+    rows: list[Row] = []
+    figures: dict[str, Any] = {}
+    with ExitStack() as stack:
+        found = list(parts(stack, options))
+        for number in range(options.rounds):
+            for part in found:
+                part.read()
+                console.print(f"round {number + 1}/{options.rounds}: {type(part).__name__}")
+        for part in found:
+            rows += part.rows()
+            if isinstance(part, Rates | Impatience):
+                figures[type(part).__name__.lower()] = part.figures()
+    if options.before:
+        rows.append(start_row(options.before, **LOGGED))
+        run["before"] = commit(options.before)
+    append_history(options.results / "history.csv", rows, run)
+    show(rows, Console(width=150))
+    if not wrk.IS_INSTALLED:
+        print("wrk is not installed: rates, goodput, the cost of refusals and several fronts were not measured.")
+    print(json.dumps({**run, "rows": [row.to_dict() for row in rows], **figures}, ensure_ascii=False))
     return 0
 
 

@@ -1,21 +1,19 @@
-"""`python -m loadtest.bench.hop`: what the way from a front to the engine process and back costs, apart from queue and forward.
+"""Rows of the thin path: what the way from a front to the engine process and back costs, apart from queue and forward.
 
-One front without HTTP in this process, before a real engine process whose engine takes no time. One JSON line last.
+One front without HTTP in this process, before a real engine process whose engine takes no time.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import ctypes
 import os
+import struct
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import uvloop
@@ -26,132 +24,131 @@ from app.fronts.role import Role
 from app.interface import Ranked
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
-from loadtest.machine import ROOT, machine
+from loadtest.bench.scaling import NULL, processor_seconds
+from loadtest.bench.table import Row
+from loadtest.machine import ROOT
 from loadtest.timing import Figure
 from model.inputs import Candidates, Context
 
-SIZES = ((7, 17), (64, 63))  # candidates and history of a request; the null engine keeps 16 of these
+CANDIDATES, HISTORY = 7, 16
 IN_FLIGHT = 32
-TARGETS_MS = {"p50": 0.10, "p99": 0.30}
-TARGET_LOOP_US = 25.0
-NULL = (sys.executable, "-m", "loadtest.soak.null_engine")
+TARGET_P50_MS, TARGET_P99_MS, TARGET_LOOP_US = 0.10, 0.30, 25.0
+CLOCK_MONOTONIC, TFD_NONBLOCK = 1, 0o4000
 
 
-class Front:
-    """Sends requests of one size, and notes how long each took apart from queue and forward."""
+class Hop:
+    """Each round: as many requests a second as go, 32 at a time; then half as many, evenly spaced."""
 
-    def __init__(self, service: RemoteService, candidates: int, history: int) -> None:
-        self.service = service
-        self.seconds: list[float] = []
-        history = min(history, service.model.manifest.config.history_length)
-        ids, zeros = (
-            np.arange(1, 1 + max(candidates, history), dtype=np.uint64),
-            np.zeros(max(candidates, history), np.int64),
-        )
-        actions = np.zeros((history, service.model.manifest.config.actions), np.float32)
-        past, some = slice(history), slice(candidates)
-        self.context = Context(7, ids[past], ids[past], actions, zeros[past], np.zeros(history, np.float32))
-        self.candidates = Candidates(ids[some], ids[some], zeros[some], zeros[some])
+    def __init__(self, stack: ExitStack, seconds: float) -> None:
+        self.seconds = seconds
+        self.figures: dict[str, list[float]] = {}
+        self._taken: list[float] = []  # seconds of each request, of this reading
+        self._runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        role = Role(f"{directory}/engine", os.getpid())
+        environment = role.environment() | {"RANKER_LOGS__LEVEL": "error", "RANKER_QUEUE__MAX_WAIT_SECONDS": "0"}
+        self._engine = subprocess.Popen(NULL, cwd=ROOT, env=environment)
+        stack.callback(self._engine.wait, 20)
+        stack.callback(self._engine.terminate)
+        self._service = RemoteService(Settings(), role.path, 1, Metrics())
+        stack.callback(lambda: self._runner.run(self._service.stop(1.0)))
+        ids, zeros = np.arange(1, 1 + HISTORY, dtype=np.uint64), np.zeros(HISTORY, np.int64)
+        actions, dwell = np.zeros((HISTORY, 3), np.float32), np.zeros(HISTORY, np.float32)
+        some = slice(CANDIDATES)
+        self._context = Context(7, ids, ids, actions, zeros, dwell)
+        self._candidates = Candidates(ids[some], ids[some], zeros[some], zeros[some])
 
-    def send(self, then: Any = None) -> None:
-        """One request; `then` is called at its end."""
-        began = time.perf_counter()
+    def read(self) -> None:
+        """One round."""
+        self._runner.run(self._read())
 
-        def done(result: Ranked | ServiceError) -> None:
-            if isinstance(result, Ranked):  # else it was refused: the machine had no time for so many
-                self.seconds.append(time.perf_counter() - began - result.queue_seconds - result.forward_seconds)
-            if then is not None:
-                then()
+    def rows(self) -> list[Row]:
+        """At half load; the loop's work at full load besides."""
+        figures = {name: Figure.of(values) for name, values in self.figures.items()}
+        return [
+            Row(
+                "hop front → engine process → front, p50 at half load",
+                figures["p50_ms"],
+                "ms",
+                TARGET_P50_MS,
+                at_least=False,
+            ),
+            Row("hop, p99 at half load", figures["p99_ms"], "ms", TARGET_P99_MS, at_least=False),
+            Row(
+                "engine process's loop, a request at half load",
+                figures["loop_us"],
+                "µs",
+                TARGET_LOOP_US,
+                at_least=False,
+            ),
+            Row("the same at full load", figures["full_loop_us"], "µs", TARGET_LOOP_US, at_least=False),
+        ]
 
-        service, candidates = self.service, len(self.candidates)
-        place = service.admit(service.model, candidates=candidates, history=len(self.context), deadline=None)
-        service.rank(place, self.context, self.candidates, done)
+    async def _read(self) -> None:
+        self._service.start()
+        while not self._service.health().ready:  # noqa: ASYNC110  # another process
+            await asyncio.sleep(0.05)
+        full = await self._load(self._pipelined)
+        half = await self._load(lambda: self._paced(len(self._taken) / self.seconds / 2))
+        p50, p99 = np.percentile(self._taken, [50, 99])
+        for name, value in (("full_loop_us", full), ("loop_us", half), ("p50_ms", 1e3 * p50), ("p99_ms", 1e3 * p99)):
+            self.figures.setdefault(name, []).append(float(value))
 
-    async def pipelined(self, seconds: float) -> float:
-        """Requests a second with `IN_FLIGHT` of them at a time."""
-        self.seconds.clear()
-        until = time.perf_counter() + seconds
+    async def _load(self, load: Callable[[], object]) -> float:
+        """Microseconds of the engine process's loop a request."""
+        before = processor_seconds(self._engine.pid)
+        await load()  # type: ignore[misc]
+        return (processor_seconds(self._engine.pid) - before) / len(self._taken) * 1e6
+
+    async def _pipelined(self) -> None:
+        self._taken.clear()
+        until = time.perf_counter() + self.seconds
 
         def again() -> None:
             if time.perf_counter() < until:
-                self.send(again)
+                self._send(again)
 
         for _ in range(IN_FLIGHT):
-            self.send(again)
-        await asyncio.sleep(seconds + 0.1)
-        return len(self.seconds) / seconds
+            self._send(again)
+        await asyncio.sleep(self.seconds + 0.1)
 
-    async def paced(self, rate: float, seconds: float) -> None:
-        """An open loop at that rate."""
-        self.seconds.clear()
-        began, sent = time.perf_counter(), 0
-        while (now := time.perf_counter() - began) < seconds:
-            while sent < now * rate:
-                self.send()
-                sent += 1
-            await asyncio.sleep(0.0005)
+    async def _paced(self, rate: float) -> None:
+        self._taken.clear()
+        with ticks(rate) as descriptor:
+            loop = asyncio.get_running_loop()
+
+            def due() -> None:
+                for _ in range(int.from_bytes(os.read(descriptor, 8), "little")):
+                    self._send()
+
+            loop.add_reader(descriptor, due)
+            await asyncio.sleep(self.seconds)
+            loop.remove_reader(descriptor)
         await asyncio.sleep(0.1)
 
+    def _send(self, then: Callable[[], None] | None = None) -> None:
+        """One request; `then` is called at its end."""
+        service, began = self._service, time.perf_counter()
 
-def loop_seconds(process: int) -> float:
-    """CPU time of a process's main thread, on which its event loop runs."""
-    return int(Path(f"/proc/{process}/task/{process}/schedstat").read_text().split()[0]) / 1e9
+        def done(result: Ranked | ServiceError) -> None:
+            if isinstance(result, Ranked):  # else it was refused: the machine had no time for so many
+                self._taken.append(time.perf_counter() - began - result.queue_seconds - result.forward_seconds)
+            if then is not None:
+                then()
 
-
-async def measure(path: str, process: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each size."""
-    service = RemoteService(Settings(), path, 1, Metrics())
-    service.start()
-    while not service.health().ready:  # noqa: ASYNC110  # another process
-        await asyncio.sleep(0.05)
-    rows: list[dict[str, Any]] = []
-    for candidates, history in SIZES:
-        front = Front(service, candidates, history)
-        rates, medians, lates, loops, full = [], [], [], [], []
-        for _ in range(options.rounds):
-            before = loop_seconds(process)
-            rates.append(await front.pipelined(options.seconds))
-            full.append((loop_seconds(process) - before) / len(front.seconds) * 1e6)
-            before = loop_seconds(process)
-            await front.paced(options.rate or rates[-1] / 2, options.seconds)
-            loops.append((loop_seconds(process) - before) / len(front.seconds) * 1e6)
-            medians.append(float(np.percentile(front.seconds, 50)) * 1e3)
-            lates.append(float(np.percentile(front.seconds, 99)) * 1e3)
-        figures = {"per_s": rates, "p50_ms": medians, "p99_ms": lates, "engine_loop_us": loops}
-        figures["engine_loop_full_us"] = full
-        rows.append({"candidates": candidates} | {name: _rounded(values) for name, values in figures.items()})
-    await service.stop(1.0)
-    return rows
+        place = service.admit(service.model, candidates=CANDIDATES, history=HISTORY, deadline=None)
+        service.rank(place, self._context, self._candidates, done)
 
 
-def _rounded(values: list[float]) -> list[float]:
-    figure = Figure.of(values)
-    return [float(f"{part:.3g}") for part in (figure.median, figure.low, figure.high)]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 whether or not the targets are met."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.bench.hop", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of one reading")
-    parser.add_argument("--rate", type=float, help="requests a second; by default half of what it can do")
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        role = Role(f"{directory}/engine", os.getpid())
-        environment = role.environment() | {"RANKER_LOGS__LEVEL": "error", "RANKER_QUEUE__MAX_WAIT_SECONDS": "0"}
-        engine = subprocess.Popen(NULL, cwd=ROOT, env=environment)
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                rows = runner.run(measure(role.path, engine.pid, options))
-        finally:
-            engine.terminate()
-            engine.wait(20)
-    for row in rows:  # each figure: median, 10th and 90th percentile
-        print("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in row.items()))
-    targets = {**TARGETS_MS, "engine_loop_us": TARGET_LOOP_US}
-    print(json.dumps({**machine(), "targets": targets, "hop": rows}, ensure_ascii=False))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@contextmanager
+def ticks(rate: float) -> Iterator[int]:
+    """A descriptor that is readable so many times a second; uvloop's own timers are true to a millisecond alone."""
+    libc, nanoseconds = ctypes.CDLL(None), int(1e9 / rate)
+    descriptor: int = libc.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK)
+    libc.timerfd_settime(
+        descriptor, 0, struct.pack("4q", *divmod(nanoseconds, 10**9), *divmod(nanoseconds, 10**9)), None
+    )
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

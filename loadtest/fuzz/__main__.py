@@ -98,7 +98,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
         listener = create_grpc_server(app, settings)
         await listener.start()
         async with grpc.aio.insecure_channel(f"{HOST}:{listener.port}") as channel:
-            yield Fuzzed(InProcess(app, admin, channel, app.rank), os.getpid(), service.metrics.render, app.openapi())
+            yield Fuzzed(InProcess(app, admin, channel, app.direct), os.getpid(), service.metrics.render, app.openapi())
         await listener.stop(1.0)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import grpc
 from starlette.types import ASGIApp
 
 from app.http.admin import POSTS, RELOAD
-from app.http.direct import RankEndpoint
+from app.http.direct import DirectEndpoint
 from app.http.grpc_server import ROUTES
 from app.http.observe import METHODS
 from loadtest.fuzz.calls import Answer, Call, send, send_direct
@@ -32,13 +32,15 @@ class Target(Protocol):
 
 
 class InProcess:
-    """The applications themselves; `rank` takes /rank as a connection of ours would, without it that goes the way of ASGI."""
+    """The applications themselves; `direct` takes its paths as a connection of ours would; the others go the way of ASGI."""
 
-    def __init__(self, app: ASGIApp, admin: ASGIApp, channel: grpc.aio.Channel, rank: RankEndpoint | None) -> None:
+    def __init__(
+        self, app: ASGIApp, admin: ASGIApp, channel: grpc.aio.Channel, direct: Mapping[str, DirectEndpoint]
+    ) -> None:
         self.app = app
         self.admin = admin
         self.channel = channel
-        self.rank = rank
+        self.direct = direct
 
     async def ask(self, calls: Sequence[Call]) -> list[Answer]:
         """As `Target.ask`."""
@@ -47,8 +49,8 @@ class InProcess:
     def _one(self, call: Call) -> asyncio.Future[Answer]:
         if call.path in ROUTES:
             return asyncio.ensure_future(ask_grpc(self.channel, call))
-        if self.rank is not None and call.path == "/rank" and call.method == "POST":
-            return send_direct(self.rank, call)
+        if call.method == "POST" and (endpoint := self.direct.get(call.path)) is not None:
+            return send_direct(endpoint, call)
         return asyncio.ensure_future(send(self.admin if call.path in (RELOAD, POSTS) else self.app, call))
 
 

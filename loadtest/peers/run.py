@@ -20,6 +20,7 @@ from loadtest.generate.generator import closed_samples
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.machine import ROOT, machine
 from loadtest.measure.figures import percentiles_ms
+from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import Server, free_port, process, ranking_server
 from loadtest.servers.target import Target, TargetError
 from model.tolerances import PARITY
@@ -29,6 +30,7 @@ CLIENTS = 32
 SINGLE_SECONDS = 2.0
 MOST_RPS = 1_500  # bodies are made for this rate; a faster server ends its block early, and is measured as it is
 PROBES = 4
+NOTHING = "none: parses JSON, sends as many bytes"
 # torch's threads sleep while they wait for each other: spinning starves the process that does HTTP
 ALIKE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -56,6 +58,8 @@ PEERS = (
     Peer("ours, batching off", "ours", settings=(("batching__enabled", "false"),)),
     Peer("ours, context cache off", "ours, no cache", settings=(("cache__bytes", "0"),)),
     Peer("ours", "ours"),
+    Peer("ours, two fronts", "ours", settings=(("fronts", "2"),)),
+    Peer("bare function", NOTHING, "bare"),  # last: it sends as many bytes as the one before
 )
 
 
@@ -80,9 +84,13 @@ def measure_peers(
         servers: dict[str, Server] = {}
         for peer in peers:
             say(f"starting {peer.name}")
-            servers[peer.name] = stack.enter_context(_server(peer, checkpoint, dtype, threads))
+            if peer.engine == NOTHING:
+                starts = bare_server(_reply_bytes([*servers.values()][-1].target, candidates, window) if servers else 0)
+            else:
+                starts = _server(peer, checkpoint, dtype, threads)
+            servers[peer.name] = stack.enter_context(starts)
         tolerance = PARITY[getattr(torch, dtype)].probabilities  # stacks may batch, and batching moves bf16's last bits
-        targets = {name: server.target for name, server in servers.items()}
+        targets = {peer.name: servers[peer.name].target for peer in peers if peer.engine != NOTHING}
         largest = _check_alike(targets, candidates, window, tolerance)
         for server in servers.values():
             server.pause()
@@ -160,9 +168,7 @@ def _check_alike(targets: dict[str, Target], candidates: int, window: int, toler
     largest = 0.0
     for name, target in targets.items():
         for index, body in enumerate(_bodies(1, candidates, window, PROBES)):
-            reply = httpx.post(
-                f"{target.origin}/rank", content=body, headers={"Content-Type": "application/json"}, timeout=60
-            )
+            reply = _ask(target, body)
             if reply.status_code != 200:
                 raise TargetError(f"{name} answers {reply.status_code}: {reply.text[:300]}")
             found = np.array([candidate["probabilities"] for candidate in reply.json()["candidates"]])
@@ -172,6 +178,14 @@ def _check_alike(targets: dict[str, Target], candidates: int, window: int, toler
             if largest > tolerance:
                 raise TargetError(f"{name} scores otherwise than {next(iter(targets))}: by up to {largest:.3g}")
     return largest
+
+
+def _reply_bytes(target: Target, candidates: int, window: int) -> int:
+    return len(_ask(target, _bodies(1, candidates, window, 1)[0]).content)
+
+
+def _ask(target: Target, body: bytes) -> httpx.Response:
+    return httpx.post(f"{target.origin}/rank", content=body, headers={"Content-Type": "application/json"}, timeout=60)
 
 
 def _block(target: Target, bodies: list[bytes], seconds: float) -> dict[str, float]:
@@ -214,7 +228,8 @@ def _brief(block: dict[str, float]) -> str:
 
 
 def _verdict(rows: list[dict[str, Any]]) -> str:
-    fastest, first = max(rows, key=lambda row: float(row["throughput_rps"])), rows[0]
+    ranking = [row for row in rows if row["engine"] != NOTHING] or rows
+    fastest, first = max(ranking, key=lambda row: float(row["throughput_rps"])), rows[0]
     return (
         f"{fastest['name']}: {fastest['throughput_rps']:.0f} requests / s at {CLIENTS} clients, "
         f"{fastest['ratio']:.1f} times {first['name']}."

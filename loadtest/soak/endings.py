@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import subprocess
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from loadtest.generate.http_client import Client, Reply
 from loadtest.generate.payload import rank_request
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
+from loadtest.soak.corpora import Oracle, search_request
 from loadtest.soak.oracle import vanish
 from loadtest.soak.servers import HANG, RAISE, STICKY, fake
 
 CLIENTS = 16
 STUCK_SECONDS = 5.0
 RESTART_SECONDS = 2.0
+STALL_EXIT_SECONDS = 6.0
+LATE_EXIT_SECONDS = 3.0  # to look, to answer those who wait, and to end
+EXIT_ENGINE_LOST = 70
 EXIT_SECONDS = 20.0
 SETTLE_SECONDS = 10.0  # for what lies unread in the sockets when the last client has gone
 LOST_SECONDS = 3.0  # a request that got no reply for so long got none at all
@@ -91,27 +99,46 @@ async def _killed(server: Server, sent: signal.Signals) -> int:
 
 def stuck(runs: int, **settings: object) -> Row:
     """F5: a forward that never ends. readyz says 503 within 5 s, callers get 504 at their deadline, the process restarts."""
+    return _all_stuck(runs, "engine", rank_request, settings)
+
+
+def stuck_search(runs: int, **settings: object) -> Row:
+    """F5: the same of a search."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Oracle("stuck", Path(folder), 0)
+        served = {"retrieval__checkpoint": corpus.towers, "retrieval__corpus": corpus.corpus}
+        return _all_stuck(runs, "search", lambda user: search_request(user - 1, "/retrieve"), served | settings)
+
+
+def _all_stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapping[str, object]) -> Row:
     failed, slowest = 0, 0.0
+    chosen = {"deadline__default_seconds": 1.0, "queue__stall_exit_seconds": STALL_EXIT_SECONDS, **settings}
     for _ in range(runs):
-        chosen = {"deadline__default_seconds": 1.0, "queue__stall_exit_seconds": 6.0, **settings}
         with fake(**chosen) as server, asyncio.Runner() as runner:
-            seconds, statuses, code = runner.run(_stuck(server))
+            seconds, statuses, code = runner.run(_stuck(server, request))
             slowest = max(slowest, seconds)
-            failed += statuses != {504} or code != 70
-    what = "engine stuck: 504 at the deadline, then exit 70"
+            failed += statuses != {504} or code != EXIT_ENGINE_LOST
+    what = f"{what} stuck: 504 at the deadline, then exit {EXIT_ENGINE_LOST}"
     return Row("F5", what, runs, failed, slowest, STUCK_SECONDS, "s until readyz 503")
 
 
-async def _stuck(server: Server) -> tuple[float, set[int], int]:
+async def _stuck(server: Server, request: Callable[[int], bytes]) -> tuple[float, set[int], int | None]:
+    """Seconds until it is not ready, how callers were answered, and the exit code where it ends in time."""
     async with Client(HOST, server.port, timeout_seconds=10) as client:
         began = time.monotonic()
-        waiting = [asyncio.create_task(client.ask(rank_request(user))) for user in (HANG, 1, 2, 3)]
+        waiting = [asyncio.create_task(client.ask(request(HANG)))]
+        await asyncio.sleep(0.1)  # what hangs comes first
+        waiting += [asyncio.create_task(client.ask(request(user))) for user in (1, 2, 3)]
         async with asyncio.timeout(4 * STUCK_SECONDS):
             while await asyncio.to_thread(server.answers):  # noqa: ASYNC110  # another process has no event
                 await asyncio.sleep(0.05)
         seconds = time.monotonic() - began
         replies = await asyncio.gather(*waiting)
-    code = await asyncio.to_thread(server.process.wait, EXIT_SECONDS)
+    left = began + STALL_EXIT_SECONDS + LATE_EXIT_SECONDS - time.monotonic()
+    try:
+        code = await asyncio.to_thread(server.process.wait, left)
+    except subprocess.TimeoutExpired:
+        code = None
     return seconds, {reply.status for reply in replies}, code
 
 

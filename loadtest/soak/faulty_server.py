@@ -11,7 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app import assembly, budgets
-from app.engine.loading import LoadedModel, Loader, Steps
+from app.engine.loading import LoadedModel, LoadedRetrieval, Loader, RetrievalLoader, Steps, retrieval_loader
 from app.fronts.role import Role
 from app.server import process
 from app.service.service import RankingService
@@ -20,6 +20,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 from loadtest.soak.servers import HANG, RAISE, STICKY
 from model.engine import EngineError, Item, Outcome
+from model.retrieval.inputs import Answers, Query
 from weights.errors import CheckpointError
 
 leaked: list[bytearray] = []
@@ -60,6 +61,24 @@ def crossed(outcomes: list[Outcome]) -> list[Outcome]:
     return found
 
 
+def hanging(load: RetrievalLoader, seconds: float) -> RetrievalLoader:
+    """Searches of one user take so long."""
+
+    def loaded() -> LoadedRetrieval:
+        found = load()
+        search = found.engine.retrieve
+
+        def retrieve(queries: Sequence[Query]) -> Answers:
+            if any(query.context.user_id == HANG for query in queries):
+                time.sleep(seconds)
+            return search(queries)
+
+        vars(found.engine)["retrieve"] = retrieve
+        return found
+
+    return loaded
+
+
 def load_late_and_fail(seconds: float) -> Loader:
     """A checkpoint that turns out to be broken after that time."""
 
@@ -98,7 +117,11 @@ def main() -> int:
     role, settings = Role.inherited(), load_settings([])
     refused = options.refused_after_seconds
     load = loader(FaultyEngine(options)) if refused is None else load_late_and_fail(refused)
-    service = RankingService(load, settings, Metrics())
+    towers, corpus = settings.retrieval.checkpoint, settings.retrieval.corpus
+    retrieval = None
+    if towers is not None and corpus is not None:
+        retrieval = hanging(retrieval_loader(towers, corpus, settings), options.hang_seconds)
+    service = RankingService(load, settings, Metrics(), retrieval=retrieval)
     return assembly.run(settings, role, service)
 
 

@@ -1,4 +1,5 @@
-"""An engine process whose forwards take no time, for measuring what is around it."""
+"""An engine process whose forwards take no time, for measuring what is around it; with fronts, `RANKER_FRONTS=2 python -m
+loadtest.soak.null_engine`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from functools import cache
 import numpy as np
 
 from app import assembly
+from app.fronts import supervisor
 from app.fronts.role import Role
 from app.service.service import RankingService
 from app.settings import load_settings
@@ -50,8 +52,10 @@ def zeros(candidates: int) -> Scores:
 
 
 def main() -> int:
-    """The exit code of the engine process."""
+    """The exit code of the engine process, or of the supervisor that starts it."""
     role, settings = Role.inherited(), load_settings([])
+    if role is None:
+        return supervisor.run(settings, engine=[sys.executable, "-m", "loadtest.soak.null_engine"])
     return assembly.run(settings, role, RankingService(loader(NullEngine()), settings, Metrics()))
 
 

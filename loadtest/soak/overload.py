@@ -156,7 +156,7 @@ def impatience(seconds: float, rounds: int = 3, **settings: object) -> list[Row]
     with fake(**settings) as server:
         for _ in range(rounds):
             for callers in (FEW, MANY):
-                rates[callers].append(wrk.read(f"{server.url}/rank", [body], callers, each, refusals=True).good_per_s)
+                rates[callers].append(wrk.read(f"{server.url}/rank", [body], callers, each).good_per_s)
                 samples = closed_samples(
                     (HOST, server.port), requests, clients=callers, seconds=each, warm_up=8 * callers
                 )

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from app.interface import ranked
+from app.errors import ServiceError
+from app.interface import Ticket, ranked
 from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
@@ -115,3 +116,16 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  # what is awaited has no event
             await asyncio.sleep(0.002)
+
+
+async def ended(begin: Callable[..., Ticket], *arguments: Any) -> Any:
+    """What a search gives, for a task. Raises the error that it ended with; cancelling it drops the work."""
+    future = asyncio.get_running_loop().create_future()
+    ticket = begin(*arguments, future.set_result)
+    try:
+        result = await future
+    finally:
+        ticket.release()
+    if isinstance(result, ServiceError):
+        raise result
+    return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from app.errors import InvalidRequest, MalformedJson, ServiceError
 from loadtest.fuzz.mutate import Mutator
@@ -30,9 +30,9 @@ def doubled(raw: bytes, chance: random.Random) -> bytes:
     return raw[: member.start()] + member[0] + b"," + raw[member.start() :]
 
 
-def mutated(seed: int) -> Iterator[bytes]:
+def mutated(seed: int, good_ones: Sequence[bytes] = ()) -> Iterator[bytes]:
     """Endless bodies that were good once: changed values, changed bytes, doubled keys."""
-    good_ones, chance = corpus(seed), random.Random(seed)
+    good_ones, chance = list(good_ones) or corpus(seed), random.Random(seed)
     mutator = Mutator(seed, good_ones)
     while True:
         yield mutator.call().body

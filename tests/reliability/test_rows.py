@@ -101,6 +101,22 @@ def test_f5_a_stuck_engine_is_seen_answered_and_ended() -> None:
     assert row.ok, row
 
 
+@pytest.fixture
+def stuck_soon(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Settings, and how soon the process must end with them."""
+    monkeypatch.setattr(endings, "STALL_EXIT_SECONDS", 2.0)
+    return {"queue__stall_seconds": 1.0}
+
+
+def test_f5_a_stuck_search_is_seen_answered_and_ended(stuck_soon: dict[str, float]) -> None:
+    row = endings.stuck_search(1, **stuck_soon)
+    assert row.ok, row
+
+
+def test_f5_is_red_when_nobody_watches_the_search(stuck_soon: dict[str, float]) -> None:
+    assert endings.stuck_search(1, **stuck_soon, queue__stall_exit_seconds=3600, drain__timeout_seconds=1).failed
+
+
 def test_f6_the_innocent_get_their_scores_and_a_lost_device_ends_the_process() -> None:
     for row in endings.raising(100):
         assert row.ok, row

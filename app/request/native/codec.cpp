@@ -24,6 +24,7 @@ struct Scored {
     Int top_k;          // 0: all
     const Int* wanted;  // columns; null: all
     Int wanted_count, is_columnar;
+    const float* retrieved;  // scores of candidates that were retrieved, best first; null: they came with the request
     string_view head, tail;  // what comes before and after the candidates
 };
 
@@ -35,14 +36,15 @@ public:
         for (Int place = 0; place < given.names; ++place) columns[given.name[place]] = given.column[place];
     }
 
-    Int read(const char* body, Int length) {
+    // Without candidates the post ids of the history that the model does not read come last.
+    Int read(const char* body, Int length, bool has_candidates) {
         Reader reader(words, columns, history, candidates, body, length);
-        reader.request();
+        reader.request(has_candidates);
         Int events = history.count, kept = std::min(events, words.history_length), first = events - kept;
-        Int count = candidates.count, quoted = 0;
+        Int count = candidates.count, quoted = 0, older = has_candidates ? 0 : first;
         for (uint8_t is_text : candidates.quoted) quoted += is_text;
         Head head{reader.user_id, events, kept, count, quoted, static_cast<Int>(reader.rest.size())};
-        char* out = room(sizeof head + 8 * (3 * kept + 4 * count) + 4 * kept * (words.actions + 1) + count + head.rest);
+        char* out = room(sizeof head + 8 * (3 * kept + 4 * count + older) + 4 * kept * (words.actions + 1) + count + head.rest);
         for (Id& time : candidates.time) time = age_bucket(reader.impression, time);
         out = copy(out, &head, 1);
         for (auto column : {&history.post, &history.author, &history.surface}) out = copy(out, column->data() + first, kept);
@@ -51,6 +53,7 @@ public:
         out = copy(out, history.actions.data() + first * words.actions, kept * words.actions);
         out = copy(out, history.dwell.data() + first, kept);
         out = copy(out, candidates.quoted.data(), count);
+        out = copy(out, history.post.data(), older);
         return copy(out, reader.rest.data(), head.rest) - scratch.data();
     }
 
@@ -61,7 +64,7 @@ public:
         if (given.top_k) std::copy_n(order.begin(), rows, chosen.begin());
         else std::iota(chosen.begin(), chosen.end(), 0);
         Int width = given.wanted ? given.wanted_count : words.actions;
-        size_t row_bytes = 128 + DOUBLE_BYTES + (width + words.continuous) * FLOAT_BYTES;
+        size_t row_bytes = 192 + DOUBLE_BYTES + (width + words.continuous) * FLOAT_BYTES;
         for (Int place = 0; place < words.continuous; ++place) row_bytes += std::strlen(words.key[place]) + 2;
         char* out = room(given.head.size() + given.tail.size() + rows * row_bytes + SPARE_BYTES + 512 + 64 * words.continuous);
         out = put(out, given.head);
@@ -148,13 +151,19 @@ private:
 
     char* objects(char* out, const Scored& given, Int width) {
         *out++ = '[';
+        const Int last = width + words.continuous;
         for (Int row : chosen) {
-            prepare(width + words.continuous, [&](Int place) {
-                return place < width ? probability(given, row, place) : continuous(given, row, place - width);
+            prepare(last + (given.retrieved != nullptr), [&](Int place) {
+                return place < width ? probability(given, row, place)
+                    : place < last ? continuous(given, row, place - width) : given.retrieved[row];
             });
             out = id(put(out, "{\"post_id\":"), given, row);
             out = codec::write(put(out, ",\"score\":"), scores[row]);
             out = std::to_chars(put(out, ",\"rank\":"), out + 64, ranks[row]).ptr;
+            if (given.retrieved) {
+                out = number(put(out, ",\"retrieval_score\":"), last);
+                out = std::to_chars(put(out, ",\"retrieval_rank\":"), out + 64, row + 1).ptr;
+            }
             out = list(put(out, ",\"probabilities\":["), width, [&](char* out, Int place) { return number(out, place); });
             out = put(out, "],\"continuous\":{");
             out = list(out, words.continuous, [&](char* out, Int place) {
@@ -226,27 +235,29 @@ Int codec_create(const Checkpoint* words, Codec** made) {
 void codec_destroy(Codec* codec) { delete codec; }
 
 // `body` is bytes or a bytearray, behind which Python keeps a zero byte.
-Object* codec_read(Codec* codec, Object* body) {
+Object* codec_read(Codec* codec, Object* body, Int has_candidates) {
     return answer(codec, [&] {
         Bytes text(body);
-        return codec->read(text.as<char>(), text.size());
+        return codec->read(text.as<char>(), text.size(), has_candidates);
     });
 }
 
-// `wanted` is read unless `wanted_count` is negative; `quoted` may be empty.
+// `wanted` is read unless `wanted_count` is negative; `quoted` and `retrieved` may be empty.
 Object* codec_write(
     Codec* codec, Int candidates, Object* ids, Object* quoted, Object* probabilities, Object* continuous, Object* weights,
-    Int top_k, Object* wanted, Int wanted_count, Int is_columnar, Object* head, Object* tail
+    Int top_k, Object* wanted, Int wanted_count, Int is_columnar, Object* retrieved, Object* head, Object* tail
 ) {
     return answer(codec, [&] {
         const Checkpoint& words = codec->words;
         Bytes id(ids, 8 * candidates), text(quoted), before(head), after(tail);
         Bytes p(probabilities, 4 * candidates * words.actions), z(continuous, 4 * candidates * words.continuous);
         Bytes w(weights, 8 * words.actions), columns(wanted, 8 * std::max<Int>(wanted_count, 0));
+        Bytes cosines(retrieved);
         if (text.size() && text.size() != candidates) throw Declined();
+        if (!candidates || (cosines.size() && cosines.size() != 4 * candidates)) throw Declined();
         return codec->write({candidates, id.as<Id>(), text.size() ? text.as<uint8_t>() : nullptr, p.as<float>(), z.as<float>(),
-            w.as<double>(), top_k, wanted_count < 0 ? nullptr : columns.as<Int>(), wanted_count, is_columnar, before.text(),
-            after.text()});
+            w.as<double>(), top_k, wanted_count < 0 ? nullptr : columns.as<Int>(), wanted_count, is_columnar,
+            cosines.size() ? cosines.as<float>() : nullptr, before.text(), after.text()});
     });
 }
 }

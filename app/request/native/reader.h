@@ -57,25 +57,21 @@ public:
     Id user_id = 0, impression = 0;
     std::string rest;
 
-    void request() {
+    // With candidates it is a request to rank them, without a user's history alone; what else it says is in `rest`.
+    void request(bool has_candidates) {
         history.clear(), candidates.clear();
         auto is_value = [](char c) { return c == ',' || c == '[' || c == '{' || c == '\\'; };  // as in `check_cost`
         if (end - at > words.max_values && std::count_if(at, end, is_value) > words.max_values) throw Declined();
         unsigned seen = 0;
         members([&](string_view key) {
             if (key == "user_id") once(seen, 0), user_id = id(nullptr);
-            else if (key == "candidates") once(seen, 1), posts(candidates, false);
-            else if (key == "history") once(seen, 2), posts(history, true);
-            else if (key == "impression_ts") once(seen, 3), impression = integer(words.max_time);
-            else if (key == "weights") once(seen, 4), keep(key);
-            else if (key == "top_k") once(seen, 5), keep(key);
-            else if (key == "actions_wanted") once(seen, 6), keep(key);
-            else if (key == "request_id") once(seen, 7), keep(key);
-            else if (key == "reply") once(seen, 8), keep(key);
-            else throw Declined();
+            else if (key == "history") once(seen, 1), posts(history, true);
+            else if (key == "candidates" && has_candidates) once(seen, 2), posts(candidates, false);
+            else if (key == "impression_ts" && has_candidates) once(seen, 3), impression = integer(words.max_time);
+            else keep(key);  // who reads `rest` refuses what it does not know, and what comes twice
         });
         if (next() || at != end) throw Declined();
-        if ((seen & 3) != 3 || !candidates.count) throw Declined();
+        if (!(seen & 1) || (has_candidates && !candidates.count)) throw Declined();
         if (!rest.empty()) rest += '}';
     }
 

@@ -20,7 +20,7 @@ from app.settings import Retrieval, Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
 from model.retrieval.inputs import Answers, Filters, Query, Retrieved
-from tests.app.fakes import FakeClock, Gate
+from tests.app.fakes import FakeClock, Gate, ended
 
 NO_IDS = np.empty(0, np.uint64)
 NOTHING = Retrieved(NO_IDS, NO_IDS, np.empty(0, np.float32), np.empty(0, np.int64), [], 0, 0, False, 0, 0)
@@ -59,7 +59,7 @@ class Bench:
         history = np.empty(0, np.int64)
         context = Context(user, NO_IDS, NO_IDS, np.zeros((0, 3), np.float32), history, np.zeros(0, np.float32))
         query = Query(context, 5, Filters(NO_IDS))
-        find = self.queue.find(version or self.version, query, self.engine.clock.now + 100, key)
+        find = ended(self.queue.find, version or self.version, query, self.engine.clock.now + 100, key)
         return asyncio.get_running_loop().create_task(find)
 
 

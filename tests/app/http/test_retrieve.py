@@ -90,15 +90,15 @@ def test_each_post_has_the_topic_of_the_corpus(client: TestClient) -> None:
 
 def test_scores_are_the_definitions(client: TestClient) -> None:
     towers = retrieving.towers()
-    from app.request.posts_body import decode_retrieve
-    from app.request.retrieval import check_retrieve
+    from app.request.retrieval import Reading, check_posts, read_posts
     from app.request.vocabulary import Vocabulary
     from weights.format.manifest import Manifest
 
     names = ("favorite", "reply", "report")
     vocabulary = Vocabulary.of(Manifest("x", "1", towers.config, names, (), {}, {}, {}))
     body = json.dumps(asked()).encode()
-    context = check_retrieve(decode_retrieve(body, Limits(), vocabulary), vocabulary).query(towers.config).context
+    models = [Reading(vocabulary, towers.config)]
+    context = check_posts(read_posts(body, Limits(), models), models).query.context
     user = towers.encode_users([context])[0].numpy()
     posts = posts_of(client, k=400, exclude_history=False)
     ids, authors = (np.array([int(post[key]) for post in posts], np.uint64) for key in ("post_id", "author_id"))
@@ -311,9 +311,9 @@ def test_a_search_waits_under_the_key_of_its_request(tmp_path: Path, monkeypatch
     keys: list[str | None] = []
     find = Searches.find
 
-    async def noted(self: Searches, version: Any, query: Any, deadline: float, key: str | None) -> Any:
+    def noted(self: Searches, version: Any, query: Any, deadline: float, key: str | None, done: Any) -> Any:
         keys.append(key)
-        return await find(self, version, query, deadline, key)
+        return find(self, version, query, deadline, key, done)
 
     monkeypatch.setattr(Searches, "find", noted)
     secret = hashlib.sha256(b"secret").hexdigest()

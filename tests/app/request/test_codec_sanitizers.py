@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -20,6 +21,7 @@ from tests.sanitized import run_sanitized
 
 SOURCE = Path(codec.__file__).parent / "native/codec.cpp"
 pytest.importorskip("torch", reason="what the codec is compared with needs torch")
+import tests.app.request.test_retrieval as posts  # noqa: E402
 from tests.app.request.test_codec import FORM, LIMITS, MANIFEST, asked, differing, render, scored  # noqa: E402
 
 MODULE = "tests.app.request.test_codec_sanitizers"
@@ -44,7 +46,12 @@ def read_and_write(library: Path) -> int:
             for use in (made, None)
         )
         different += ours != theirs
-    return different
+    for count, wish in itertools.product((1, 7, 300), posts.WISHED):
+        ours, theirs = posts.replies(
+            open_library(library), np.random.default_rng(count).random((count, 3), np.float32), wish
+        )
+        different += ours != theirs
+    return different + len(posts.differing(posts.sent(100), posts.compiled_models(open_library(library)))[0])
 
 
 def test_the_sanitizers_have_nothing_to_say(tmp_path: Path) -> None:

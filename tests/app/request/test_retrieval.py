@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from app.errors import InvalidRequest, MalformedJson, ServiceError
+from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.request import contract, strict_json
-from app.request.posts_body import decode_recommend, decode_retrieve
-from app.request.retrieval import check_recommend, check_retrieve
+from app.request.codec import Codec, load_library
+from app.request.reply import Joined, ReplyFormat, render_joined
+from app.request.retrieval import PostsRequest, Reading, check_posts, read_compiled, read_posts
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
+from model.inputs import Scores
+from model.retrieval.inputs import Retrieved
 from tests.app.fakes import FakeEngine, loaded
+from tests.app.odd_bodies import mutated
 
-VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
+MANIFEST = loaded(FakeEngine()).checkpoint.manifest
+VOCABULARY, CONFIG = Vocabulary.of(MANIFEST), MANIFEST.config
 LIMITS = Limits(max_retrieved=2**63)
 
 FIELDS: dict[str, list[Any]] = {
@@ -66,14 +76,20 @@ def plain(model: type[contract.RetrieveRequest], raw: bytes) -> type[ServiceErro
     return None
 
 
+def models_of(*vocabularies: Vocabulary) -> list[Reading]:
+    return [Reading(vocabulary, CONFIG) for vocabulary in vocabularies]
+
+
+def checked(raw: bytes, *vocabularies: Vocabulary) -> PostsRequest:
+    models = models_of(*vocabularies)
+    return check_posts(read_posts(raw, LIMITS, models), models)
+
+
 def verdict(raw: bytes, *, ranks: bool) -> type[ServiceError] | None:
     try:
-        if ranks:
-            check_recommend(decode_recommend(raw, LIMITS, [VOCABULARY, VOCABULARY]), [VOCABULARY, VOCABULARY])
-        else:
-            check_retrieve(decode_retrieve(raw, LIMITS, VOCABULARY), VOCABULARY)
+        checked(raw, *[VOCABULARY] * (1 + ranks))
     except ServiceError as error:
-        return type(error)
+        return None if "nothing is known of this user" in error.detail else type(error)  # a rule of the search alone
     return None
 
 
@@ -102,22 +118,162 @@ def test_both_models_must_know_the_words() -> None:
         ):
             raw = json.dumps({"user_id": 1, "history": [{"post_id": 1, "author_id": 1} | event]}).encode()
             if known:
-                check_recommend(decode_recommend(raw, LIMITS, vocabularies), vocabularies)
+                checked(raw, *vocabularies)
             else:
                 with pytest.raises(InvalidRequest, match=r"history\[0\]"):
-                    check_recommend(decode_recommend(raw, LIMITS, vocabularies), vocabularies)
+                    checked(raw, *vocabularies)
     raw = json.dumps({"user_id": 1, "weights": {"share": 1}, "actions_wanted": ["share"]}).encode()
-    check_recommend(decode_recommend(raw, LIMITS, [VOCABULARY, other]), [VOCABULARY, other])
+    checked(raw, VOCABULARY, other)
     with pytest.raises(InvalidRequest, match="weights"):
-        check_recommend(decode_recommend(raw, LIMITS, [other, VOCABULARY]), [other, VOCABULARY])
+        checked(raw, other, VOCABULARY)
 
 
 def test_the_history_is_excluded_whole_unless_asked_not_to() -> None:
     body = {"user_id": 1, "exclude": [5, "6"], "history": {"post_id": list(range(10, 40)), "author_id": [1] * 30}}
-    request = check_retrieve(decode_retrieve(json.dumps(body).encode(), LIMITS, VOCABULARY), VOCABULARY)
-    assert request.filters.exclude.tolist() == [5, 6, *range(10, 40)]
+    request = checked(json.dumps(body).encode(), VOCABULARY)
+    assert request.query.filters.exclude.tolist() == [5, 6, *range(10, 40)]
     raw = json.dumps(body | {"exclude_history": False}).encode()
-    request = check_retrieve(decode_retrieve(raw, LIMITS, VOCABULARY), VOCABULARY)
-    assert request.filters.exclude.tolist() == [5, 6]
+    request = checked(raw, VOCABULARY)
+    assert request.query.filters.exclude.tolist() == [5, 6]
     raw = json.dumps(body | {"exclude_history": False, "exclude": []}).encode()
-    assert not len(check_retrieve(decode_retrieve(raw, LIMITS, VOCABULARY), VOCABULARY).filters.exclude)
+    assert not len(checked(raw, VOCABULARY).query.filters.exclude)
+
+
+# the codec
+
+LIBRARY = load_library()
+assert LIBRARY is not None
+
+
+def with_codec(library: ctypes.PyDLL, history_length: int = CONFIG.history_length, limits: Limits = LIMITS) -> Reading:
+    config = replace(CONFIG, history_length=history_length)
+    codec = Codec(library, replace(MANIFEST, config=config), VOCABULARY, limits)
+    return Reading(replace(VOCABULARY, codec=codec), config)
+
+
+def compiled_models(library: ctypes.PyDLL = LIBRARY) -> list[Reading]:
+    """Two models of other windows."""
+    return [with_codec(library, 4), with_codec(library, 6)]
+
+
+def told(request: PostsRequest) -> list[Any]:
+    """All that later steps read, arrays as dtype, shape and bytes."""
+    query = request.query
+    parts = [request, query, query.filters, query.context, *([request.context] if request.context else [])]
+    values = [getattr(part, field.name) for part in parts for field in fields(part)]  # type: ignore[arg-type]
+    return [
+        (str(value.dtype), value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+        for value in values
+        if not is_dataclass(value)
+    ]
+
+
+def differing(raws: Iterable[bytes], models: Sequence[Reading]) -> tuple[list[bytes], int]:
+    """Bodies that the codec takes though the plain path refuses them, or reads otherwise; and how many it takes."""
+    wrong, taken = [], 0
+    for raw in raws:
+        for some in (models, models[:1]):
+            ours = read_compiled(raw, LIMITS, some)
+            if ours is None:
+                continue
+            taken += 1
+            plain_models = [Reading(replace(model.vocabulary, codec=None), model.config) for model in some]
+            try:
+                theirs = told(check_posts(read_posts(raw, LIMITS, plain_models), plain_models))
+            except ServiceError:
+                theirs = []
+            if told(ours) != theirs:
+                wrong.append(raw)
+    return wrong, taken
+
+
+LONG_HISTORY = [
+    {"post_id": place + 2**63, "author_id": str(place), "actions": {"reply": place / 3}, "dwell_time": 0.1}
+    for place in range(9)
+]
+
+
+def sent(count: int) -> list[bytes]:
+    """Bodies as in `test_one_verdict`, some with a history that no window holds."""
+    raws = [json.dumps(body).encode() for body in bodies(FIELDS | WISHES, count)]
+    raws += [json.dumps({"user_id": 1, "history": LONG_HISTORY} | wish).encode() for wish in
+             ({}, {"exclude": [1, "7"], "k": 3}, {"exclude_history": False}, {"weights": {"reply": 2}, "top_k": 3})]  # fmt: skip
+    return raws
+
+
+def test_the_codec_reads_alike_or_declines() -> None:
+    raws = sent(1500)
+    good = [raw.replace(b": ", b":") for raw in raws if verdict(raw, ranks=True) is None]
+    wrong, taken = differing([*raws, *islice(mutated(3, good), 3000)], compiled_models())
+    assert wrong == []
+    assert taken > 700
+
+
+def test_most_requests_for_posts_are_taken() -> None:
+    models = compiled_models()
+    for body in (
+        {"user_id": "7"},
+        {"user_id": 7, "history": LONG_HISTORY, "k": 5, "exclude": ["3"], "request_id": "a"},
+    ):
+        for some in (models, models[:1]):
+            assert isinstance(read_posts(json.dumps(body, indent=1).encode(), LIMITS, some), PostsRequest)
+
+
+@pytest.mark.parametrize("changed", [{"k": 4}, {"exclude": [1, 2]}, {"history": LONG_HISTORY[:3]}])
+def test_more_than_the_limits_is_left_to_the_plain_path(changed: dict[str, Any]) -> None:
+    limits = Limits(max_retrieved=3, max_excluded=1, max_history=2)
+    assert LIBRARY is not None
+    models = [with_codec(LIBRARY, limits=limits)]
+    body = {"user_id": 1, "k": 3, "exclude": [1], "history": LONG_HISTORY[:2]}
+    assert isinstance(read_posts(json.dumps(body).encode(), limits, models), PostsRequest)
+    with pytest.raises(TooLarge):
+        read_posts(json.dumps(body | changed).encode(), limits, models)
+
+
+def test_another_window_would_be_noticed() -> None:
+    assert LIBRARY is not None
+    shifted = with_codec(LIBRARY, 4)
+    wrong, _ = differing(sent(0), [Reading(shifted.vocabulary, replace(CONFIG, history_length=5))])
+    assert wrong
+
+
+def found(scores: list[float]) -> Retrieved:
+    count = len(scores)
+    ids, times = np.arange(2**63, 2**63 + count, dtype=np.uint64), np.zeros(count, np.int64)
+    return Retrieved(ids, ids, np.array(scores, np.float32), times, [None] * count, 9, 9, True, 99, 0)
+
+
+def replies(library: ctypes.PyDLL, numbers: np.ndarray[Any, Any], wish: dict[str, Any]) -> list[bytes]:
+    """The reply with these probabilities, by the codec and by the plain path."""
+    models = compiled_models(library)
+    form, count = ReplyFormat.of(MANIFEST), len(numbers)
+    request = checked(json.dumps({"user_id": 1} | wish).encode(), VOCABULARY, VOCABULARY)
+    posts = found([1.0 - place / 7 for place in range(count)])
+    scores = Scores(numbers, numbers, np.ascontiguousarray(numbers[:, :1]))
+    joined = Joined({"models": 1}, {"visible": 9}, posts.scores)
+    forms = [replace(form, codec=models[1].vocabulary.codec), form]
+    return [
+        render_joined(request.ranking(posts), scores, one, joined, history_used=0, timings_ms={"parse": 0.5})
+        for one in forms
+    ]
+
+
+WISHED = [
+    {},
+    {"top_k": 3},
+    {"actions_wanted": ["report"], "request_id": "a"},
+    {"weights": {"reply": -1.5}, "top_k": 99},
+]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 300])
+@pytest.mark.parametrize("wish", WISHED)
+def test_ranked_posts_are_the_same_bytes(count: int, wish: dict[str, Any]) -> None:
+    assert LIBRARY is not None
+    numbers = np.random.default_rng(count).random((count, 3), np.float32)
+    ours, theirs = replies(LIBRARY, numbers, wish)
+    assert ours == theirs
+    ranked = json.loads(ours)["candidates"]
+    assert len(ranked) == min(count, wish.get("top_k", count))
+    assert [row["retrieval_rank"] for row in ranked] == [int(row["post_id"]) - 2**63 + 1 for row in ranked]
+    assert all(row["retrieval_score"] == np.float32(1.0 - (row["retrieval_rank"] - 1) / 7) for row in ranked[:5])

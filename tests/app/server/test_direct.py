@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import gzip
+import json
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,12 +15,14 @@ from typing import Any
 import pytest
 
 from app.http.direct import RankCall, RankEndpoint
+from app.scheduling.loop_lag import LoopLag
 from app.server import direct, protocol
 from app.server.deadline import Deadline
 from app.server.direct import Call
 from app.server.protocol import StrictProtocol
-from loadtest.generate.payload import post, rank_request
-from loadtest.soak.fake_engine import FakeEngine
+from loadtest.generate.payload import post, rank_body, rank_request
+from loadtest.generate.tensors import inference_of
+from loadtest.soak.fake_engine import ACTIONS, FakeEngine
 from tests.app.fakes import Gate
 from tests.app.retrieving import loader as retrieval
 from tests.reliability.live import Live, connect, exchange, live, one_reply, read_all, statuses, wait_until
@@ -61,19 +65,50 @@ def test_a_reply_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(b"\r\ndate: " in write and b"\r\nx-request-id: " in write for write in writes)
 
 
-def test_asgi_gives_the_same_reply() -> None:
+INFER, VERSION = "/v2/models/fake/infer", "/v2/models/fake/versions/v1/infer"
+NAMED = {"X-Request-ID": "page-7"}
+
+
+def inference(path: str, *, binary: bool = False, **headers: str) -> bytes:
+    """A whole request in tensors, named."""
+    body, fields = inference_of(json.loads(rank_body(1)), ACTIONS).body(binary=binary)
+    return post("x", path, body, fields | NAMED | headers)
+
+
+ALIKE = {
+    "objects": rank_request(1, headers=NAMED),
+    "a wrong value": rank_request(-1, headers=NAMED),
+    "no object": post("x", "/rank", b"{", NAMED),
+    "tensors": inference(INFER),
+    "tensors of a version": inference(VERSION, **{"Content-Type": ""}),
+    "binary tensors": inference(INFER, binary=True),
+    "compressed tensors": post("x", INFER, gzip.compress(b"{}"), NAMED | {"Content-Encoding": "gzip"}),
+    "no tensors": post("x", INFER, b"{}", NAMED),
+    "no inference header": post("x", INFER, b"{}", NAMED | {"Inference-Header-Content-Length": "3"}),
+    "another model": inference(INFER.replace("fake", "other")),
+    "another version": inference(VERSION.replace("v1", "v2")),
+    "text": inference(INFER, **{"Content-Type": "text/plain"}),
+}
+
+
+def test_asgi_gives_the_same_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    answer = RankEndpoint.__call__
+    monkeypatch.setattr(RankEndpoint, "__call__", lambda *call: served.append(call) or answer(*call))
     with live(FakeEngine()) as server:
-        for request in (
-            rank_request(1),
-            rank_request(-1),
-            b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n{",
-        ):
+        for name, request in ALIKE.items():
+            sent = request.replace(b"Host:", b"Connection: close\r\nHost:")
             direct, asgi = (
-                exchange(server.port, sent.replace(b"Host:", b"Connection: close\r\nHost:"))
-                for sent in (request, request.replace(b"POST /rank ", b"POST /rank?by=asgi "))
+                exchange(server.port, form) for form in (sent, sent.replace(b" HTTP/1.1", b"?by=asgi HTTP/1.1"))
             )
-            assert names(asgi) == names(direct)
-            assert statuses(asgi) == statuses(direct)
+            assert names(asgi) == names(direct), name
+            assert without_times(asgi) == without_times(direct), name
+    assert len(served) == len(ALIKE)
+
+
+def without_times(reply: bytes) -> tuple[list[int], bytes]:
+    """Status and body of a reply, without what it says of time."""
+    return statuses(reply), re.sub(rb'"(parse|queue|forward)(_ms)?":[^,}]+', b"", reply.partition(b"\r\n\r\n")[2])
 
 
 def names(reply: bytes) -> list[bytes]:
@@ -157,6 +192,11 @@ def test_a_request_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_over(bodies) == 15  # the control
 
 
+def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoopLag, "refuses", lambda *_: True)
+    assert left_over([rank_request(1), rank_request(2, headers={"Connection": "close"})]) == 0
+
+
 def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.http.operations.describe", lambda *_: 1 / 0)
     with live(FakeEngine()) as server:
@@ -182,6 +222,7 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body, rests = post("x", "/retrieve", b'{"user_id":1}'), []
     monkeypatch.setattr(protocol, "rest_seconds", lambda held: rests.append(held) or 0.05)
+    monkeypatch.setattr(direct, "SHORT_BYTES", 0)
     with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port, 30) as sock:
         began = time.monotonic()
         for sent, status in ((body, 200), (body.replace(b"user_id", b"userXid"), 422), (body, 200)):

@@ -15,14 +15,14 @@ import pytest
 
 from app.engine.loading import LoadedRetrieval, RetrievalLoader, retrieval_loader
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
-from app.interface import Found, PostChange, PostRows, ReloadInProgress
+from app.interface import Found, PostChange, PostRows, ReloadInProgress, ServedRetrieval
 from app.service.retrieval import RetrievalService
 from app.settings import Queue, Retrieval, Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
 from model.retrieval.inputs import Answers, Filters, Query
 from tests.app import retrieving
-from tests.app.fakes import FakeClock, Gate
+from tests.app.fakes import FakeClock, Gate, ended
 from weights.corpus.compaction import Compaction
 from weights.errors import CheckpointError
 
@@ -87,8 +87,14 @@ async def running(load: RetrievalLoader, clock: FakeClock, **groups: Any) -> Asy
         await service.stop(5.0)
 
 
+async def found(
+    service: RetrievalService, asked: Query, deadline: float, served: ServedRetrieval | None = None
+) -> Found:
+    return await ended(service.retrieve, served or service.served, asked, deadline, None)
+
+
 def search(service: RetrievalService, user: int, deadline: float = DEADLINE) -> asyncio.Task[Found]:
-    return asyncio.get_running_loop().create_task(service.retrieve(service.served, query(user), deadline))
+    return asyncio.get_running_loop().create_task(found(service, query(user), deadline))
 
 
 def test_those_who_wait_share_the_next_scan(load: RetrievalLoader) -> None:
@@ -156,7 +162,7 @@ def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader) -> None
             first = search(service, 1)
             await gate.reached()
             with pytest.raises(DeadlineExceeded, match="after the deadline"):
-                await service.retrieve(service.served, query(9), clock.now)
+                await found(service, query(9), clock.now)
             clock.advance(2.0)  # so long takes one scan
             gate.opened.set()
             await first
@@ -165,16 +171,16 @@ def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader) -> None
             tasks = [search(service, 2)]
             await gate.reached()
             with pytest.raises(DeadlineExceeded, match="after the deadline"):
-                await service.retrieve(service.served, query(9), clock.now + 1.9)
+                await found(service, query(9), clock.now + 1.9)
             tasks.append(search(service, 3))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded, match=r"would wait 4\.00 s"):
-                await service.retrieve(service.served, query(9), DEADLINE)
+                await found(service, query(9), DEADLINE)
             service.searches.settings = Settings(**(limits | {"queue": Queue(max_wait_seconds=0)}))
             tasks.append(search(service, 4))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded, match="2 searches wait already"):
-                await service.retrieve(service.served, query(9), DEADLINE)
+                await found(service, query(9), DEADLINE)
             gate.opened.set()
             await asyncio.gather(*tasks)
 
@@ -202,7 +208,7 @@ def test_a_swap_changes_towers_and_corpus_between_two_searches(load: RetrievalLo
             await asyncio.to_thread(engines[0].closed.wait, 5)
             assert engines[0].closed.is_set()
             with pytest.raises(CorpusNotLoaded, match="was replaced"):
-                await service.retrieve(old, query(1), DEADLINE)
+                await found(service, query(1), DEADLINE, old)
 
     asyncio.run(scenario())
 
@@ -239,22 +245,22 @@ def test_a_compaction_beside_searches_and_changes(tmp_path: Path, held_writing: 
             await held_writing.reached()
             changed = await service.change(change([900, 2], [902]))
             assert (changed.corpus.version, changed.posts, changed.changes) == ("v1", 299, 2)
-            before = await service.retrieve(old, all_posts, DEADLINE)
+            before = await found(service, all_posts, DEADLINE, old)
             with pytest.raises(ReloadInProgress):
                 await service.compact()
             held_writing.opened.set()
             state = await compaction
             assert (state.corpus.version, state.posts, state.changes) == ("v1+1", 299, 1)
             assert service.served.corpus.version == "v1+1"
-            after = await service.retrieve(service.served, all_posts, DEADLINE)
+            after = await found(service, all_posts, DEADLINE)
             assert everything(after) == everything(before)
             assert {1, 2, 900}.isdisjoint(after.posts.post_ids.tolist())
             assert (await service.change(change([901], []))).changes == 2
             assert service.metrics.compactions.labels("success")._value.get() == 1
-            last = await service.retrieve(service.served, all_posts, DEADLINE)
+            last = await found(service, all_posts, DEADLINE)
         paths = tmp_path / "towers-v1", tmp_path / "corpus-v1"
         async with running(retrieval_loader(*paths, Settings(threads=1)), FakeClock()) as again:
-            assert everything(await again.retrieve(again.served, all_posts, DEADLINE)) == everything(last)
+            assert everything(await found(again, all_posts, DEADLINE)) == everything(last)
 
     asyncio.run(scenario())
 

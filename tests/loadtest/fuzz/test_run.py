@@ -67,8 +67,8 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
             await service.wait_ready()
             await server.start()
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[attr-defined]
-                sound = InProcess(app, admin, channel, app.rank)
-                target = sound if plant is nothing else InProcess(plant(app), admin, channel, None)
+                sound = InProcess(app, admin, channel, app.direct)
+                target = sound if plant is nothing else InProcess(plant(app), admin, channel, {})
                 calls = sources(app.openapi(), 1, service.model.manifest, TOKEN)
                 tally = await fuzz(
                     around(target),
