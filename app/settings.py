@@ -329,7 +329,7 @@ class Settings(BaseSettings):
     checkpoint: Path = Path("weights/demo")
     """Checkpoint directory to serve."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs."""
+    """Where the model runs, and the corpus is searched."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """What the trunk computes in."""
     backend: Literal["auto", "dense", "native", "torch"] = "auto"
@@ -374,12 +374,6 @@ class Settings(BaseSettings):
         for (name, (host, port)), (other, (other_host, other_port)) in itertools.combinations(places.items(), 2):
             if port and port == other_port and (host == other_host or {host, other_host} & ANY_ADDRESS):
                 raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")
-        return self
-
-    @model_validator(mode="after")
-    def _retrieval_in_one_process(self) -> Settings:
-        if self.fronts and self.retrieval.checkpoint is not None:
-            raise ValueError("fronts and retrieval exclude each other: retrieval needs a single process")
         return self
 
     def addresses(self) -> list[tuple[str, int]]:

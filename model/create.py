@@ -46,7 +46,7 @@ class EngineOptions:
 
 def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
     """Build an engine; call its `warm_up` before the first forward. Raises EngineError where it cannot run here."""
-    device = _device(options.device)
+    device = find_device(options.device)
     if problem := shortage(engine_bytes(ranker), device):
         raise EngineError(f"the engine of this checkpoint does not fit: {problem}")
     if options.threads:
@@ -108,7 +108,8 @@ def cache_budget(wanted: int | None, device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[1] // 8 if device.type == "cuda" else HOST_CACHE_BYTES
 
 
-def _device(wanted: Device) -> torch.device:
+def find_device(wanted: Device) -> torch.device:
+    """The device that an operator's word means here. Raises EngineError where there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise EngineError("device 'cuda' was asked for, but torch sees no CUDA device here: choose 'auto' or 'cpu'")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")

@@ -12,7 +12,7 @@ import torch
 
 from app.interface import PostChange, ServedModel, ServedRetrieval
 from app.settings import Settings
-from model.create import EngineOptions, create_engine
+from model.create import EngineOptions, create_engine, find_device
 from model.engine import Engine, EngineError
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, NewPosts
@@ -180,6 +180,7 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
             settings.retrieval.cache_bytes,
             settings.threads,
             settings.vectors,
+            device=find_device(settings.device).type,
         )
         engine = RetrievalEngine(encoder.towers, stored.corpus, options)
         engine.warm_up()

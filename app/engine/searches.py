@@ -126,7 +126,7 @@ class Searches:
         search.done = None
         search.timer.cancel()
         self.excluded.give(len(search.query.filters.exclude))
-        self._leave(search.version)
+        self.leave(search.version)
         self._rest()
 
     def _expire(self, search: Search) -> None:
@@ -264,7 +264,7 @@ class Searches:
                 ended.append(EngineDown("The search failed on this request.", retry_after_seconds=1.0))
             else:
                 self._alone.extend(search for search in batch if search.done is not None)
-        self._leave(batch[0].version)
+        self.leave(batch[0].version)
         self._begin()
         for search, one in zip(batch, ended, strict=False):  # none where each is tried by itself
             search.finish(one)
@@ -286,7 +286,12 @@ class Searches:
             metrics.user_vectors.labels("cache" if posts.cached else "tower").inc()
             yield Found(posts, waited, answers.encode_seconds, answers.search_seconds)
 
-    def _leave(self, version: Version) -> None:
+    def keep(self, version: Version) -> None:
+        """Somebody may still ask for it, until `leave`."""
+        version.places += 1
+
+    def leave(self, version: Version) -> None:
+        """One place on it is free."""
         version.places -= 1
         self._free_if_done(version)
 

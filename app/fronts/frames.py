@@ -76,7 +76,7 @@ class Cancel(Frame, tag=2):
 
 
 class Left(Frame, tag=3):
-    """No request on this model will come any more."""
+    """No request on this model, or corpus, will come any more."""
 
     model: int
 
@@ -95,16 +95,52 @@ class Scrape(Frame, tag=5):
 
 
 class Reload(Frame, tag=6):
-    """Asks for another checkpoint by its name below the root; None: the present one read again."""
+    """Asks for another checkpoint by its name below the root; None: the present one read again. With `retrieval`, for that retrieval
+    checkpoint and that corpus as one instead."""
 
     id: int
     checkpoint: str | None
+    retrieval: tuple[str | None, str | None] | None = None
 
 
 class Refused(Frame, tag=7):
     """So many requests were refused unread since the last one."""
 
     requests: int
+
+
+class Search(Frame, tag=8):
+    """A search of the corpus with the number `corpus`. `words` and `floats` as of a `Rank`, of the context alone. `exclude`: post ids,
+    64 bits each. `least`, `topics`, `created_after`: as in `Query`."""
+
+    id: int
+    corpus: int
+    deadline: float
+    key: str | None
+    user_id: int
+    history: int
+    k: int
+    words: bytes
+    floats: bytes
+    exclude: bytes
+    topics: list[str] | None
+    created_after: int | None
+    least: float
+
+
+class Change(Frame, tag=9):
+    """Asks for a change of the corpus. `delete`: post ids; `words`: post ids, author ids, times of the posts that come, 64 bits each."""
+
+    id: int
+    delete: bytes
+    words: bytes
+    topics: list[str | None]
+
+
+class Compact(Frame, tag=10):
+    """Asks for the corpus to be written anew with its changes."""
+
+    id: int
 
 
 class Model(Frame, tag=20):
@@ -171,8 +207,43 @@ class Reloaded(Told, tag=26):
     detail: str
 
 
-ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused
-ToFront = Model | State | Answer | Failed | Flush | Exposition | Reloaded
+class Corpus(Frame, tag=27):
+    """From now on searches are for this retrieval model and corpus: their manifests, and the rest of `ServedRetrieval`."""
+
+    corpus: int
+    manifest: bytes
+    posts: bytes
+    hidden: int
+    duplicates: int
+    notes: dict[str, Any]
+
+
+class Posts(Told, tag=28):
+    """What a search found. `words`: post ids, author ids, times, 64 bits each; `scores`: 32 bits each; the rest as in `Retrieved`."""
+
+    queue_seconds: float
+    encode_seconds: float
+    search_seconds: float
+    words: bytes
+    scores: bytes
+    topics: list[str | None]
+    visible: int
+    scored: int
+    cached: bool
+    posts: int
+    changes: int
+
+
+class Changed(Told, tag=29):
+    """A change was made, or a corpus written anew; as `interface.Changed`, of the corpus that serves."""
+
+    posts: int
+    changes: int
+    deleted: int
+
+
+ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused | Search | Change | Compact
+ToFront = Model | State | Answer | Failed | Flush | Exposition | Reloaded | Corpus | Posts | Changed
 
 from_front = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(ToFront)
@@ -193,34 +264,41 @@ def columns_of(context: Context, candidates: Candidates) -> tuple[bytes, bytes]:
         context.post_ids, context.author_ids, context.surfaces,
         candidates.post_ids, candidates.author_ids, candidates.surfaces, candidates.age_buckets,
     )  # fmt: skip
-    return _joined(words), _joined((context.actions, context.dwell_seconds))
+    return joined(words), joined((context.actions, context.dwell_seconds))
 
 
 def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
     """What `columns_of` was given, as views. Raises ValueError where the columns are not as long as the frame says."""
-    history, candidates = frame.history, frame.candidates
-    cells, first = history * actions, 3 * history
-    if len(frame.words) != 8 * (first + 4 * candidates) or len(frame.floats) != 4 * (cells + history):
+    history, candidates, first = frame.history, frame.candidates, 3 * frame.history
+    if len(frame.words) != 8 * (first + 4 * candidates):
         raise ValueError("columns of another length than the frame says")
-    ids, words = np.frombuffer(frame.words, np.uint64), np.frombuffer(frame.words, np.int64)
-    floats = np.frombuffer(frame.floats, np.float32)
-    context = Context(
-        frame.user_id,
-        ids[:history],
-        ids[history : 2 * history],
-        floats[:cells].reshape(history, actions),
-        words[2 * history : first],
-        floats[cells:],
-    )
+    words = np.frombuffer(frame.words, np.int64)
+    ids = words.view(np.uint64)
+    context = context_of(frame.user_id, history, ids[:first], frame.floats, actions)
     authors = first + candidates
     surfaces = authors + candidates
     ages = surfaces + candidates
     return context, Candidates(ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:])
 
 
+def context_of(user_id: int, history: int, ids: NDArray[np.uint64], floats: bytes, actions: int) -> Context:
+    """The user and the history of a frame, as views; `ids` are its words. Raises ValueError where a column has another length."""
+    cells, values = history * actions, np.frombuffer(floats, np.float32)
+    if len(ids) != 3 * history or len(values) != cells + history:
+        raise ValueError("columns of another length than the frame says")
+    return Context(
+        user_id,
+        ids[:history],
+        ids[history : 2 * history],
+        values[:cells].reshape(history, actions),
+        ids[2 * history :].view(np.int64),
+        values[cells:],
+    )
+
+
 def scores_bytes(scores: Scores) -> bytes:
     """`columns` of an `Answer`."""
-    return _joined((scores.logits, scores.probabilities, scores.continuous))
+    return joined((scores.logits, scores.probabilities, scores.continuous))
 
 
 def scores_of(frame: Answer, candidates: int, actions: int) -> Scores:
@@ -234,5 +312,6 @@ def scores_of(frame: Answer, candidates: int, actions: int) -> Scores:
     )
 
 
-def _joined(columns: tuple[NDArray[Any], ...]) -> bytes:
+def joined(columns: tuple[NDArray[Any], ...]) -> bytes:
+    """The bytes of columns, one after the other."""
     return b"".join([column.tobytes() for column in columns])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import signal
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +19,8 @@ from app.errors import InternalError, Overloaded, ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
 from app.fronts import frames
 from app.fronts.link import Link
-from app.interface import Ranked, Ticket
+from app.fronts.retrieval import change_of, posts_frame, query_of
+from app.interface import Found, PostChange, Ranked, ServedModel, ServedRetrieval, Ticket
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Settings
@@ -35,13 +38,13 @@ log = structlog.get_logger("app.fronts.host")
 
 
 class Model:
-    """A loaded model with the number under which fronts know it."""
+    """A loaded model, or a retrieval model with its corpus, and the number under which fronts know it. `free`: no front will ask."""
 
-    def __init__(self, number: int, worker: EngineWorker) -> None:
+    def __init__(self, number: int, served: ServedModel | ServedRetrieval, free: Callable[[], None]) -> None:
         self.number = number
-        self.worker = worker
-        self.served = worker.model.served
-        self.actions = worker.model.served.manifest.config.actions
+        self.served = served
+        self.free = free
+        self.actions = served.manifest.config.actions
 
 
 class Front:
@@ -67,6 +70,8 @@ class EngineHost:
         self._links: set[Link] = set()  # those without a Hello too
         self._models: dict[int, Model] = {}  # those that are kept for fronts
         self._model: Model | None = None  # the one that serves
+        self._corpus: Model | None = None  # the same of what retrieves
+        self._numbers = itertools.count(1)
         self._state: frames.State | None = None
         self._told = 0.0  # when fronts were last told how it is
         self._sums = Sums()
@@ -80,7 +85,12 @@ class EngineHost:
             frames.Counts: self._count,
             frames.Refused: self._refused,
             frames.Scrape: lambda front, frame: self._keep(self._scrape(front, frame)),
-            frames.Reload: lambda front, frame: self._keep(self._reload(front, frame)),
+            frames.Search: self._search,
+            frames.Reload: lambda front, frame: self._keep(self._tell(front, frame, self._reload(frame))),
+            frames.Change: lambda front, frame: self._keep(
+                self._tell(front, frame, self._change(frame, change_of(frame)))
+            ),
+            frames.Compact: lambda front, frame: self._keep(self._tell(front, frame, self._compact(frame))),
         }
         service.on_fatal = self._fatal
 
@@ -151,8 +161,9 @@ class EngineHost:
 
     def _welcome(self, front: Front) -> None:
         self._fronts[front.link] = front
-        if self._model is not None:
-            self._tell_model(front, self._model)
+        for model in (self._model, self._corpus):
+            if model is not None:
+                self._tell_model(front, model)
         front.link.send(self._look())
         log.info("front_linked", front=front.number)
 
@@ -173,7 +184,7 @@ class EngineHost:
 
     def _rank(self, front: Front, frame: frames.Rank) -> None:
         model, service, number = self._models.get(frame.model), self.service, frame.id
-        if model is None or number in front.tickets:
+        if model is None or not isinstance(model.served, ServedModel) or number in front.tickets:
             raise ValueError("a request on no model, or of a number that another has")
         try:
             if not frame.waits:
@@ -195,6 +206,18 @@ class EngineHost:
             context, candidates = frames.inputs_of(frame, model.actions)
             service.rank(ticket, context, candidates, functools.partial(_answer, front, number))
 
+    def _search(self, front: Front, frame: frames.Search) -> None:
+        corpus, service, number = self._models.get(frame.corpus), self.service, frame.id
+        if corpus is None or not isinstance(corpus.served, ServedRetrieval) or number in front.tickets:
+            raise ValueError("a search of no corpus, or of a number that another has")
+        query, answer = query_of(frame, corpus.actions), functools.partial(_answer, front, number)
+        try:
+            service.check_open(frame.key)
+            ticket = service.retrieval.retrieve(corpus.served, query, frame.deadline, frame.key, answer)
+            front.tickets[number] = ticket
+        except ServiceError as error:
+            _fail(front, number, error)
+
     def _cancel(self, front: Front, frame: frames.Cancel) -> None:
         ticket = front.tickets.pop(frame.id, None)
         if ticket is not None:
@@ -210,9 +233,14 @@ class EngineHost:
 
     def _look(self) -> frames.State:
         """Tell every front what has changed: the model that serves, health, whether there is room."""
-        current = self.service.versions.current
-        if current is not None and (self._model is None or current is not self._model.worker):
-            self._adopt(current)
+        current, corpus = self.service.versions.current, self.service.retrieval.current
+        if current is not None and (self._model is None or current.model.served is not self._model.served):
+            current.unfinished += 1
+            self._model = self._adopt(self._model, current.model.served, functools.partial(self._free_model, current))
+        if corpus is not None and (self._corpus is None or corpus.loaded.served is not self._corpus.served):
+            searches = self.service.retrieval.searches
+            searches.keep(corpus)
+            self._corpus = self._adopt(self._corpus, corpus.loaded.served, functools.partial(searches.leave, corpus))
         health, refusal = self.service.health(), self.service.admission.closed()
         closed, retry_after = ("", 0.0) if refusal is None else (refusal.detail, refusal.retry_after_seconds)
         state = frames.State(health.started, health.failed, health.draining, health.reason, closed, retry_after)
@@ -225,19 +253,24 @@ class EngineHost:
                 front.link.send(state)
         return state
 
-    def _adopt(self, worker: EngineWorker) -> None:
-        """New requests are for this model. It and the one before are kept until no front asks for them any more."""
-        old, number = self._model, 1 if self._model is None else self._model.number + 1
-        self._model = self._models[number] = Model(number, worker)
-        worker.unfinished += 1
+    def _adopt(self, old: Model | None, served: ServedModel | ServedRetrieval, free: Callable[[], None]) -> Model:
+        """New requests are for this one. It and the one before are kept until no front asks for them any more."""
+        number = next(self._numbers)
+        new = self._models[number] = Model(number, served, free)
         for front in self._fronts.values():
-            self._tell_model(front, self._model)
-        if old is not None:
-            self._free_if_left(old)
+            self._tell_model(front, new)
+        if old is not None and not any(old.number in front.models for front in self._fronts.values()):
+            self._free(old)
+        return new
 
     def _tell_model(self, front: Front, model: Model) -> None:
         front.models.add(model.number)
-        served, info = model.served, model.served.engine
+        served = model.served
+        if isinstance(served, ServedRetrieval):
+            manifests = served.manifest.to_json(), served.corpus.to_json()
+            front.link.send(frames.Corpus(model.number, *manifests, served.hidden, served.duplicates, served.notes))
+            return
+        info = served.engine
         front.link.send(
             frames.Model(
                 model.number, served.manifest.to_json(), info.device, info.dtype, info.backend,
@@ -247,14 +280,18 @@ class EngineHost:
 
     def _leave(self, front: Front, number: int) -> None:
         front.models.discard(number)
-        if number in self._models:
-            self._free_if_left(self._models[number])
+        model = self._models.get(number)
+        if model in (None, self._model, self._corpus) or any(number in other.models for other in self._fronts.values()):
+            return
+        self._free(model)
 
-    def _free_if_left(self, model: Model) -> None:
-        if model is not self._model and not any(model.number in front.models for front in self._fronts.values()):
-            del self._models[model.number]
-            model.worker.unfinished -= 1
-            self.service.versions.free_if_done(model.worker)
+    def _free(self, model: Model) -> None:
+        del self._models[model.number]
+        model.free()
+
+    def _free_model(self, worker: EngineWorker) -> None:
+        worker.unfinished -= 1
+        self.service.versions.free_if_done(worker)
 
     # what fronts tell and ask
 
@@ -279,17 +316,36 @@ class EngineHost:
         await self._flush()
         front.link.send(frames.Exposition(frame.id, self._sums.render(self.service.metrics.registry)))
 
-    async def _reload(self, front: Front, frame: frames.Reload) -> None:
-        failure, detail = "", ""
+    async def _tell(self, front: Front, asked: Any, work: Coroutine[Any, Any, Any]) -> None:
+        """The answer to a question about models or posts, once every front has heard what has changed."""
         try:
-            await self.reloads.reload(None if frame.checkpoint is None else self.reloads.resolve(frame.checkpoint))
-        except Exception as error:  # `Reloads` has logged it
-            failure = next((name for name, kind in frames.RELOAD_FAILURES.items() if isinstance(error, kind)), "other")
-            detail = str(error)
-        else:
+            answer = await work
             self._look()
             await self._flush()
-        front.link.send(frames.Reloaded(frame.id, failure, detail))
+            front.link.send(answer)
+        except ServiceError as error:
+            _fail(front, asked.id, error)
+        except Exception as error:  # it has been logged
+            failure = next((name for name, kind in frames.RELOAD_FAILURES.items() if isinstance(error, kind)), "other")
+            front.link.send(frames.Reloaded(asked.id, failure, str(error)))
+
+    async def _reload(self, frame: frames.Reload) -> frames.Reloaded:
+        def found(name: str | None) -> Path | None:
+            return None if name is None else self.reloads.resolve(name)
+
+        if frame.retrieval is None:
+            await self.reloads.reload(found(frame.checkpoint))
+        else:
+            await self.reloads.reload_retrieval(*map(found, frame.retrieval))
+        return frames.Reloaded(frame.id, "", "")
+
+    async def _change(self, frame: frames.Change, change: PostChange) -> frames.Changed:
+        changed = await self.service.retrieval.change(change)
+        return frames.Changed(frame.id, changed.posts, changed.changes, changed.deleted)
+
+    async def _compact(self, frame: frames.Compact) -> frames.Changed:
+        changed = await self.service.retrieval.compact()
+        return frames.Changed(frame.id, changed.posts, changed.changes, changed.deleted)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -297,19 +353,22 @@ class EngineHost:
         task.add_done_callback(self._tasks.discard)
 
 
-def _answer(front: Front, number: int, result: Ranked | ServiceError) -> None:
+def _answer(front: Front, number: int, result: Ranked | Found | ServiceError) -> None:
     if front.tickets.pop(number, None) is None:
         return
-    if isinstance(result, Ranked):
-        cache, waited, spent = result.cache, result.queue_seconds, result.forward_seconds
-        columns = frames.scores_bytes(result.scores)
+    if not isinstance(result, ServiceError):
         try:
-            front.link.send(frames.Answer(number, cache, waited, spent, result.scores.finite, columns))
+            front.link.send(posts_frame(number, result) if isinstance(result, Found) else _scores(number, result))
             return
         except ValueError as error:
             log.error("answer_too_long", reason=str(error))
             result = InternalError()
     _fail(front, number, result)
+
+
+def _scores(number: int, ranked: Ranked) -> frames.Answer:
+    scores, times = ranked.scores, (ranked.queue_seconds, ranked.forward_seconds)
+    return frames.Answer(number, ranked.cache, *times, scores.finite, frames.scores_bytes(scores))
 
 
 def _fail(front: Front, number: int, error: ServiceError) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.errors import InternalError
 from app.fronts import frames
 from app.fronts.remote import RemoteService
+from app.fronts.retrieval import raise_failure
 from app.interface import ServedModel, ServedRetrieval
 
 
@@ -22,14 +22,13 @@ class RemoteReloads:
 
     async def reload(self, path: Path | None = None) -> ServedModel:
         """As in the engine process. Raises CheckpointNotFound besides."""
-        told = await self.service.uplink.ask(frames.Reload, None if path is None else str(path))
-        if told.failure:
-            raise frames.RELOAD_FAILURES.get(told.failure, InternalError)(told.detail)
+        raise_failure(await self.service.uplink.ask(frames.Reload, None if path is None else str(path)))
         return self.service.model
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
-        """Raises CorpusNotLoaded."""
-        return self.service.retrieval.served
+        """As in the engine process. Raises CheckpointNotFound besides."""
+        names = (None if path is None else str(path) for path in (checkpoint, corpus))
+        return await self.service.retrieval.reload(*names)
 
     def reload_soon(self) -> None: ...
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
 from app.fronts import frames
 from app.fronts.places import ENDED, Place, Version
-from app.fronts.retrieval import NoRetrieval
+from app.fronts.retrieval import RemoteRetrieval
 from app.fronts.uplink import Uplink
 from app.interface import Done, Health, ServedModel, Ticket
 from app.scheduling.loop_lag import Work
@@ -41,7 +41,7 @@ class RemoteService:
         self.settings = settings
         self.metrics = metrics
         self.clock = time.monotonic
-        self.retrieval = NoRetrieval()
+        self.retrieval = RemoteRetrieval(self)
         self.on_fatal: Callable[[str], None] = lambda reason: None  # nothing here is fatal: the supervisor decides
         self.linked = asyncio.Event()  # the engine process has said how it is
         self.uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
@@ -83,6 +83,8 @@ class RemoteService:
             self._versions.append(Version(frame.model, served, self.uplink.link))
             for version in self._versions[:-1]:
                 self._leave(version)
+        elif isinstance(frame, frames.Corpus):
+            self.retrieval.serve(frame)
         else:
             self._state = frame
             self._started = self._started or frame.started
@@ -92,6 +94,7 @@ class RemoteService:
         """The engine process has ended: whoever waits is told at once."""
         self.linked.clear()
         self._versions.clear()
+        self.retrieval.lose()
         self._state = frames.State(False, True, False, ENDED, "", 0.0)
         if not self._refusing:
             log.error("engine_process_lost", requests=len(self.uplink.asked))

@@ -51,6 +51,11 @@ class RetrievalService:
             raise CorpusNotLoaded(detail, retry_after_seconds=None if self._load is None else 2.0)
         return self._current.loaded
 
+    @property
+    def current(self) -> Version | None:
+        """The version that serves, None without one."""
+        return self._current
+
     def state(self) -> Changed | None:
         """The corpus that serves as it is now, None without one."""
         return None if self._current is None else self._state()

@@ -37,6 +37,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "lines": (0.03, lambda seconds: [lines.lines(seconds)]),
     "excess": (0.05, lambda seconds: excess.excess(_count(seconds, 1 / 60, 1))),
     "posts": (0.06, lambda seconds: posts.changes(_count(seconds, 60, 1000))),
+    "fronts_posts": (0.03, lambda seconds: posts.changes(_count(seconds, 60, 500), fronts=2)),
     "posts_kills": (0.03, lambda seconds: [posts.kills(_count(seconds, 1 / 8, 2))]),
     "vanishing": (0.05, lambda seconds: [endings.vanishing(_count(seconds, 80, 500))]),
 }

@@ -195,12 +195,12 @@ def settings_of(root: Path, oracle: Oracle) -> dict[str, Any]:
     }
 
 
-def changes(operations: int, pace: Pace = Pace(), faults: Sequence[Fault] = ()) -> list[Row]:
-    """R1, R2, R3 while so many posts are upserted or deleted."""
+def changes(operations: int, pace: Pace = Pace(), faults: Sequence[Fault] = (), **further: Any) -> list[Row]:
+    """R1, R2, R3 while so many posts are upserted or deleted; `further` settings of the server."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         oracles = {name: Oracle(name, root, number) for number, name in enumerate("ab")}
-        settings = settings_of(root, oracles["a"])
+        settings = settings_of(root, oracles["a"]) | further
         with real(**settings) as server, asyncio.Runner() as runner:
             searched = Searched(oracles, settings["admin__port"], pace, faults)
             runner.run(_both(searched, server, operations, random.Random(0)))

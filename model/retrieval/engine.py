@@ -62,7 +62,9 @@ class TorchTower:
 @dataclass(frozen=True, slots=True)
 class RetrievalOptions:
     """What an operator may choose; as `EngineOptions`, but that `auto` is float32: a user vector is cached, and its last bits
-    decide which posts are near ties. `cache_bytes` bounds the cache of user vectors."""
+    decide which posts are near ties. `cache_bytes` bounds the cache of user vectors. `device` is where the corpus is searched, if
+    the search passes its check there: a card, or tensors on the host with an index, as in `cpu:0`; `cpu` runs the kernel.
+    """
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     backend: Literal["auto", "native", "torch"] = "auto"
@@ -70,10 +72,11 @@ class RetrievalOptions:
     threads: int = 0
     vectors: Vectors = "auto"
     kernel_directory: Path | None = None
+    device: str = "cpu"
 
 
 class RetrievalEngine:
-    """Two towers and the corpus that their candidate tower made, on a CPU. Used by one thread at a time but for `cache_stats`.
+    """Two towers and the corpus that their candidate tower made. Used by one thread at a time but for `cache_stats`.
 
     Raises ValueError for a corpus of another width; EngineError where the choice cannot run here.
     """
@@ -87,7 +90,7 @@ class RetrievalEngine:
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
         self.tower = self._make_tower(dtype)
         self.notes: dict[str, Any] = {"user_tower": self.tower.notes}
-        self._segments = [Segment(corpus, self._make_index(corpus.vectors, options.threads))]
+        self._segments = [Segment(corpus, self._main_index(corpus.vectors))]
         self.posts = len(corpus) - int(corpus.hidden.sum())
         """Rows that a search without filters can return."""
         self.changes = 0
@@ -109,7 +112,7 @@ class RetrievalEngine:
             tolerance = RETRIEVAL[self.towers.tables.post.dtype].posts
             if not np.abs(ours - corpus.vectors[rows]).max() <= tolerance:
                 raise EngineError("the corpus does not hold the vectors of this retrieval checkpoint")
-            self._check_search(corpus, rows)
+            self._check_search(corpus.vectors[rows], lambda some: self._make_index(some, 1))
         nobody = np.empty(0, np.int64)
         empty = Context(1, nobody.view(np.uint64), nobody.view(np.uint64), np.zeros((0, self.config.actions), np.float32),
                         nobody, np.empty(0, np.float32))  # fmt: skip
@@ -201,6 +204,22 @@ class RetrievalEngine:
                 raise
             return TorchTower(self.towers, dtype, str(error))
 
+    def _main_index(self, vectors: NDArray[np.float32]) -> Index:
+        """On the device that was asked for, or in this process's memory where that does not work: the bits are the same."""
+        device, reason = self.options.device, ""
+        if device != "cpu" and self.options.backend != "native":
+            try:
+                self._check_search(vectors, lambda some: TorchIndex(some, device))
+                index = TorchIndex(vectors, device)
+                self.notes["search"] = {"backend": "torch", "device": device}
+                return index
+            except (EngineError, RuntimeError) as error:  # the second: its memory is full, or the device is lost
+                reason = f"{device}: {str(error).splitlines()[0]}"
+        made = self._make_index(vectors, self.options.threads)
+        if reason:
+            self.notes["search"]["not_on_device"] = reason
+        return made
+
     def _make_index(self, vectors: NDArray[np.float32], threads: int) -> Index:
         options = self.options
         try:
@@ -209,12 +228,13 @@ class RetrievalEngine:
             index = NativeIndex(
                 vectors, threads=threads, kernel_directory=options.kernel_directory, kind=options.vectors
             )
-            self.notes["search"] = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
+            note = {"backend": "native"} | ({"kernel_file": index.note} if index.note else {})
+            self.notes.setdefault("search", note)  # of the corpus itself, which comes first
             return index
         except KernelUnavailable as error:
             if options.backend == "native":
                 raise
-            self.notes["search"] = {"backend": "torch", "reason": str(error)}
+            self.notes.setdefault("search", {"backend": "torch", "reason": str(error)})
             return TorchIndex(vectors)
 
     def _encode(self, contexts: Sequence[Context]) -> tuple[list[NDArray[np.float32]], list[bool]]:
@@ -254,11 +274,12 @@ class RetrievalEngine:
             self.changes,
         )
 
-    def _check_search(self, corpus: Corpus, rows: NDArray[np.int64]) -> None:
-        vectors = np.ascontiguousarray(corpus.vectors[rows])
-        plain, index = TorchIndex(vectors, exhaustive=True), self._make_index(vectors, 1)
-        for vector in vectors[:4]:
-            wish = Wish(vector, len(rows))
+    def _check_search(self, vectors: NDArray[np.float32], make: Callable[[NDArray[np.float32]], Index]) -> None:
+        """Compare the search of some rows with the definition. Raises EngineError."""
+        some = np.ascontiguousarray(vectors[:CHECKED_POSTS])
+        plain, index = TorchIndex(some, exhaustive=True), make(some)
+        for k, vector in zip((1, 7, CHECKED_POSTS, 2 * CHECKED_POSTS), some, strict=False):
+            wish = Wish(vector, k)
             (ours,), (theirs,) = index.search([wish]), plain.search([wish])
             if ours.rows.tobytes() != theirs.rows.tobytes() or ours.scores.tobytes() != theirs.scores.tobytes():
                 raise EngineError("the search does not give the definition's rows and bits on this device")

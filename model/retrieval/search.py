@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from model.engine import EngineError
+
 LANES = 16
 WORD_ROWS = 64  # rows in one word of a mask
 BLOCK_ROWS = 65536  # rows in one product with a batch of queries
@@ -121,7 +123,10 @@ class TorchIndex:
     def __init__(
         self, vectors: NDArray[np.float32], device: torch.device | str = "cpu", *, exhaustive: bool = False
     ) -> None:
+        """Raises EngineError where products on the device are not of fp32."""
         self._vectors = torch.from_numpy(vectors).to(device)
+        if self._vectors.is_cuda and torch.get_float32_matmul_precision() != "highest":
+            raise EngineError("the search on a card needs products in fp32, and this process has asked torch for less")
         self._exhaustive = exhaustive
         self._longest = float(self._vectors.double().square().sum(1).max().sqrt())
 
@@ -143,18 +148,26 @@ class TorchIndex:
 
     def _one(self, wish: Wish, query: Tensor, rough: Tensor | None) -> Found:
         """`rough`: the query's products with every row, as the device makes them; None to score all rows."""
-        count, width = self._vectors.shape
-        mask = np.ones(count, np.bool_) if wish.visible is None else mask_of(wish.checked_bits(count), count)
-        rows = torch.from_numpy(np.flatnonzero(mask)).to(self._vectors.device)
-        seen = len(rows)
+        width, shown = self._vectors.shape[1], self._shown(wish)
+        seen = int(shown.sum())
         if rough is not None and wish.k < seen:
-            rough = rough[rows]
+            rough = rough.masked_fill(~shown, -torch.inf)
             # both the rough product and the score are sums of D products: each within D·2⁻²⁴ of the real one, and a little more
             bound = 4 * (width + 8) * 2.0**-24 * float(query.double().square().sum().sqrt()) * self._longest + 1e-30
-            rows = rows[rough >= rough.topk(wish.k).values[-1] - bound]
+            shown = rough >= rough.topk(wish.k).values[-1] - bound
+        rows = shown.nonzero()[:, 0]
         scores = score_rows(self._vectors[rows], query)
         found, values = best(rows.cpu().numpy(), scores.cpu().numpy(), wish)
         return Found(found, values, seen, len(rows))
 
+    def _shown(self, wish: Wish) -> Tensor:
+        """The mask of a wish, bool `[n]`; its bits are unpacked on the device."""
+        count, device = len(self._vectors), self._vectors.device
+        if wish.visible is None:
+            return torch.ones(count, dtype=torch.bool, device=device)
+        words = torch.from_numpy(wish.checked_bits(count).astype("<u8", copy=False).view(np.uint8)).to(device)
+        return (words[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).view(-1)[:count].bool()
+
     def close(self) -> None:
-        """The vectors belong to the caller."""
+        """Vectors on the host belong to the caller."""
+        self._vectors = self._vectors[:0].clone()

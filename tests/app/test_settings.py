@@ -151,14 +151,6 @@ def test_ports_that_are_the_same_are_refused_with_a_sentence(flags: list[str], n
         load_settings([*flags, f"--admin.token-sha256={DIGEST}"])
 
 
-def test_retrieval_with_several_processes_is_refused_with_a_sentence() -> None:
-    retrieval = ["--retrieval.checkpoint", "towers", "--retrieval.corpus", "posts"]
-    assert load_settings([*retrieval, "--fronts", "0"]).retrieval.corpus is not None
-    assert load_settings(["--fronts", "2"]).fronts == 2
-    with pytest.raises(SettingsProblem, match="retrieval needs a single process"):
-        load_settings([*retrieval, "--fronts", "2"])
-
-
 def test_ports_that_are_free_or_on_other_addresses_are_not() -> None:
     load_settings(["--probes.port=0", "--admin.port=0", f"--admin.token-sha256={DIGEST}"])
     load_settings(["--port=9000", "--host=127.0.0.1", "--probes.port=9000", "--probes.host=127.0.0.2"])

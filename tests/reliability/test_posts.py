@@ -18,6 +18,12 @@ def test_r1_r2_r3_every_answer_is_what_a_replay_says() -> None:
     assert rows[2].tried > 3
 
 
+def test_r1_r2_r3_hold_through_fronts() -> None:
+    rows = changes(40, BRISK, fronts=2)
+    assert [row.to_json() for row in rows if not row.ok] == []
+    assert min(row.tried for row in rows[:2]) > 50
+
+
 def test_they_are_red_for_planted_faults() -> None:
     """The replay misses changes (R1), posts are taken for deleted that are not (R2), a swap names the corpus alone (R3)."""
     assert [row.row for row in changes(45, BRISK, ["forget", "claim", "half"]) if not row.ok] == ["R1", "R2", "R3"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.engine.loading import Loader
+from app.engine.loading import Loader, RetrievalLoader
 from app.errors import ServiceError
 from app.fronts.host import EngineHost
 from app.fronts.places import Place
@@ -54,10 +54,16 @@ class Linked:
 
 
 @asynccontextmanager
-async def linked(engine: Any, fronts: int = 1, load: Loader | None = None, **groups: Any) -> AsyncIterator[Linked]:
+async def linked(
+    engine: Any,
+    fronts: int = 1,
+    load: Loader | None = None,
+    retrieval: RetrievalLoader | None = None,
+    **groups: Any,
+) -> AsyncIterator[Linked]:
     """Fronts that are ready, before a fake engine; reloads take `load`. `groups` are of the settings."""
     settings = Settings(**groups)
-    service = RankingService(loader(engine), settings, Metrics())
+    service = RankingService(loader(engine), settings, Metrics(), retrieval=retrieval)
     host = EngineHost(service, Reloader(service, Path(), Path(), lambda path: load or loader(engine)), settings)
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/engine"

@@ -46,7 +46,7 @@ def test_a_front_knows_the_model_as_the_engine_process_does() -> None:
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
-def test_a_front_retrieves_nothing_and_says_why(path: str) -> None:
+def test_without_a_corpus_a_front_says_so(path: str) -> None:
     async def main() -> None:
         async with linked(FakeEngine()) as found:
             messages = await ask(
@@ -54,8 +54,7 @@ def test_a_front_retrieves_nothing_and_says_why(path: str) -> None:
             )
             problem = json.loads(messages[1]["body"])
             assert (messages[0]["status"], problem["code"]) == (503, "corpus_not_loaded")
-            assert "needs a single process" in problem["detail"]
-            with pytest.raises(CorpusNotLoaded, match="single process"):
+            with pytest.raises(CorpusNotLoaded):
                 await RemoteReloads(found.fronts[0]).reload_retrieval()
 
     run(main())

@@ -96,3 +96,11 @@ def test_rows_are_medians_with_their_spread():
     rows = run._rows(list(run.PEERS[:2]), measured)
     assert (rows[0]["throughput_rps"], rows[0]["throughput_spread_rps"], rows[1]["ratio"]) == (20, 10, 2)
     assert "| plain FastAPI | dense reference | 20 | 10 |" in run._markdown(rows, "float32", 2, 64)
+
+
+def test_what_ranks_nothing_is_no_fastest_server():
+    rows = [
+        {"name": name, "engine": engine, "throughput_rps": rate, "ratio": rate / 10}
+        for name, engine, rate in (("plain", "dense", 10.0), ("ours", "ours", 50.0), ("bare", run.NOTHING, 90.0))
+    ]
+    assert run._verdict(rows).startswith("ours: 50 requests")

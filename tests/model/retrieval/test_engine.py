@@ -18,6 +18,7 @@ from model.presets import with_preset
 from model.retrieval.corpus import Corpus
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
 from model.retrieval.inputs import Change, Filters, NewPosts, Query, Retrieved
+from model.retrieval.search import TorchIndex
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
@@ -28,7 +29,11 @@ from weights.synthetic.random_weights import random_model, retrieval_config
 
 NAME = "retrieval-mlp-gqa"
 NONE = np.empty(0, np.uint64)
-BACKENDS: list[Any] = ["native", "torch"]
+WAYS: dict[str, dict[str, Any]] = {
+    "native": {"backend": "native"},
+    "torch": {"backend": "torch"},
+    "as on a card": {"device": "cpu:0"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +56,9 @@ def contexts(encoder: Encoder) -> list[Context]:
     return goldens.contexts(NAME, encoder.towers.config)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=WAYS)
 def engine(request: pytest.FixtureRequest, encoder: Encoder, corpus: Corpus) -> RetrievalEngine:
-    made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(backend=request.param, threads=2))
+    made = RetrievalEngine(encoder.towers, corpus, RetrievalOptions(**WAYS[request.param], threads=2))
     made.warm_up()
     return made
 
@@ -204,6 +209,35 @@ def test_what_runs_instead_is_said_with_the_reason(
     engine = RetrievalEngine(encoder.towers, corpus)
     engine.warm_up()
     assert all("install g++" in engine.notes[what]["reason"] for what in ("user_tower", "search"))
+
+
+def test_a_device_that_gives_other_bits_or_no_memory_searches_nothing(
+    encoder: Encoder, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device = RetrievalOptions(device="cpu:0")
+    expected = RetrievalEngine(encoder.towers, corpus).retrieve([wanted(contexts[0])]).retrieved[0]
+    assert RetrievalEngine(encoder.towers, corpus, on_device).notes["search"] == {"backend": "torch", "device": "cpu:0"}
+    search, made = TorchIndex.search, TorchIndex.__init__
+
+    def off_by_a_bit(index: TorchIndex, wishes: Any) -> Any:
+        found = search(index, wishes)
+        return found if index._exhaustive else [replace(one, scores=np.nextafter(one.scores, 2)) for one in found]
+
+    def no_memory(index: TorchIndex, vectors: Any, device: Any = "cpu", **options: Any) -> None:
+        if device != "cpu":
+            raise torch.OutOfMemoryError("out of memory")
+        made(index, vectors, device, **options)
+
+    for name, broken, said in (
+        ("search", off_by_a_bit, "cpu:0: the search does not give the definition's rows and bits on this device"),
+        ("__init__", no_memory, "cpu:0: out of memory"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchIndex, name, broken)
+            engine = RetrievalEngine(encoder.towers, corpus, on_device)
+        engine.warm_up()
+        assert engine.notes["search"] == {"backend": "native", "not_on_device": said}
+        assert same(engine.retrieve([wanted(contexts[0])]).retrieved[0], expected)
 
 
 def as_new(corpus: Corpus, rows: Any, ids: Any) -> NewPosts:
