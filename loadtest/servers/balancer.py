@@ -48,7 +48,9 @@ def balancer(ports: Sequence[int], *changes: tuple[str, str], slow_start: str = 
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "haproxy.cfg"
         path.write_text(text)
-        process = subprocess.Popen([PROGRAM, "-f", str(path), "-db"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [PROGRAM, "-f", str(path), "-db"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             target = Target(HOST, port)
             while not _is_up(target):
