@@ -17,7 +17,7 @@ from app.errors import InvalidRequest, ServiceError
 from app.interface import ServedRetrieval
 from app.request import features, reply
 from app.request.body import check_cost
-from app.request.contract import MAX_ID, is_request_id
+from app.request.bounds import MAX_ID, is_request_id
 from app.request.explain import explain, retrieval_rule
 from app.request.ids import read_ids
 from app.request.posts_body import (
