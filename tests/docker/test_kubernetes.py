@@ -130,7 +130,7 @@ def test_the_autoscaler_reads_what_the_adapter_makes_of_metrics_that_exist(objec
     [rule] = yaml.safe_load((HERE / "adapter.yaml").read_text())["rules"]
     [metric] = objects["HorizontalPodAutoscaler/ranker"]["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
-    named = set(re.findall(r"`(ranker_[a-z_]+)`", (ROOT / "docs/scaling.md").read_text()))  # which tests/test_docs.py looks up
+    named = set(re.findall(r"`(ranker_[a-z_]+)`", (ROOT / "docs/scaling.md").read_text()))  # are looked up
     assert set(re.findall(r"ranker_[a-z_]+", rule["seriesQuery"] + rule["metricsQuery"])) == named
 
 
