@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 
 import uvloop
 
 from app import ports
-from app.engine.loading import checkpoint_loader, retrieval_loader
+from app.engine.loading import Loader, checkpoint_loader, retrieval_loader
 from app.fronts.host import EngineHost
 from app.fronts.role import Role
 from app.http.application import Application, create_app
@@ -28,8 +29,10 @@ def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.m
     retrieval = None
     if wanted.checkpoint is not None and wanted.corpus is not None:
         retrieval = retrieval_loader(wanted.checkpoint, wanted.corpus, settings)
-    load = checkpoint_loader(settings.checkpoint, settings)
-    return RankingService(load, settings, metrics, retrieval=retrieval, clock=clock)
+    load, second = checkpoint_loader(settings.checkpoint, settings), None
+    if settings.shadow.checkpoint is not None:
+        second = second_loader(settings.shadow.checkpoint, settings)
+    return RankingService(load, settings, metrics, retrieval=retrieval, second=second, clock=clock)
 
 
 def build_app(settings: Settings) -> Application:
@@ -70,4 +73,11 @@ def create_reloader(service: RankingService, settings: Settings) -> Reloader:
         lambda path: checkpoint_loader(path, settings),
         (wanted.checkpoint, wanted.corpus),
         lambda checkpoint, corpus: retrieval_loader(checkpoint, corpus, settings),
+        settings.shadow.checkpoint,
+        None if settings.shadow.checkpoint is None else lambda path: second_loader(path, settings),
     )
+
+
+def second_loader(path: Path, settings: Settings) -> Loader:
+    """Of the second checkpoint, whose threads stand back unless it answers users."""
+    return checkpoint_loader(path, settings, stands_back=not settings.split.users)

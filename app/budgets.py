@@ -84,6 +84,12 @@ def _retrieval_bytes(settings: Settings, towers: ModelConfig, posts: int, token:
     return waiting + 8 * settings.budgets.excluded_ids + masks + found * POST_BYTES + searches.cache_bytes
 
 
+def _shadow_bytes(settings: Settings, token: int, tokens: int, reply: int) -> int:
+    """Of a second checkpoint: requests that wait for it with their scores, one that it scores, and its context cache."""
+    one = REQUEST_BYTES + tokens * token + settings.limits.max_candidates * (CANDIDATE_BYTES + reply)
+    return (settings.shadow.max_waiting + 2) * one + settings.cache.host_bytes
+
+
 def most_bytes(
     settings: Settings, config: ModelConfig, towers: ModelConfig | None = None, posts: int = 0
 ) -> dict[str, int]:
@@ -106,6 +112,8 @@ def most_bytes(
         else budgets.changes * MAX_CHANGED * (POST_BYTES + 8 * towers.width) + MAX_CHANGE_VALUES * VALUE_BYTES,
         "grpc": 0 if settings.grpc.port is None else CALL_COPIES * settings.grpc.max_calls * limits.max_body_bytes,
         "explanations": settings.explores * settings.explore.concurrent * _explanation_bytes(settings, config, reply),
+        "second": 0 if settings.shadow.checkpoint is None
+        else _shadow_bytes(settings, token, 1 + config.history_length, reply),
         "cache": settings.cache.host_bytes,
         "log": settings.logs.buffer_bytes,
     }  # fmt: skip

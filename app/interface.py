@@ -29,6 +29,16 @@ class ServedModel:
     engine: EngineInfo
 
 
+@dataclass(frozen=True, slots=True)
+class Second:
+    """The second checkpoint of the process. `model`: None while it is loaded and once it has failed; `reason` says which, or why it
+    shadows nothing. `answers`: requests of its users are for it now."""
+
+    model: ServedModel | None
+    reason: str
+    answers: bool
+
+
 class Ranked(msgspec.Struct, frozen=True, eq=False):
     """One request's result. `queue_seconds` until its first forward, `forward_seconds` summed over its chunks."""
 
@@ -170,6 +180,11 @@ class Service(Protocol):
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
         ...
 
+    @property
+    def second(self) -> Second | None:
+        """The second checkpoint; None where none is configured."""
+        ...
+
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
         ...
@@ -200,10 +215,10 @@ class Service(Protocol):
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
-    ) -> NDArray[np.float32] | None:
+    ) -> NDArray[np.float32]:
         """What the candidates attend to, `[L, N, C, 1 + h + 1]`, computed beside the engine: on the user, each event and themselves.
 
-        None where this process cannot compute it. Raises NotReady where `model` is gone, DeadlineExceeded, or EngineDown.
+        Raises NotReady where `model` is gone, DeadlineExceeded, or EngineDown.
         """
         ...
 
@@ -260,8 +275,10 @@ class Reloads(Protocol):
         """The directory that a relative name means. Raises CheckpointNotFound."""
         ...
 
-    async def reload(self, path: Path | None = None) -> ServedModel:
-        """Serve that checkpoint, or the present one read again. Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
+    async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
+        """Serve that checkpoint, or the present one read again; or hold it as the `second` one.
+
+        Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
         ...
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:

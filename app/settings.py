@@ -254,6 +254,28 @@ class Explore(Group):
     """How long an explanation may take. The headers may ask for less."""
 
 
+class Shadow(Group):
+    """A second checkpoint beside the first: for figures from live requests, or as the B of an A/B split."""
+
+    checkpoint: Path | None = None
+    """Checkpoint directory of the second one; none: there is no second one."""
+    share: float = Field(default=0.1, ge=0, le=1)
+    """Share of answered requests that it scores too, for figures alone. With SPLIT__USERS above 0 it scores none."""
+    max_waiting: int = Field(default=16, ge=1)
+    """Answered requests that wait to be scored by it; a further one is dropped."""
+    max_wait_seconds: float = Field(default=1.0, gt=0)
+    """Those that wait longer than this for a moment without requests are dropped."""
+
+
+class Split(Group):
+    """An A/B split by user between both checkpoints."""
+
+    users: float = Field(default=0.0, ge=0, le=1)
+    """Share of users whom the second checkpoint answers. Users whom it answered stay with it when this grows."""
+    experiment: str = Field(default="", pattern=r"^[\x20-\x7e]{0,64}$")
+    """Name that users are hashed with: another name draws other users."""
+
+
 class Grpc(Group):
     """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
 
@@ -358,6 +380,8 @@ class Settings(BaseSettings):
     admin: Admin = Admin()
     probes: Probes = Probes()
     explore: Explore = Explore()
+    shadow: Shadow = Shadow()
+    split: Split = Split()
     grpc: Grpc = Grpc()
     reload: Reload = Reload()
     logs: Logs = Logs()
@@ -374,6 +398,12 @@ class Settings(BaseSettings):
         for (name, (host, port)), (other, (other_host, other_port)) in itertools.combinations(places.items(), 2):
             if port and port == other_port and (host == other_host or {host, other_host} & ANY_ADDRESS):
                 raise ValueError(f"{name} and {other} are both {port}: each needs a port of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _split_between_two(self) -> Settings:
+        if self.split.users and self.shadow.checkpoint is None:
+            raise ValueError("split.users needs shadow.checkpoint: the second checkpoint")
         return self
 
     def addresses(self) -> list[tuple[str, int]]:

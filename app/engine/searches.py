@@ -91,6 +91,11 @@ class Searches:
         """Searches that are not begun."""
         return len(self._alone) + sum(map(len, self._queues.values()))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether searches wait or are computed."""
+        return self._begun is not None or bool(self.waiting)
+
     def silent_seconds(self) -> float:
         """How long the present batch has been computed; 0 without one."""
         return 0.0 if self._begun is None else self.clock() - self._begun

@@ -64,7 +64,13 @@ class Versions:
 
     def find(self, model: ServedModel) -> EngineWorker | None:
         """Who serves this very model, None when it is gone."""
+        if self.current is not None and self.current.model.served is model:
+            return self.current
         return next((worker for worker in self._all if worker.model.served is model), None)
+
+    def holds(self, worker: EngineWorker) -> bool:
+        """Whether it is one of these, and not gone."""
+        return worker in self._all
 
     def free_if_done(self, worker: EngineWorker) -> None:
         """End a retired engine without unfinished requests."""
@@ -91,6 +97,15 @@ class Versions:
     def abandon(self) -> list[RankJob]:
         """Take every queued job out; none of them will be computed."""
         return [job for worker in self._all for job in worker.abandon()]
+
+    def drop(self) -> list[RankJob]:
+        """Serve nothing any more, without waiting for an engine that may hang; the jobs that it had."""
+        jobs, workers = self.abandon(), self._all
+        self.current, self._all = None, []
+        for worker in workers:
+            self._gone = add_stats(self._gone, worker.model.engine.cache_stats())
+            worker.close()
+        return jobs
 
     async def close(self, timeout_seconds: float) -> None:
         """Free all engines after their present forward; one that hangs is left behind."""

@@ -53,7 +53,8 @@ class Rank(Frame, tag=1):
     """A request with `history` context items and `candidates`. `deadline` in seconds of CLOCK_MONOTONIC.
 
     `words`: 64 bits each, post ids, author ids, surfaces of the context, then post ids, author ids, surfaces, age buckets of the
-    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds. `again`, `waits`: as in `Service.admit`.
+    candidates. `floats`: 32 bits each, actions `[history, A]`, then dwell seconds. `again`, `waits`: as in `Service.admit`;
+    `is_kept`, `first_slot`: as of `Context` and `Candidates`.
     """
 
     id: int
@@ -67,6 +68,8 @@ class Rank(Frame, tag=1):
     floats: bytes
     again: bool = False
     waits: bool = False
+    is_kept: bool = True
+    first_slot: int = 0
 
 
 class Cancel(Frame, tag=2):
@@ -95,12 +98,13 @@ class Scrape(Frame, tag=5):
 
 
 class Reload(Frame, tag=6):
-    """Asks for another checkpoint by its name below the root; None: the present one read again. With `retrieval`, for that retrieval
-    checkpoint and that corpus as one instead."""
+    """Asks for another checkpoint by its name below the root, as the `second` one perhaps; None: the present one read again. With
+    `retrieval`, for that retrieval checkpoint and that corpus as one instead."""
 
     id: int
     checkpoint: str | None
     retrieval: tuple[str | None, str | None] | None = None
+    second: bool = False
 
 
 class Refused(Frame, tag=7):
@@ -143,8 +147,12 @@ class Compact(Frame, tag=10):
     id: int
 
 
+class Attend(Rank, tag=11):
+    """Asks what these candidates attend to; the fields of a `Rank`."""
+
+
 class Model(Frame, tag=20):
-    """From now on this model serves. `manifest`: as `manifest.json` has it."""
+    """From now on this model serves, or is the `second` one. `manifest`: as `manifest.json` has it."""
 
     model: int
     manifest: bytes
@@ -153,6 +161,7 @@ class Model(Frame, tag=20):
     backend: str
     candidate_positions: CandidatePositions
     notes: dict[str, Any]
+    second: bool = False
 
     def info(self) -> EngineInfo:
         """The engine that runs it."""
@@ -242,8 +251,25 @@ class Changed(Told, tag=29):
     deleted: int
 
 
-ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused | Search | Change | Compact
-ToFront = Model | State | Answer | Failed | Flush | Exposition | Reloaded | Corpus | Posts | Changed
+class Attended(Told, tag=30):
+    """What the candidates attend to, in C order, 32 bits each."""
+
+    shape: tuple[int, int, int, int]
+    columns: bytes
+
+
+class SecondState(Frame, tag=31):
+    """How the second checkpoint is; sent when it changes. `model`: 0 where none is held; the rest as in `interface.Second`."""
+
+    model: int
+    reason: str
+    answers: bool
+
+
+ToEngine = Hello | Rank | Cancel | Left | Counts | Scrape | Reload | Refused | Search | Change | Compact | Attend
+ToFront = (
+    Model | State | Answer | Failed | Flush | Exposition | Reloaded | Corpus | Posts | Changed | Attended | SecondState
+)
 
 from_front = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(ToFront)
@@ -274,14 +300,18 @@ def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
         raise ValueError("columns of another length than the frame says")
     words = np.frombuffer(frame.words, np.int64)
     ids = words.view(np.uint64)
-    context = context_of(frame.user_id, history, ids[:first], frame.floats, actions)
+    context = context_of(frame.user_id, history, ids[:first], frame.floats, actions, is_kept=frame.is_kept)
     authors = first + candidates
     surfaces = authors + candidates
     ages = surfaces + candidates
-    return context, Candidates(ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:])
+    return context, Candidates(
+        ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:], frame.first_slot
+    )
 
 
-def context_of(user_id: int, history: int, ids: NDArray[np.uint64], floats: bytes, actions: int) -> Context:
+def context_of(
+    user_id: int, history: int, ids: NDArray[np.uint64], floats: bytes, actions: int, *, is_kept: bool = True
+) -> Context:
     """The user and the history of a frame, as views; `ids` are its words. Raises ValueError where a column has another length."""
     cells, values = history * actions, np.frombuffer(floats, np.float32)
     if len(ids) != 3 * history or len(values) != cells + history:
@@ -293,6 +323,7 @@ def context_of(user_id: int, history: int, ids: NDArray[np.uint64], floats: byte
         values[:cells].reshape(history, actions),
         ids[2 * history :].view(np.int64),
         values[cells:],
+        is_kept,
     )
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from app.engine.worker import EngineWorker
 from app.errors import InternalError, Overloaded, ServiceError
@@ -40,11 +42,25 @@ log = structlog.get_logger("app.fronts.host")
 class Model:
     """A loaded model, or a retrieval model with its corpus, and the number under which fronts know it. `free`: no front will ask."""
 
-    def __init__(self, number: int, served: ServedModel | ServedRetrieval, free: Callable[[], None]) -> None:
+    def __init__(
+        self, number: int, served: ServedModel | ServedRetrieval, free: Callable[[], None], is_second: bool
+    ) -> None:
         self.number = number
         self.served = served
         self.free = free
+        self.is_second = is_second
         self.actions = served.manifest.config.actions
+
+
+class Answering:
+    """`interface.Ticket` of a question that a task answers."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+
+    def release(self) -> None:
+        """Nobody waits for it any more."""
+        self._task.cancel()
 
 
 class Front:
@@ -70,6 +86,8 @@ class EngineHost:
         self._links: set[Link] = set()  # those without a Hello too
         self._models: dict[int, Model] = {}  # those that are kept for fronts
         self._model: Model | None = None  # the one that serves
+        self._second: Model | None = None
+        self._second_state: frames.SecondState | None = None
         self._corpus: Model | None = None  # the same of what retrieves
         self._numbers = itertools.count(1)
         self._state: frames.State | None = None
@@ -80,6 +98,7 @@ class EngineHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._take: dict[type, Any] = {
             frames.Rank: self._rank,
+            frames.Attend: self._attend,
             frames.Cancel: self._cancel,
             frames.Left: lambda front, frame: self._leave(front, frame.model),
             frames.Counts: self._count,
@@ -161,9 +180,11 @@ class EngineHost:
 
     def _welcome(self, front: Front) -> None:
         self._fronts[front.link] = front
-        for model in (self._model, self._corpus):
+        for model in (self._model, self._second, self._corpus):
             if model is not None:
                 self._tell_model(front, model)
+        if self._second_state is not None:
+            front.link.send(self._second_state)
         front.link.send(self._look())
         log.info("front_linked", front=front.number)
 
@@ -218,6 +239,23 @@ class EngineHost:
         except ServiceError as error:
             _fail(front, number, error)
 
+    def _attend(self, front: Front, frame: frames.Attend) -> None:
+        model, number = self._models.get(frame.model), frame.id
+        if model is None or not isinstance(model.served, ServedModel) or number in front.tickets:
+            raise ValueError("a question on no model, or of a number that another has")
+        asked = frames.inputs_of(frame, model.actions)
+        answer = self._attention(front, number, self.service.attention(model.served, *asked, frame.deadline))
+        front.tickets[number] = Answering(self._keep(answer))
+
+    async def _attention(self, front: Front, number: int, rows: Coroutine[Any, Any, NDArray[np.float32]]) -> None:
+        try:
+            found = await rows
+            front.link.send(frames.Attended(number, found.shape, found.tobytes()))
+        except ServiceError as error:
+            _fail(front, number, error)
+        finally:
+            front.tickets.pop(number, None)
+
     def _cancel(self, front: Front, frame: frames.Cancel) -> None:
         ticket = front.tickets.pop(frame.id, None)
         if ticket is not None:
@@ -235,8 +273,8 @@ class EngineHost:
         """Tell every front what has changed: the model that serves, health, whether there is room."""
         current, corpus = self.service.versions.current, self.service.retrieval.current
         if current is not None and (self._model is None or current.model.served is not self._model.served):
-            current.unfinished += 1
-            self._model = self._adopt(self._model, current.model.served, functools.partial(self._free_model, current))
+            self._model = self._adopt_worker(self._model, current)
+        self._look_at_second()
         if corpus is not None and (self._corpus is None or corpus.loaded.served is not self._corpus.served):
             searches = self.service.retrieval.searches
             searches.keep(corpus)
@@ -253,15 +291,47 @@ class EngineHost:
                 front.link.send(state)
         return state
 
-    def _adopt(self, old: Model | None, served: ServedModel | ServedRetrieval, free: Callable[[], None]) -> Model:
+    def _look_at_second(self) -> None:
+        """Tell every front what has changed of the second checkpoint."""
+        found = self.service.second
+        if found is None:
+            return
+        current, old = self.service.second_checkpoint.versions.current, self._second
+        if current is None:
+            self._second = None
+            self._free_if_left(old)
+        elif old is None or current.model.served is not old.served:
+            self._second = self._adopt_worker(old, current, is_second=True)
+        number = 0 if self._second is None else self._second.number
+        state = frames.SecondState(number, found.reason, found.answers)
+        if state != self._second_state:
+            self._second_state = state
+            for front in self._fronts.values():
+                front.link.send(state)
+
+    def _adopt_worker(self, old: Model | None, worker: EngineWorker, *, is_second: bool = False) -> Model:
+        worker.unfinished += 1
+        return self._adopt(old, worker.model.served, functools.partial(self._free_model, worker), is_second=is_second)
+
+    def _adopt(
+        self,
+        old: Model | None,
+        served: ServedModel | ServedRetrieval,
+        free: Callable[[], None],
+        *,
+        is_second: bool = False,
+    ) -> Model:
         """New requests are for this one. It and the one before are kept until no front asks for them any more."""
         number = next(self._numbers)
-        new = self._models[number] = Model(number, served, free)
+        new = self._models[number] = Model(number, served, free, is_second)
         for front in self._fronts.values():
             self._tell_model(front, new)
-        if old is not None and not any(old.number in front.models for front in self._fronts.values()):
-            self._free(old)
+        self._free_if_left(old)
         return new
+
+    def _free_if_left(self, model: Model | None) -> None:
+        if model is not None and not any(model.number in front.models for front in self._fronts.values()):
+            self._free(model)
 
     def _tell_model(self, front: Front, model: Model) -> None:
         front.models.add(model.number)
@@ -274,16 +344,15 @@ class EngineHost:
         front.link.send(
             frames.Model(
                 model.number, served.manifest.to_json(), info.device, info.dtype, info.backend,
-                info.candidate_positions, info.notes,
+                info.candidate_positions, info.notes, model.is_second,
             )
         )  # fmt: skip
 
     def _leave(self, front: Front, number: int) -> None:
         front.models.discard(number)
         model = self._models.get(number)
-        if model in (None, self._model, self._corpus) or any(number in other.models for other in self._fronts.values()):
-            return
-        self._free(model)
+        if model not in (self._model, self._second, self._corpus):
+            self._free_if_left(model)
 
     def _free(self, model: Model) -> None:
         del self._models[model.number]
@@ -291,7 +360,7 @@ class EngineHost:
 
     def _free_model(self, worker: EngineWorker) -> None:
         worker.unfinished -= 1
-        self.service.versions.free_if_done(worker)
+        self.service.free_if_done(worker)
 
     # what fronts tell and ask
 
@@ -334,7 +403,7 @@ class EngineHost:
             return None if name is None else self.reloads.resolve(name)
 
         if frame.retrieval is None:
-            await self.reloads.reload(found(frame.checkpoint))
+            await self.reloads.reload(found(frame.checkpoint), second=frame.second)
         else:
             await self.reloads.reload_retrieval(*map(found, frame.retrieval))
         return frames.Reloaded(frame.id, "", "")
@@ -347,10 +416,11 @@ class EngineHost:
         changed = await self.service.retrieval.compact()
         return frames.Changed(frame.id, changed.posts, changed.changes, changed.deleted)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _answer(front: Front, number: int, result: Ranked | Found | ServiceError) -> None:

@@ -61,7 +61,7 @@ class Place(Asked):
         uplink.send(
             frames.Rank(
                 number, version.number, self.deadline, self.key, context.user_id, len(context), len(candidates),
-                words, floats, self.again, self.waits,
+                words, floats, self.again, self.waits, context.is_kept, candidates.first_slot,
             )
         )  # fmt: skip
         self.service.is_sent(version)

@@ -20,10 +20,11 @@ class RemoteReloads:
         """The name as it is."""
         return Path(name)
 
-    async def reload(self, path: Path | None = None) -> ServedModel:
+    async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
         """As in the engine process. Raises CheckpointNotFound besides."""
-        raise_failure(await self.service.uplink.ask(frames.Reload, None if path is None else str(path)))
-        return self.service.model
+        raise_failure(await self.service.uplink.ask(frames.Reload, None if path is None else str(path), None, second))
+        found = self.service.second if second else None
+        return self.service.model if found is None or found.model is None else found.model
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
         """As in the engine process. Raises CheckpointNotFound besides."""

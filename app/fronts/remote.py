@@ -16,7 +16,7 @@ from app.fronts import frames
 from app.fronts.places import ENDED, Place, Version
 from app.fronts.retrieval import RemoteRetrieval
 from app.fronts.uplink import Uplink
-from app.interface import Done, Health, ServedModel, Ticket
+from app.interface import Done, Health, Second, ServedModel, Ticket
 from app.scheduling.loop_lag import Work
 from app.service.loop_clock import LoopClock
 from app.settings import Settings
@@ -45,7 +45,10 @@ class RemoteService:
         self.on_fatal: Callable[[str], None] = lambda reason: None  # nothing here is fatal: the supervisor decides
         self.linked = asyncio.Event()  # the engine process has said how it is
         self.uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
-        self._versions: list[Version] = []  # that may still be asked for; the last one serves
+        self._versions: list[Version] = []  # that may still be asked for
+        self._first: Version | None = None
+        self._second: Version | None = None
+        self._second_state = frames.SecondState(0, "The engine process is starting.", False)
         self._loop_clock = LoopClock(self.clock, self._work)
         self._state = frames.State(False, False, False, "The engine process is starting.", "", 0.0)
         self._refused = 0
@@ -80,9 +83,18 @@ class RemoteService:
     def _receive(self, frame: Any) -> None:
         if isinstance(frame, frames.Model):
             served = ServedModel(Manifest.from_json(frame.manifest), frame.info())
-            self._versions.append(Version(frame.model, served, self.uplink.link))
-            for version in self._versions[:-1]:
-                self._leave(version)
+            version = Version(frame.model, served, self.uplink.link)
+            self._versions.append(version)
+            if frame.second:
+                self._second = version
+            else:
+                self._first = version
+            self._leave_all()
+        elif isinstance(frame, frames.SecondState):
+            self._second_state = frame
+            if not frame.model:
+                self._second = None
+                self._leave_all()
         elif isinstance(frame, frames.Corpus):
             self.retrieval.serve(frame)
         else:
@@ -94,6 +106,7 @@ class RemoteService:
         """The engine process has ended: whoever waits is told at once."""
         self.linked.clear()
         self._versions.clear()
+        self._first = self._second = None
         self.retrieval.lose()
         self._state = frames.State(False, True, False, ENDED, "", 0.0)
         if not self._refusing:
@@ -113,9 +126,17 @@ class RemoteService:
     @property
     def model(self) -> ServedModel:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
-        if not self._versions:
+        if self._first is None:
             raise NotReady(self.health().reason, retry_after_seconds=RETRY_AFTER_SECONDS)
-        return self._versions[-1].served
+        return self._first.served
+
+    @property
+    def second(self) -> Second | None:
+        """The second checkpoint, as the engine process told last; None where none is configured."""
+        if self.settings.shadow.checkpoint is None:
+            return None
+        state, held = self._second_state, self._second
+        return Second(None if held is None else held.served, state.reason, state.answers and held is not None)
 
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request would get now, as far as this front knows: NotReady, Draining, EngineDown or Overloaded."""
@@ -131,6 +152,13 @@ class RemoteService:
         ):
             self._refuse("queue_full", "the queue is full", OVERRUN_RETRY_SECONDS)
 
+    def _version(self, model: ServedModel) -> Version:
+        """The number of this very model. Raises NotReady where it is gone."""
+        version = next((version for version in self._versions if version.served is model), None)
+        if version is None:
+            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
+        return version
+
     def admit(
         self,
         model: ServedModel,
@@ -144,9 +172,7 @@ class RemoteService:
     ) -> Place:
         """Prepare a request on `model`; the engine process decides when it is sent. Raises NotReady, Draining or EngineDown."""
         self._check_able()
-        version = next((version for version in self._versions if version.served is model), None)
-        if version is None:
-            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
+        version = self._version(model)
         deadline = self.clock() + self.default_deadline_seconds if deadline is None else deadline
         return Place(self, version, deadline, key, again, waits)
 
@@ -156,7 +182,7 @@ class RemoteService:
             raise Draining(retry_after_seconds=RETRY_AFTER_SECONDS)
         if self.uplink.link is None or self._state.failed:
             raise self._down()
-        if not self._versions:
+        if self._first is None:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(self._state.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
 
@@ -186,15 +212,25 @@ class RemoteService:
 
     def _leave(self, version: Version) -> None:
         """Tell when the last request on a replaced model was sent: it may be freed once that is answered."""
-        if not version.unsent and version in self._versions[:-1]:
+        if not version.unsent and version in self._versions and version not in (self._first, self._second):
             self._versions.remove(version)
             self.uplink.send(frames.Left(version.number))
 
+    def _leave_all(self) -> None:
+        for version in list(self._versions):
+            self._leave(version)
+
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
-    ) -> NDArray[np.float32] | None:
-        """None: no link carries it."""
-        return None
+    ) -> NDArray[np.float32]:
+        """What the engine process says to this question."""
+        version = self._version(model)
+        words, floats = frames.columns_of(context, candidates)
+        told: frames.Attended = await self.uplink.ask(
+            frames.Attend, version.number, deadline, None, context.user_id, len(context), len(candidates), words, floats,
+            False, False, context.is_kept, candidates.first_slot, deadline=deadline,
+        )  # fmt: skip
+        return np.frombuffer(told.columns, np.float32).reshape(told.shape)
 
     # health
 

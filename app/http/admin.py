@@ -28,6 +28,7 @@ from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
 
+WANTED = 'must be {"checkpoint": "name"}, {"second": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
 RELOAD, POSTS, COMPACT = "/admin/reload", "/admin/posts", "/admin/posts/compact"
 MAX_BODY_BYTES = 4096
 NOT_BELOW_ROOT = "No checkpoint or corpus of that name lies below the configured root."
@@ -57,7 +58,8 @@ class AdminAuth:
 
 def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Starlette:
     """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again; with
-    `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out.
+    `{"second": name}` the second checkpoint;
+    with `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out.
 
     `POST /admin/posts` with `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}` changes the corpus,
     `POST /admin/posts/compact` without a body writes it anew with its changes.
@@ -71,6 +73,8 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Sta
             if wanted.keys() & {"retrieval", "corpus"}:
                 served = await reloads.reload_retrieval(wanted.get("retrieval"), wanted.get("corpus"))
                 return _described(retrieval=served.manifest, corpus=served.corpus)
+            if "second" in wanted:
+                return _described(second=(await reloads.reload(wanted["second"], second=True)).manifest)
             model = await reloads.reload(wanted.get("checkpoint"))
         except CheckpointNotFound:
             if wanted:  # a front's name is looked up by the engine process
@@ -142,10 +146,12 @@ async def _requested(request: Request, reloads: Reloads) -> dict[str, Path]:
     wanted = strict_json.parse(bytes(body))
     if (
         type(wanted) is not dict
-        or not (wanted.keys() <= {"checkpoint"} or wanted.keys() <= {"retrieval", "corpus"})
+        or not (
+            wanted.keys() <= {"checkpoint"} or wanted.keys() == {"second"} or wanted.keys() <= {"retrieval", "corpus"}
+        )
         or any(type(name) is not str for name in wanted.values())
     ):
-        raise InvalidRequest([("", 'must be {"checkpoint": "name"}, {"retrieval": "name", "corpus": "name"} or {}')])
+        raise InvalidRequest([("", WANTED)])
     try:
         return {what: reloads.resolve(name) for what, name in wanted.items()}
     except CheckpointNotFound:

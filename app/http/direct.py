@@ -10,16 +10,18 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from app.errors import Overloaded, ServiceError
+from app.http.arms import ANY
 from app.http.asgi import Answered, ClientGone, Headers, read_body, too_long
 from app.http.negotiation import RANK, Wires, check_accept
 from app.http.observe import Recorder
 from app.http.problems import problem_reply
-from app.http.rank import ANY, Prepared, Ranking
+from app.http.rank import Prepared, Ranking
 from app.interface import Ranked, Ticket
 from app.request.body import Typed
 from app.request.reply import ROWS_IN_A_PIECE
 from app.request.vocabulary import Vocabulary
 from app.request.wires import BINARY, LENGTH, media_type
+from app.telemetry.exchange import Exchange
 
 Fields = Sequence[tuple[bytes, bytes]]
 Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impatient caller's reply may be written later
@@ -36,6 +38,19 @@ class DirectEndpoint(ABC):
     @abstractmethod
     def begin(self, headers: Fields, reply: Reply) -> DirectCall:
         """The headers have arrived; `reply` is called once, at once perhaps, unless the call is abandoned before."""
+
+    def refuse(self, headers: Fields) -> tuple[int, Fields, bytes, bool] | None:
+        """The reply to a request with these headers that is refused unread; None where it has to be read."""
+        fields = dict(headers)
+        exchange = self.recorder.begin("POST", self.path, fields)
+        try:
+            self.ranking.enter(fields, exchange)
+        except ServiceError as error:
+            problem = self.recorder.problem(error, exchange)
+            exchange.status, found, body = problem_reply(problem, exchange)
+            self.recorder.end(exchange, fields)
+            return exchange.status, _named(found, body, exchange), body, problem.may_wait
+        return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The same over ASGI."""
@@ -103,10 +118,9 @@ class DirectCall(ABC):
     def _answer(self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False) -> None:
         reply, exchange = self._reply, self.exchange
         assert reply is not None
-        identity = (b"x-request-id", exchange.request_id.encode())
         exchange.status = status
         self._end()
-        reply(status, [*headers, (b"content-length", b"%d" % len(body)), identity], body, may_wait)
+        reply(status, _named(headers, body, exchange), body, may_wait)
 
     def _end(self) -> None:
         """Nothing more is said, nothing more is computed."""
@@ -159,9 +173,10 @@ class RankCall(DirectCall):
             return terms.wire.decode(ranking.plain(body, terms), self.headers, ranking.limits, vocabulary)
 
         try:
-            typed = ranking.decode(read, exchange)
+            typed = ranking.decode(read, exchange, terms.wanted)
             check_accept(self.headers, media_type(typed))
-            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, self._endpoint.wanted)
+            wanted = terms.wanted if self._endpoint.wanted is ANY else self._endpoint.wanted
+            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, wanted)
             self._tickets = (job.ticket,)
             exchange.name(job.request.request_id)
             ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)
@@ -193,6 +208,11 @@ class RankCall(DirectCall):
             self._answer(200, fields, b"".join(done))
         except Exception as error:
             self.fail(error)
+
+
+def _named(headers: Fields, body: bytes, exchange: Exchange) -> Fields:
+    """All headers of a reply."""
+    return [*headers, (b"content-length", b"%d" % len(body)), (b"x-request-id", exchange.request_id.encode())]
 
 
 async def _unless_disconnected(replied: asyncio.Future[Any], receive: Receive) -> Any:

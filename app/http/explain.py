@@ -17,7 +17,7 @@ from app.budgets import Budget
 from app.errors import Overloaded
 from app.http.asgi import Watching, exchange_of, send_reply
 from app.http.negotiation import BATCH, check_accept
-from app.http.rank import Ranking
+from app.http.rank import Ranking, Terms
 from app.http.rank_batch import JSON_HEADER
 from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
@@ -57,7 +57,7 @@ class ExplainEndpoint:
         terms = ranking.open(headers, exchange, BATCH)
         check_accept(headers, JSON)
         raw = await ranking.receive(headers, receive)
-        asked = self._ask(ranking.plain(raw, terms), terms.deadline, exchange)
+        asked = self._ask(ranking.plain(raw, terms), terms, exchange)
         if not self.running.take(1):
             raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)
         try:
@@ -67,12 +67,12 @@ class ExplainEndpoint:
             self.running.give(1)
         await send_reply(send, 200, [JSON_HEADER, *ranking.headers(asked.model, [result], exchange)], body)
 
-    def _ask(self, raw: bytes | bytearray, deadline: float | None, exchange: Exchange) -> Asked:
+    def _ask(self, raw: bytes | bytearray, terms: Terms, exchange: Exchange) -> Asked:
         """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
         ranking, started = self.ranking, time.perf_counter()
-        model = self.service.model
         limits, most = ranking.limits, self.explore.max_candidates
-        body = ranking.decode(lambda words: decode_explain(raw, limits, most, words), exchange)
+        body = ranking.decode(lambda words: decode_explain(raw, limits, most, words), exchange, terms.wanted)
+        model = ranking.arms.model(body.user_id, terms.wanted)
         vocabulary, form = ranking.words_of(model.manifest)
         request, explained = check_explain(body, vocabulary)
         exchange.name(request.request_id)
@@ -85,7 +85,7 @@ class ExplainEndpoint:
             model,
             form,
             Question.of(request, explained, config, self.explore.max_events),
-            until if deadline is None else min(until, deadline),
+            until if terms.deadline is None else min(until, terms.deadline),
         )
 
     async def _answer(self, asked: Asked, exchange: Exchange) -> tuple[bytes, Ranked]:
@@ -146,17 +146,10 @@ class ExplainEndpoint:
         finally:
             await window.close()
 
-    async def _attention(
-        self, asked: Asked, context: Context, explained: Sequence[Candidates]
-    ) -> NDArray[np.float32] | None:
-        """`[L, N, n, 1 + h + 1]`, or None where it cannot be had here."""
-        found = []
-        for candidates in explained:
-            rows = await self.service.attention(asked.model, context, candidates, asked.deadline)
-            if rows is None:
-                return None
-            found.append(rows)
-        return np.concatenate(found, 2)
+    async def _attention(self, asked: Asked, context: Context, explained: Sequence[Candidates]) -> NDArray[np.float32]:
+        """`[L, N, n, 1 + h + 1]`."""
+        service, model, deadline = self.service, asked.model, asked.deadline
+        return np.concatenate([await service.attention(model, context, each, deadline) for each in explained], 2)
 
 
 def _grouped(scores: list[Scores], size: int) -> list[list[Scores]]:

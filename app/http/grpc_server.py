@@ -9,11 +9,12 @@ import grpc
 import orjson
 
 from app.errors import ServiceError
+from app.http.arms import named
 from app.http.asgi import Headers, timeout_seconds_of
 from app.http.observe import Recorder
 from app.http.open_inference import describe_server
 from app.http.problems import retry_after
-from app.http.rank import Ranking, served
+from app.http.rank import Ranking
 from app.interface import ranked
 from app.request import protobuf, tensors
 from app.request.wires import TENSORS
@@ -130,11 +131,11 @@ class InferenceServer:
         return protobuf.write("ServerMetadataResponse", **describe_server())
 
     async def _model_ready(self, request: Any, call: Call) -> bytes:
-        served(self.service, request.name, request.version)
+        named(self.service, request.name, request.version)
         return protobuf.write("ModelReadyResponse", ready=self.service.health().ready)
 
     async def _model_metadata(self, request: Any, call: Call) -> bytes:
-        described = tensors.describe_model(served(self.service, request.name, request.version).manifest)
+        described = tensors.describe_model(named(self.service, request.name, request.version).manifest)
         del described["parameters"]
         return protobuf.write("ModelMetadataResponse", **described)
 

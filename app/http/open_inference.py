@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
+from app.http.arms import named
 from app.http.operations import NOT_NOW, check_ready
-from app.http.rank import served
 from app.interface import Service
 from app.request.contract import Problem
 from app.request.tensors import describe_model
@@ -53,14 +53,14 @@ def open_inference(service: Service) -> APIRouter:
     @router.get(VERSION, summary="The tensors of a version of the model", **_about(VERSION))
     async def model(request: Request) -> dict[str, Any]:
         """Names, datatypes and shapes; -1 where a size is the request's. `parameters` name the columns of actions and quantities."""
-        return describe_model(served(service, **request.path_params).manifest)
+        return describe_model(named(service, **request.path_params).manifest)
 
     @router.get(f"{MODEL}/ready", summary="Requests for this model may be sent here", **_about(MODEL))
     @router.get(f"{VERSION}/ready", summary="Requests for this version may be sent here", **_about(VERSION))
     async def model_ready(request: Request) -> dict[str, str | bool]:
         """As `/readyz`, and 404 where another model or version serves."""
         check_ready(service)
-        return {"name": served(service, **request.path_params).manifest.name, "ready": True}
+        return {"name": named(service, **request.path_params).manifest.name, "ready": True}
 
     return router
 

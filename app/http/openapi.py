@@ -31,20 +31,10 @@ from app.errors import (
 )
 from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
-from app.request.contract import (
-    BatchReply,
-    ExplainReply,
-    ExplainRequest,
-    Problem,
-    RankBatch,
-    RankReply,
-    RankRequest,
-    RecommendReply,
-    RecommendRequest,
-    RetrieveReply,
-    RetrieveRequest,
-)
+from app.request.contract import BatchReply, Problem, RankBatch, RankReply, RankRequest
+from app.request.explanation_contract import ExplainReply, ExplainRequest
 from app.request.inference_contract import InferReply, InferRequest
+from app.request.retrieval_contract import RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 
 REF = "#/components/schemas/{model}"
 FAILURES: tuple[type[ServiceError], ...] = (
@@ -52,10 +42,11 @@ FAILURES: tuple[type[ServiceError], ...] = (
     InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
 )  # fmt: skip
 PREFERRED = ("favorite", "dwell", "reply", "repost")
-TIMEOUT = "X-Request-Timeout-Ms"
+TIMEOUT, VERSION_HEADER = "X-Request-Timeout-Ms", "X-Model-Version"
 HEADERS_IN = {
     "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
     TIMEOUT: "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
+    VERSION_HEADER: "Version of the held checkpoint that shall answer; 404 where none has it.",
     "traceparent": "W3C trace context.",
 }
 HEADERS_OUT = {

@@ -18,7 +18,13 @@ from app.settings import Settings
 from app.telemetry.metrics import CONTENT_TYPE
 
 PROBE_RETRY_SECONDS = 2.0
-PRIVATE = ("auth", "admin", "checkpoint", "retrieval")  # who may ask, and where things lie, is nobody's business
+PRIVATE = (
+    "auth",
+    "admin",
+    "checkpoint",
+    "retrieval",
+    "shadow",
+)  # who may ask, and where things lie, is nobody's business
 NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Problem, "description": "Not now; `detail` says why."}}
 
 
@@ -35,11 +41,13 @@ def probes(service: Service) -> APIRouter:
     async def readyz() -> dict[str, str]:
         """503 with the reason while loading, warming or draining, or when the engine has work and finishes none of it.
 
-        On CUDA `engine` names the way of computing that passed its checks.
+        On CUDA `engine` names the way of computing that passed its checks. `second`: how a second checkpoint is, which is no reason
+        against readiness.
         """
         check_ready(service)
-        rung = service.model.engine.notes.get("rung")
-        return {"status": "ready"} | ({"engine": str(rung)} if rung else {})
+        rung, second = service.model.engine.notes.get("rung"), service.second
+        said = {} if second is None else {"second": second.reason or "held"}
+        return {"status": "ready"} | ({"engine": str(rung)} if rung else {}) | said
 
     @router.get("/startupz", summary="Warm-up is done", responses=NOT_NOW)
     async def startupz() -> dict[str, str]:
@@ -100,6 +108,7 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
         "backend": engine.backend,
         "candidate_positions": engine.candidate_positions,
         "engine": engine.notes,
+        "second": _second(service, settings),
         "retrieval": _retrieval(service),
         "limits": settings.limits.model_dump(mode="json"),
         "memory_bytes": _most_bytes(service, settings),
@@ -118,6 +127,23 @@ def _most_bytes(service: Service, settings: Settings) -> dict[str, int]:
     except CorpusNotLoaded:
         return most_bytes(settings, service.model.manifest.config)
     return most_bytes(settings, service.model.manifest.config, found.manifest.config, found.corpus.posts)
+
+
+def _second(service: Service, settings: Settings) -> dict[str, Any] | None:
+    """The second checkpoint; None where none is configured."""
+    second = service.second
+    if second is None:
+        return None
+    manifest = None if second.model is None else second.model.manifest
+    return {
+        "model": None if manifest is None else {"name": manifest.name, "version": manifest.version},
+        "checkpoint": None if manifest is None else {"digest": manifest.digest},
+        "actions": [] if manifest is None else list(manifest.action_names),
+        "weights": {} if manifest is None else manifest.score_weights,
+        "reason": second.reason,
+        "shadows": 0.0 if settings.split.users else settings.shadow.share,
+        "users": settings.split.users if second.answers else 0.0,
+    }
 
 
 def _retrieval(service: Service) -> dict[str, Any] | None:

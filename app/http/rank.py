@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from starlette.types import Receive
 
-from app.errors import NotFound
+from app.http.arms import ANY, HEADER, Arms, named
 from app.http.asgi import ClientGone, Headers, check_length, read_body, timeout_seconds_of
 from app.http.auth import KeyRing
 from app.http.negotiation import Wires, is_compressed, wire_of
@@ -29,16 +29,18 @@ from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
 
 T = TypeVar("T", bound=Typed)
-ANY = ("", "")
+MOST_WORDS = 4  # of both checkpoints, and of those that they have replaced
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the headers of a request say. `deadline` in seconds of the service's clock, None where the caller sets none."""
+    """What the headers of a request say. `deadline` in seconds of the service's clock, None where the caller sets none; `wanted` are
+    name and version of the model that it names, empty for any."""
 
     wire: Wire
     deadline: float | None
     is_compressed: bool
+    wanted: tuple[str, str] = ANY
 
 
 @dataclass(slots=True)
@@ -55,21 +57,26 @@ class Prepared:
 
 
 class Words:
-    """The vocabulary and the reply format of a model, with its codec, kept for the manifest used last."""
+    """The vocabulary and the reply format of a model, with its codec, kept for the manifests used last. Models with the same words share
+    a codec: what was read for one of them needs not be read again for the other."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._library = load_library()
-        self._last: tuple[Manifest, Vocabulary, ReplyFormat] | None = None
+        self._last: list[tuple[Manifest, Vocabulary, ReplyFormat]] = []
 
     def of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
         """Those of this model."""
-        if self._last is None or self._last[0] is not manifest:
-            vocabulary = Vocabulary.of(manifest)
-            codec = None if self._library is None else Codec(self._library, manifest, vocabulary, self._limits)
-            form = replace(ReplyFormat.of(manifest), codec=codec)
-            self._last = (manifest, replace(vocabulary, codec=codec), form)
-        return self._last[1], self._last[2]
+        for known, vocabulary, form in self._last:
+            if known is manifest:
+                return vocabulary, form
+        vocabulary = Vocabulary.of(manifest)
+        codec = next((other.codec for known, other, _ in self._last if _speak_alike(known, manifest)), None)
+        if codec is None and self._library is not None:
+            codec = Codec(self._library, manifest, vocabulary, self._limits)
+        vocabulary, form = replace(vocabulary, codec=codec), replace(ReplyFormat.of(manifest), codec=codec)
+        self._last = [(manifest, vocabulary, form), *self._last[: MOST_WORDS - 1]]
+        return vocabulary, form
 
 
 class Ranking:
@@ -80,6 +87,7 @@ class Ranking:
         self.limits = settings.limits
         self.keys = KeyRing(settings.auth)
         self.metrics = service.metrics
+        self.arms = Arms(service, settings.split)
         self._words = Words(self.limits)
 
     def enter(self, headers: Headers, exchange: Exchange) -> None:
@@ -90,9 +98,12 @@ class Ranking:
     def open(self, headers: Headers, exchange: Exchange, wires: Wires) -> Terms:
         """The terms of a request over HTTP. Refusals that need no body come here."""
         self.enter(headers, exchange)
+        wanted = ("", headers[HEADER].decode("latin-1")) if HEADER in headers else ANY
+        if wanted != ANY:
+            named(self.service, *wanted)
         wire, compressed = wire_of(headers, wires), is_compressed(headers)
         check_length(headers, self.limits.max_body_bytes)
-        return Terms(wire, self.deadline(timeout_seconds_of(headers)), compressed)
+        return Terms(wire, self.deadline(timeout_seconds_of(headers)), compressed, wanted)
 
     def deadline(self, *timeouts: float | None) -> float | None:
         """The first of several deadlines, from now on; None where no timeout is set."""
@@ -111,10 +122,10 @@ class Ranking:
         """The body without its content coding, no longer than the limit."""
         return inflate(body, self.limits.max_body_bytes) if terms.is_compressed else body
 
-    def decode(self, read: Callable[[Vocabulary], T], exchange: Exchange) -> T:
+    def decode(self, read: Callable[[Vocabulary], T], exchange: Exchange, wanted: tuple[str, str] = ANY) -> T:
         """What `read` makes of one request's bytes; how much work it is and how long it took are noted."""
         started = time.perf_counter()
-        vocabulary, _ = self.words_of(self.service.model.manifest)
+        vocabulary, _ = self.words_of(named(self.service, *wanted).manifest)
         typed = read(vocabulary)
         exchange.candidates += typed.count("candidates")
         exchange.history += typed.count("history")
@@ -134,10 +145,10 @@ class Ranking:
     ) -> Prepared:
         """Admit, check, make features: a request that is refused for want of room costs no checks.
 
-        `wanted` are name and version of the model, empty for any; `again` and `waits` as of `Service.admit`.
+        `wanted` as in `Terms`; `again` and `waits` as of `Service.admit`.
         """
         started = time.perf_counter()
-        model = served(self.service, *wanted) if wanted is not ANY else self.service.model
+        model = self.arms.model(typed.user_id, wanted)
         if typed.timeout_seconds is not None:
             deadline = min(filter(None, (deadline, self.deadline(typed.timeout_seconds))))
         ticket = self.service.admit(
@@ -216,12 +227,13 @@ class Ranking:
         return self._words.of(manifest)
 
 
-def served(service: Service, name: str, version: str = "") -> ServedModel:
-    """The model that serves, if it is the one that is asked for; no version means any. Raises NotFound or NotReady."""
-    model = service.model
-    if name != model.manifest.name or version not in ("", model.manifest.version):
-        raise NotFound("No model of that name and version serves here.")
-    return model
+def _speak_alike(one: Manifest, other: Manifest) -> bool:
+    return (one.config, one.action_names, one.continuous, one.score_weights) == (
+        other.config,
+        other.action_names,
+        other.continuous,
+        other.score_weights,
+    )
 
 
 def add_seconds(exchange: Exchange, stage: str, seconds: float) -> None:

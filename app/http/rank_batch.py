@@ -59,7 +59,7 @@ class BatchEndpoint:
         exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
         deadline = terms.deadline or ranking.deadline(service.default_deadline_seconds)  # one for all, from the start
-        run = Run(ranking, self.batching, deadline, exchange, self.candidates, held)
+        run = Run(ranking, self.batching, deadline, exchange, self.candidates, held, terms.wanted)
         try:
             with Watching(receive):
                 answers = await run.all(items)
@@ -83,10 +83,12 @@ class Run:
         exchange: Exchange,
         budget: Budget,
         held_seconds: float,
+        wanted: tuple[str, str],
     ) -> None:
         self.ranking = ranking
         self.deadline = deadline
         self.exchange = exchange
+        self.wanted = wanted
         self.candidates = 0  # of its requests so far; their places in the budget are given back when all is answered
         self.held_seconds = held_seconds  # of the event loop, in processor time of its thread, since the last rest
         self._budget = budget
@@ -109,7 +111,7 @@ class Run:
         try:
             with self._holding():
                 body = self.ranking.decode(
-                    lambda words: OBJECTS.decode(item, {}, self.ranking.limits, words), self.exchange
+                    lambda words: OBJECTS.decode(item, {}, self.ranking.limits, words), self.exchange, self.wanted
                 )
             self._count(body.count("candidates"))
         except ServiceError as error:
@@ -123,7 +125,8 @@ class Run:
     async def _queue(self, body: Typed, again: bool = False) -> Answer | asyncio.Task[Answer]:
         def admit(*, again: bool, waits: bool) -> Prepared:
             with self._holding():
-                return self.ranking.prepare(body, OBJECTS, self.deadline, self.exchange, again=again, waits=waits)
+                terms = self.deadline, self.exchange, self.wanted
+                return self.ranking.prepare(body, OBJECTS, *terms, again=again, waits=waits)
 
         try:
             job = await self._window.admit(admit, again=again)

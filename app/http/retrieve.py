@@ -16,7 +16,18 @@ from app.http.rank import Ranking, Words, add_seconds
 from app.http.rank_batch import JSON_HEADER
 from app.interface import Found, Ranked, ServedModel
 from app.request import features, reply
-from app.request.retrieval import Models, PostsRequest, Reading, check_posts, joined, read_posts, render, work_of
+from app.request.posts_body import PostsBody
+from app.request.retrieval import (
+    Models,
+    PostsRequest,
+    Reading,
+    check_posts,
+    joined,
+    read_posts,
+    render,
+    user_of,
+    work_of,
+)
 from app.request.validate import Request
 from app.request.wires import JSON
 from app.settings import Settings
@@ -79,13 +90,17 @@ class PostsCall(DirectCall):
 
     def _read(self, body: bytes | bytearray) -> PostsRequest:
         """Decode, admit, check."""
-        models, exchange = self._models(), self.exchange
-        typed = read_posts(body, self.ranking.limits, models)
+        exchange = self.exchange
+        typed, models = self._decode(body)
         posts, history = work_of(typed)
         exchange.candidates += posts
         exchange.history += history
         self._admit(posts, history)
         return check_posts(typed, models)
+
+    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | PostsBody, Models]:
+        models = self._models()
+        return read_posts(body, self.ranking.limits, models), models
 
     def _models(self) -> Models:
         manifest = self._served.manifest
@@ -144,8 +159,18 @@ class RecommendCall(PostsCall):
     _model: ServedModel
     _to_rank: Request
 
+    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | PostsBody, Models]:
+        """In the words of the checkpoint that ranks this user."""
+        arms, wanted = self.ranking.arms, self._terms.wanted
+        self._model = arms.model(0, wanted)
+        typed, models = super()._decode(body)
+        if (own := arms.model(user_of(typed), wanted)) is not self._model:
+            self._model = own
+            return super()._decode(body)
+        return typed, models
+
     def _models(self) -> Models:
-        model = self._model = self.ranking.service.model
+        model = self._model
         return [*super()._models(), Reading(self.ranking.words_of(model.manifest)[0], model.manifest.config)]
 
     def _admit(self, posts: int, history: int) -> None:

@@ -66,7 +66,7 @@ def render(
     question: Question,
     scores: Scores,
     without: Sequence[Scores],
-    attention: NDArray[np.float32] | None,
+    attention: NDArray[np.float32],
     form: ReplyFormat,
     *,
     history_used: int,
@@ -96,7 +96,7 @@ def render(
             "rank": ranked.ranks[place],
             "probabilities": own.probabilities[row],
             "change": _changes(own, rest, row),
-            "attention": None if attention is None else _shares(attention[:, :, row], len(question.events)),
+            "attention": _shares(attention[:, :, row], len(question.events)),
         }
         yield (b"," if row else b"") + _json(candidate)
     yield b"]" + reply.tail_of(request, history_used, timings_ms)

@@ -17,8 +17,8 @@ from app.errors import InvalidRequest, ServiceError
 from app.interface import ServedRetrieval
 from app.request import features, reply
 from app.request.body import check_cost
+from app.request.bounds import MAX_ID, is_request_id
 from app.request.codec import Viewed
-from app.request.contract import MAX_ID, is_request_id
 from app.request.explain import explain, retrieval_rule
 from app.request.ids import read_ids
 from app.request.posts_body import (
@@ -110,6 +110,11 @@ def work_of(asked: PostsRequest | PostsBody) -> tuple[int, int]:
     if isinstance(asked, PostsRequest):
         return asked.query.k, asked.history_length
     return asked.k or DEFAULT_K, events_of(asked)
+
+
+def user_of(asked: PostsRequest | PostsBody) -> int | str:
+    """As it was sent: it may still be none."""
+    return asked.query.context.user_id if isinstance(asked, PostsRequest) else asked.user_id
 
 
 def check_posts(asked: PostsRequest | PostsBody, models: Models) -> PostsRequest:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
 from app.request.body import Strict, Time
-from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
+from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
 from app.request.explain import (
     ACTION_RULE,
     COUNT,
@@ -120,6 +120,17 @@ class Tensors:
         """How long the caller waits."""
         timeout = self.parameters.timeout
         return None if timeout is UNSET else timeout / 1e6
+
+    @property
+    def user_id(self) -> int:
+        """The user's, 0 where that cannot be read."""
+        data = next((tensor.data for tensor in self.inputs if tensor.name == "user_id"), b"")
+        if not isinstance(data, msgspec.Raw):
+            return int.from_bytes(data[:8], "little")
+        value = msgspec.json.decode(data)
+        while isinstance(value, list) and value:
+            value = value[0]
+        return value if type(value) is int else 0
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`, as the shape says: how much work they ask for."""

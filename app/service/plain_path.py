@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from app.engine.loading import LoadedModel
+from app.engine.loading import LoadedModel, stand_back
 from app.errors import DeadlineExceeded, EngineDown
 from model.attention import candidate_attention
 from model.inputs import Candidates, Context
 
 PLAIN_THREAD = "plain"
-NICE = 10  # about a tenth of the time of a thread that serves, where both want the same core
 
 log = structlog.get_logger("app.service.plain_path")
 
@@ -27,7 +23,7 @@ class PlainPath:
     """Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=PLAIN_THREAD, initializer=_stand_back)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=PLAIN_THREAD, initializer=stand_back)
 
     async def attention(
         self, model: LoadedModel, context: Context, candidates: Candidates, timeout_seconds: float
@@ -48,9 +44,3 @@ class PlainPath:
     def stop(self) -> None:
         """Begin nothing more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _stand_back() -> None:
-    """The threads that torch starts for this one inherit it."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -21,6 +21,7 @@ from weights.corpus.store import load_corpus_manifest
 from weights.format.manifest import MANIFEST_NAME
 
 MAX_NAME_LENGTH = 512
+NO_SECOND = "No second checkpoint is configured (RANKER_SHADOW__CHECKPOINT)."
 
 log = structlog.get_logger("app.service.reload")
 
@@ -36,15 +37,20 @@ class Reloader:
         loader: Callable[[Path], Loader],
         retrieval: tuple[Path | None, Path | None] = (None, None),
         retrieval_loader: Callable[[Path, Path], RetrievalLoader] | None = None,
+        second: Path | None = None,
+        second_loader: Callable[[Path], Loader] | None = None,
     ) -> None:
-        """`current` is the checkpoint that was loaded first, `retrieval` the retrieval checkpoint and the corpus, if any were;
-        the loaders make what another thread runs."""
+        """`current` is the checkpoint that was loaded first, `retrieval` the retrieval checkpoint and the corpus, `second` the second
+        checkpoint, if any were; the loaders make what another thread runs."""
         self.service = service
         self.root = root
-        self.current = self._first = current
+        self.current = current
+        self.second = second
         self.retrieval = retrieval
+        self._given = current, second  # by the settings: these may lie anywhere
         self._loader = loader
         self._retrieval_loader = retrieval_loader
+        self._second_loader = second_loader
         self._tasks: set[asyncio.Task[None]] = set()
 
     def resolve(self, name: str) -> Path:
@@ -67,17 +73,26 @@ class Reloader:
             raise CheckpointNotFound
         return target
 
-    async def reload(self, path: Path | None = None) -> ServedModel:
+    async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
         """Serve the checkpoint at `path`, which `resolve` has found, or the present one read again: a link that was changed is followed.
+        Or the same for the `second` one.
 
         Raises CheckpointError, EngineError, CheckpointNotFound, ReloadInProgress, Draining; then the model that served before serves on.
         """
-        path = self.current if path is None else path
-        with self._recorded(checkpoint=str(path)) as said:
-            target = path if path == self._first else self._target(path)
-            model = await self.service.swap(self._loader(target))
+        path = path or (self.second if second else self.current)
+        with self._recorded(**{"second" if second else "checkpoint": str(path)}) as said:
+            if path is None or (second and self._second_loader is None):
+                raise CheckpointError(NO_SECOND)
+            target = path if path in self._given else self._target(path)
+            if second and self._second_loader is not None:
+                model = await self.service.second_checkpoint.swap(self._second_loader(target))
+            else:
+                model = await self.service.swap(self._loader(target))
             said |= {"version": model.manifest.version, "digest": model.manifest.digest}
-        self.current = path
+        if second:
+            self.second = path
+        else:
+            self.current = path
         return model
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
@@ -121,7 +136,7 @@ class Reloader:
             task.cancel()
 
     async def _watch(self, seconds: float) -> None:
-        seen, seen_posts = await asyncio.to_thread(_identity, self.current), await asyncio.to_thread(self._posts)
+        seen, seen_posts = await asyncio.to_thread(self._both), await asyncio.to_thread(self._posts)
         while True:
             await asyncio.sleep(seconds)
             posts = await asyncio.to_thread(self._posts)
@@ -129,15 +144,20 @@ class Reloader:
                 seen_posts = posts
                 if not await asyncio.to_thread(self._retrieves_already):  # a compaction replaces the manifest, too
                     await self._try(self.reload_retrieval())
-            now = await asyncio.to_thread(_identity, self.current)
-            if now is None or now == seen:
-                continue
-            seen = now  # one that is refused is not tried again until it changes
-            if await asyncio.to_thread(_digest, self.current) != self.service.model.manifest.digest:
+            now = await asyncio.to_thread(self._both)
+            changed = [found is not None and found != before for found, before in zip(now, seen, strict=True)]
+            seen = [
+                found or before for found, before in zip(now, seen, strict=True)
+            ]  # one that is refused is not tried again until it changes
+            if changed[0] and await asyncio.to_thread(_digest, self.current) != self.service.model.manifest.digest:
                 await self._try(self.reload())
+            if changed[1]:
+                await self._try(self.reload(second=True))
 
     async def _everything(self) -> None:
         await self._try(self.reload())
+        if self.second is not None:
+            await self._try(self.reload(second=True))
         if None not in self.retrieval:
             await self._try(self.reload_retrieval())
 
@@ -146,6 +166,10 @@ class Reloader:
             await reload
         except Exception:
             return  # it has been logged and counted
+
+    def _both(self) -> list[tuple[int, int, int] | None]:
+        """What changes when the manifest of the first or of the second checkpoint is replaced."""
+        return [None if path is None else _identity(path) for path in (self.current, self.second)]
 
     def _posts(self) -> list[tuple[int, int, int] | None]:
         """What changes when one of the manifests of what retrieves is replaced."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +19,9 @@ from app.engine.rank_job import RankJob
 from app.engine.searches import RETRIEVAL_THREAD
 from app.engine.thread import ENGINE_THREAD
 from app.engine.versions import Versions
+from app.engine.worker import EngineWorker
 from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
-from app.interface import Done, Health, ServedModel, Ticket
+from app.interface import Done, Health, Second, ServedModel, Ticket
 from app.scheduling.admission import Admission, Refusal
 from app.scheduling.batching import chunk_count
 from app.scheduling.job import Clock
@@ -30,34 +30,25 @@ from app.service.lifecycle import Lifecycle, State
 from app.service.loop_clock import LoopClock
 from app.service.plain_path import PLAIN_THREAD, PlainPath
 from app.service.retrieval import RetrievalService
+from app.service.second import SecondCheckpoint
+from app.service.watchdog import Watchdog
 from app.settings import Settings
 from app.telemetry.metrics import BatchReport, Metrics, Snapshot
 from model.inputs import Candidates, Context
 
 RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
 RETRY_AFTER_DOWN_SECONDS = 5.0
-WATCHDOG_SECONDS = 0.5
-STALL_LOOK_SECONDS = 0.01  # between two looks of requests, as long as all is well
-COLLECT_OBJECTS = 10_000
-COLLECT_TIMES = 10  # collections of a generation before the next older one has its turn
 CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
 OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be answered", retry_after_seconds=1.0)
 
 log = structlog.get_logger("app.service")
 
 
-def collect_garbage() -> None:
-    """Collect cycles if enough objects were made to hold some: what Python does by itself, but between two requests."""
-    young, middle, old = gc.get_count()
-    if young > COLLECT_OBJECTS:
-        gc.collect(2 if old > COLLECT_TIMES else 1 if middle > COLLECT_TIMES else 0)
-
-
 class RankingService:
     """One process's service. All methods belong to the event loop; engines compute elsewhere.
 
-    `load` loads and warms the first model in the engine's thread. `on_fatal(reason)` is called once when only a new process
-    can help, after everyone who waited was answered.
+    `load` loads and warms the first model in the engine's thread, `second` a second checkpoint, if there is one. `on_fatal(reason)` is
+    called once when only a new process can help, after everyone who waited was answered.
     """
 
     def __init__(
@@ -67,6 +58,7 @@ class RankingService:
         metrics: Metrics,
         *,
         retrieval: RetrievalLoader | None = None,
+        second: Loader | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -77,19 +69,19 @@ class RankingService:
         self.retrieval = RetrievalService(retrieval, settings, metrics, clock)
         self.plain_path = PlainPath()
         self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
-        self.admission = Admission(settings.queue, settings.batching, clock, self.versions.running)
+        self.second_checkpoint = SecondCheckpoint(second, settings, self.versions, metrics, clock, self)
+        self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.searches, self.second_checkpoint, clock)
+        self.admission = Admission(settings.queue, settings.batching, clock, self.second_checkpoint.running)
         self.loop_clock = LoopClock(clock, self._work)
         self._load = load
         self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
-        self._stalled = ""
-        self._stall_look = -math.inf  # clock seconds of the last look
         self._crowded_until = 0.0
         self._answered = self._refused = 0
         self._idle = asyncio.Event()  # nothing is admitted and unanswered
         self._idle.set()
-        self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first load and the watchdog
+        self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first loads and the watchdog
         metrics.watch(self)
 
     # life
@@ -99,7 +91,7 @@ class RankingService:
         if self.lifecycle.state is State.STARTING:
             self.lifecycle.move(State.LOADING)
             loop = asyncio.get_running_loop()
-            self._tasks = [loop.create_task(self._first_load()), loop.create_task(self._watchdog())]
+            self._tasks = [loop.create_task(self._first_load()), loop.create_task(self._watch())]
 
     async def wait_ready(self) -> None:
         """Return when requests can be served; call it after `start`. Raises what made loading fail."""
@@ -128,7 +120,10 @@ class RankingService:
         self._fail_all(Draining)
         self.plain_path.stop()
         finished &= await self.retrieval.stop(max(0.1, until - self.clock()))
-        await self.versions.close(max(0.1, until - self.clock()))
+        await asyncio.gather(
+            self.versions.close(max(0.1, until - self.clock())),
+            self.second_checkpoint.versions.close(max(0.1, until - self.clock())),
+        )
         for task in self._tasks:
             task.cancel()
         gc.enable()
@@ -150,6 +145,7 @@ class RankingService:
             most = self.most_bytes()
             log.info("memory", **{f"{name}_bytes": count for name, count in most.items()})
             self.lifecycle.move(State.READY)
+            self._tasks.append(asyncio.get_running_loop().create_task(self.second_checkpoint.load()))
 
     def most_bytes(self) -> dict[str, int]:
         """As `budgets.most_bytes`, for what serves. Raises NotReady."""
@@ -171,6 +167,11 @@ class RankingService:
             raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
         return self.versions.current.model.served
 
+    @property
+    def second(self) -> Second | None:
+        """The second checkpoint; None where none is configured."""
+        return self.second_checkpoint.state
+
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request of this API key would get: NotReady, Draining, EngineDown or Overloaded. Reads nothing of it."""
         self._check_able()
@@ -191,17 +192,14 @@ class RankingService:
         again: bool = False,
         waits: bool = False,
     ) -> RankJob:
-        """Reserve room for one request on `model`, which is what `service.model` was for it.
+        """Reserve room for one request on `model`, which is what `service.model` or `service.second` was for it.
 
         `deadline` is in seconds of `service.clock`; None takes the default. `again`: it was asked for before. `waits`: who asks waits
         and asks again when there is no room, so that this is no refusal. Raises NotReady, Draining, EngineDown,
         Overloaded or DeadlineExceeded.
         """
         self._check_able()
-        worker = self.versions.find(model)
-        if worker is None:
-            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
-        now = self.clock()
+        worker, now = self._worker(model), self.clock()
         deadline = now + self.default_deadline_seconds if deadline is None else deadline
         job = RankJob(
             candidates=candidates,
@@ -225,10 +223,7 @@ class RankingService:
         if self._refusing:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-        now = self.clock()
-        if self._stalled or now - self._stall_look > STALL_LOOK_SECONDS:
-            self._stall_look, self._stalled = now, self._stall()
-        if down := self.lifecycle.failure or self._stalled:
+        if down := self.lifecycle.failure or self.watchdog.stall_lately():
             raise EngineDown(down, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
         if self.versions.current is None:
             self.metrics.rejected.labels("not_ready").inc()
@@ -259,8 +254,26 @@ class RankingService:
             job.worker.cancel(job)
         if not self.admission.requests:
             self._idle.set()
+            self.second_checkpoint.soon()
         job.worker.unfinished -= 1
-        self.versions.free_if_done(job.worker)
+        self.free_if_done(job.worker)
+
+    def free_if_done(self, worker: EngineWorker) -> None:
+        """End a retired engine without unfinished requests, whichever of both checkpoints it was."""
+        self.versions.free_if_done(worker)
+        self.second_checkpoint.versions.free_if_done(worker)
+
+    def _worker(self, model: ServedModel) -> EngineWorker:
+        """Who serves this very model. Raises NotReady where it is gone."""
+        worker = self.versions.find(model) or self.second_checkpoint.versions.find(model)
+        if worker is None:
+            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
+        return worker
+
+    def is_busy(self) -> bool:
+        """Whether anything is there to be done for callers."""
+        busy = self.admission.requests or self.retrieval.searches.is_busy or self.loop_clock.lag.is_short_of_time
+        return bool(busy) or self.lifecycle.draining
 
     # ranking
 
@@ -277,7 +290,8 @@ class RankingService:
         job, loop = ticket, asyncio.get_running_loop()
         if not job.reserved or job.done is not None:
             raise ValueError("this ticket was used before")
-        job.context, job.items, job.done = context, candidates, done
+        job.context, job.items = context, candidates
+        job.done = self.second_checkpoint.watched(job, done)
         if job.worker.failure is not None:
             loop.call_soon(job.finish, EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
             return
@@ -286,18 +300,15 @@ class RankingService:
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
-    ) -> NDArray[np.float32] | None:
+    ) -> NDArray[np.float32]:
         """What the candidates attend to; as `interface.Service.attention`."""
-        worker = self.versions.find(model)
-        if worker is None:
-            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
-        return await self.plain_path.attention(worker.model, context, candidates, deadline - self.clock())
+        return await self.plain_path.attention(self._worker(model).model, context, candidates, deadline - self.clock())
 
     # health
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
-        return self.lifecycle.health(self._stall())
+        return self.lifecycle.health(self.watchdog.stall())
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""
@@ -326,23 +337,8 @@ class RankingService:
             corpus_changes=None if corpus is None else corpus.changes,
         )
 
-    def _stall(self) -> str:
-        """A sentence when work waits and nothing finishes, else nothing."""
-        return self._silence(self.settings.queue.stall_seconds)
-
-    def _silence(self, seconds: float) -> str:
-        """A sentence when a forward or a search has taken longer than that."""
-        if (silent := self.versions.silent_seconds()) > seconds:
-            return f"The engine has work and has finished no forward for {silent:.1f} s."
-        if (silent := self.retrieval.searches.silent_seconds()) > seconds:
-            return f"A search has not finished for {silent:.1f} s."
-        return ""
-
-    async def _watchdog(self) -> None:
-        while not (silence := self._silence(self.settings.queue.stall_exit_seconds)):  # time is the event
-            await asyncio.sleep(WATCHDOG_SECONDS)
-            collect_garbage()
-        self._fatal(silence)
+    async def _watch(self) -> None:
+        self._fatal(await self.watchdog.hang())
 
     def _fatal(self, reason: str) -> None:
         if self.lifecycle.failure is None:
@@ -352,7 +348,7 @@ class RankingService:
             self.on_fatal(reason)
 
     def _fail_all(self, error: Callable[[], ServiceError]) -> None:
-        for job in self.versions.abandon():
+        for job in self.versions.abandon() + self.second_checkpoint.versions.abandon():
             job.finish(error())
 
     # what engines tell

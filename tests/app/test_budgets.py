@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from torch.profiler import ProfilerActivity, profile
 
 from app.budgets import Budget, attention_bytes, most_bytes, rest_seconds
-from app.settings import Admin, Budgets, Cache, Explore, Grpc, Limits, Queue, Retrieval, Settings
+from app.settings import Admin, Budgets, Cache, Explore, Grpc, Limits, Queue, Retrieval, Settings, Shadow
 from loadtest.machine import ROOT
 from model.attention import candidate_attention
 from tests.model.builders import random_config, random_ranker, random_request
@@ -18,7 +18,11 @@ from weights.checkpoint import load_manifest
 
 CONFIG = load_manifest(ROOT / "weights/demo").config
 TOWERS = load_manifest(ROOT / "weights/demo-towers").config
-ALL = Settings(grpc=Grpc(port=0), admin=Admin(port=0, token_sha256=SecretStr("0" * 64)))
+ALL = Settings(
+    grpc=Grpc(port=0),
+    admin=Admin(port=0, token_sha256=SecretStr("0" * 64)),
+    shadow=Shadow(checkpoint=ROOT / "weights/demo"),
+)
 PAGE = (ROOT / "docs/operations.md").read_text()
 MIB = 2**20
 
@@ -46,6 +50,7 @@ def test_the_page_states_the_sum_and_its_parts() -> None:
         {"budgets": Budgets(excluded_ids=2**22)}, {"budgets": Budgets(changes=8)}, {"grpc": Grpc(port=0, max_calls=128)},
         {"retrieval": Retrieval(max_waiting=2048)}, {"retrieval": Retrieval(batch_requests=64)},
         {"retrieval": Retrieval(cache_bytes=2**30)},
+        {"shadow": Shadow(checkpoint=ROOT, max_waiting=32)},
         {"explore": Explore(concurrent=2)}, {"explore": Explore(max_candidates=64)},
         {"queue": Queue(max_context_tokens=2**20)}, {"limits": Limits(max_values=10**6)}, {"limits": Limits(max_batch_candidates=2**16)},
     ],
@@ -57,8 +62,8 @@ def test_whatever_may_grow_grows_the_sum(changed: dict[str, object]) -> None:
 
 
 def test_what_does_not_serve_takes_nothing() -> None:
-    parts = ("retrieval", "changes", "grpc")
-    assert [most_bytes(Settings(), CONFIG)[part] for part in parts] == [0, 0, 0]
+    parts = ("retrieval", "changes", "grpc", "second")
+    assert [most_bytes(Settings(), CONFIG)[part] for part in parts] == [0, 0, 0, 0]
     assert most_bytes(ALL, CONFIG, TOWERS, 2000)["retrieval"] > most_bytes(ALL, CONFIG, TOWERS, 1000)["retrieval"]
 
 

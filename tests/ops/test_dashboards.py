@@ -13,7 +13,7 @@ from tests.ops.prometheus import ROOT
 GRAFANA = ROOT / "docker/grafana"
 
 
-@pytest.mark.parametrize("name", ["service", "engine", "model", "capacity", "retrieval"])
+@pytest.mark.parametrize("name", ["service", "engine", "model", "capacity", "retrieval", "second"])
 def test_a_board_has_no_faults(name: str) -> None:
     assert list(faults(boards()[name])) == []
 

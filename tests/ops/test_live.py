@@ -44,7 +44,9 @@ def offer_load(url: str, stop: threading.Event) -> None:
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     towers, corpus = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
-    with serving(ROOT / "weights/demo", retrieval__checkpoint=towers, retrieval__corpus=corpus) as running:
+    demo = ROOT / "weights/demo"
+    second = {"shadow__checkpoint": demo, "shadow__share": 1.0}
+    with serving(demo, retrieval__checkpoint=towers, retrieval__corpus=corpus, **second) as running:
         yield running
 
 
@@ -69,7 +71,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
         load.join(10)
 
 
-@pytest.mark.parametrize("name", ["service", "engine", "model", "capacity", "retrieval"])
+@pytest.mark.parametrize("name", ["service", "engine", "model", "capacity", "retrieval", "second"])
 def test_every_panel_has_data(prometheus: Server, name: str) -> None:
     queries = list(expressions(boards()[name]))
     assert len(queries) >= 6

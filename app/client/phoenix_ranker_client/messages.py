@@ -128,14 +128,14 @@ class Ranking:
 @dataclass(frozen=True, slots=True)
 class Explained:
     """Why one candidate stands where it stands. `change` and `attention` as on the service's page: what each thing changes, and by layer
-    where the model looks; `attention` is None where several processes serve."""
+    where the model looks."""
 
     post_id: Id
     score: float
     rank: int
     probabilities: list[float]
     change: dict[str, Any]
-    attention: dict[str, Any] | None
+    attention: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

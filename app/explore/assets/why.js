@@ -59,7 +59,7 @@ function terms(post, { actions, weights }) {
 /** What each event and the user change, beside how much attention they get. */
 function reasons({ history, reply }, { names }) {
   const { change, attention } = reply.candidates[0];
-  const looked = (rows) => attention && mean(rows.map(mean));
+  const looked = (rows) => mean(rows.map(mean));
   const events = reply.events.place
     .map((place, at) => ({
       name: names.author(history[place].author_id),
@@ -67,13 +67,12 @@ function reasons({ history, reply }, { names }) {
         .map(words)
         .join(", "),
       value: change.events.score[at],
-      share: attention && mean(attention.events.map((layer) => layer[at])),
+      share: mean(attention.events.map((layer) => layer[at])),
     }))
     .sort(bySize);
   const rest = events.slice(SHOWN),
     user = change.user.score;
   const largest = Math.max(Math.abs(events[0]?.value ?? 0), Math.abs(user), Math.abs(change.not_covered.score)) || 1;
-  const seen = (share) => (attention ? percent(share) : "");
   return h(
     "table",
     { class: "reasons" },
@@ -90,30 +89,29 @@ function reasons({ history, reply }, { names }) {
     h(
       "tbody",
       {},
-      line("the user", ["", seen(attention && looked(attention.user))], user, largest),
+      line("the user", ["", percent(looked(attention.user))], user, largest),
       events
         .slice(0, SHOWN)
         .map(({ name, about, value, share }) =>
-          line(name, [h("span", { class: "soft about" }, about), seen(share)], value, largest),
+          line(name, [h("span", { class: "soft about" }, about), percent(share)], value, largest),
         ),
       rest.length > 0 &&
         line(
           `${rest.length} more events`,
-          ["", seen(rest.reduce((total, { share }) => total + share, 0))],
+          ["", percent(rest.reduce((total, { share }) => total + share, 0))],
           sum(rest),
           largest,
           "soft",
         ),
-      attention &&
-        h(
-          "tr",
-          { class: "soft" },
-          h("th", { scope: "row" }, "the post itself"),
-          h("td"),
-          h("td", {}, seen(looked(attention.itself))),
-          h("td"),
-          h("td"),
-        ),
+      h(
+        "tr",
+        { class: "soft" },
+        h("th", { scope: "row" }, "the post itself"),
+        h("td"),
+        h("td", {}, percent(looked(attention.itself))),
+        h("td"),
+        h("td"),
+      ),
       line("not covered", ["", ""], change.not_covered.score, largest, "soft"),
     ),
     h("tfoot", {}, line("all at once", ["", ""], change.everything.score, 0)),

@@ -59,12 +59,15 @@ async def linked(
     fronts: int = 1,
     load: Loader | None = None,
     retrieval: RetrievalLoader | None = None,
+    second: Loader | None = None,
     **groups: Any,
 ) -> AsyncIterator[Linked]:
-    """Fronts that are ready, before a fake engine; reloads take `load`. `groups` are of the settings."""
+    """Fronts that are ready, before a fake engine; reloads take `load`, those of the `second` one too. `groups` are of the settings."""
     settings = Settings(**groups)
-    service = RankingService(loader(engine), settings, Metrics(), retrieval=retrieval)
-    host = EngineHost(service, Reloader(service, Path(), Path(), lambda path: load or loader(engine)), settings)
+    service = RankingService(loader(engine), settings, Metrics(), retrieval=retrieval, second=second)
+    again: Any = {"second": settings.shadow.checkpoint, "second_loader": lambda path: load or loader(engine)}
+    reloads = Reloader(service, Path(), Path(), lambda path: load or loader(engine), **again)
+    host = EngineHost(service, reloads, settings)
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/engine"
         found = Linked(path, settings, service, host, await host.start(path))

@@ -92,8 +92,10 @@ def test_a_frame_can_be_written_without_us() -> None:
     """The bytes of a request by hand, as the page on the protocol describes them."""
     words = struct.pack("<7Q", 11, 12, 13, 21, 22, 23, 24)  # one history item, one candidate
     floats = struct.pack("<4f", 1.0, 0.0, 0.5, 2.5)
-    body = b"\x9c\x01\x05\x02\xcb" + struct.pack(">d", 99.5) + b"\xc0\xcf" + struct.pack(">Q", 2**63)
-    body += b"\x01\x01\xc4" + bytes([len(words)]) + words + b"\xc4" + bytes([len(floats)]) + floats + b"\xc2\xc2"
+    body = b"\x9e\x01\x05\x02\xcb" + struct.pack(">d", 99.5) + b"\xc0\xcf" + struct.pack(">Q", 2**63)
+    body += (
+        b"\x01\x01\xc4" + bytes([len(words)]) + words + b"\xc4" + bytes([len(floats)]) + floats + b"\xc2\xc2\xc3\x00"
+    )
     frame = from_front.decode(body)
     assert encode(frame) == struct.pack("<I", len(body)) + body
     context, candidates = inputs_of(frame, ACTIONS)

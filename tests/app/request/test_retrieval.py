@@ -15,7 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
-from app.request import contract, strict_json
+from app.request import retrieval_contract as contract
+from app.request import strict_json
 from app.request.codec import Codec, load_library
 from app.request.reply import Joined, ReplyFormat, render_joined
 from app.request.retrieval import PostsRequest, Reading, check_posts, read_compiled, read_posts

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from contextlib import suppress
 from itertools import chain
 
 import pytest
@@ -16,7 +17,8 @@ from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, N
 from app.interface import Health, ranked
 from app.request.body import decode
 from app.scheduling.loop_lag import LoopLag
-from app.service.service import COLLECT_OBJECTS, RankingService
+from app.service.service import RankingService
+from app.service.watchdog import COLLECT_OBJECTS
 from app.settings import Batching, Deadline, Limits, Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import EngineError
@@ -287,6 +289,20 @@ async def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
         assert right(await rank(service, 2), 2)
 
 
+async def test_a_stall_is_seen_however_often_requests_come() -> None:
+    async with busy(queue=Queue(stall_seconds=0.05)) as (service, _, gate, lost):
+
+        def is_refused() -> bool:
+            with suppress(EngineDown):
+                service.check_open()
+                return False
+            return True
+
+        await until(is_refused)
+        gate.opened.set()
+        await lost
+
+
 async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_longer() -> None:
     for close_seconds, is_freed in ((0.4, True), (5.0, False)):
         engine = FakeEngine()
@@ -305,7 +321,7 @@ async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_long
 async def test_no_body_begins_a_garbage_collection_and_cycles_are_collected_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("app.service.service.WATCHDOG_SECONDS", 0.01)
+    monkeypatch.setattr("app.service.watchdog.WATCHDOG_SECONDS", 0.01)
     body = HOSTILE["nested objects as candidates"].body(2**20)
     begun: list[str] = []
     gc.callbacks.append(lambda phase, info: begun.append(phase))

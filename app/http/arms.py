@@ -1,0 +1,58 @@
+"""Which of the held checkpoints answers a request: the one that its caller names, else by a hash of its user."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+
+from app.errors import NotFound
+from app.interface import ServedModel, Service
+from app.settings import Split
+
+ANY = ("", "")  # name and version of a model, where the caller names none
+USERS = 2**64
+HEADER = b"x-model-version"
+
+
+class Arms:
+    """A and B of a split by user. Belongs to the event loop."""
+
+    def __init__(self, service: Service, split: Split) -> None:
+        self._service = service
+        self._split = split
+
+    def model(self, user_id: int | str, wanted: tuple[str, str] = ANY) -> ServedModel:
+        """Who answers this user, if that is what is wanted, else whoever is. Raises NotFound or NotReady."""
+        own = self._of(user_id)
+        return own if wanted == ANY or _is(own, wanted) else named(self._service, *wanted)
+
+    def _of(self, user_id: int | str) -> ServedModel:
+        if self._split.users and (second := self._service.second) is not None and second.answers:
+            assert second.model is not None
+            if is_second(user_id, self._split):
+                return second.model
+        return self._service.model
+
+
+def is_second(user_id: int | str, split: Split) -> bool:
+    """Whether the split draws this user for the second checkpoint: BLAKE2b of the id, keyed with the experiment's name, lies in the
+    lowest share. A larger share keeps whom a smaller one has drawn. User 0, who is nobody in particular, and ids that are none are not.
+    """
+    with suppress(ValueError, OverflowError):
+        data = int(user_id).to_bytes(8, "little")
+        digest = hashlib.blake2b(data, key=split.experiment.encode(), digest_size=8).digest()
+        return any(data) and int.from_bytes(digest, "little") < int(split.users * USERS)
+    return False
+
+
+def named(service: Service, name: str, version: str = "") -> ServedModel:
+    """The held model of that name and version, the first where both are; empty means any. Raises NotFound or NotReady."""
+    second = service.second
+    for model in (service.model, None if second is None else second.model):
+        if model is not None and _is(model, (name, version)):
+            return model
+    raise NotFound("No model of that name and version serves here.")
+
+
+def _is(model: ServedModel, wanted: tuple[str, str]) -> bool:
+    return wanted[0] in ("", model.manifest.name) and wanted[1] in ("", model.manifest.version)

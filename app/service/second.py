@@ -1,0 +1,148 @@
+"""The second checkpoint of a process: held beside the first, and given up alone when it breaks. What it scores besides: `shadow`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import structlog
+
+from app.engine.loading import Loader
+from app.engine.rank_job import RankJob
+from app.engine.versions import Versions
+from app.errors import EngineDown
+from app.interface import Done, Second, ServedModel
+from app.scheduling.forecast import Running
+from app.scheduling.job import Clock
+from app.service.shadow import Shadow
+from app.settings import Settings
+from app.telemetry.metrics import BatchReport, Metrics
+from app.telemetry.shadow import CHECKPOINTS, ShadowMetrics
+
+LOADING = "The second checkpoint is being loaded."
+
+log = structlog.get_logger("app.service.second")
+
+
+class Beside(Protocol):
+    """What it needs of the service."""
+
+    def batch_done(self, report: BatchReport) -> None: ...
+
+    def is_busy(self) -> bool: ...
+
+
+class SecondCheckpoint:
+    """`load` is None where none is configured; then nothing here does anything. All methods belong to the event loop.
+
+    Its forwards count as the service's where it answers users; where it only shadows, no figure of the service knows them.
+    """
+
+    def __init__(
+        self,
+        load: Loader | None,
+        settings: Settings,
+        first: Versions,
+        metrics: Metrics,
+        clock: Clock,
+        service: Beside,
+    ) -> None:
+        self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
+        self.is_split = settings.split.users > 0
+        self.failure = LOADING
+        self._load = load
+        self._first = first
+        self._queue = settings.queue
+        self._service = service
+        self._shadow: Shadow | None = None
+        if load is not None:
+            series = ShadowMetrics(metrics.registry, self.labels)
+            self._shadow = Shadow(settings, first, self.versions, series, clock, service.is_busy)
+            self._answers = [series.answers.labels(checkpoint) for checkpoint in CHECKPOINTS]
+
+    @property
+    def state(self) -> Second | None:
+        """As `interface.Service.second`."""
+        if self._shadow is None:
+            return None
+        current = self.versions.current
+        if current is None:
+            return Second(None, self.failure, False)
+        answers = self.is_split and self.versions.silent_seconds() <= self._queue.stall_seconds
+        return Second(current.model.served, self._shadow.reason, answers)
+
+    def labels(self) -> dict[str, str] | None:
+        """Those of `second_info`; None while none is held."""
+        current = self.versions.current
+        return None if current is None else current.model.labels()
+
+    def running(self) -> Running:
+        """What is being computed for callers: where both checkpoints answer them, they share the machine."""
+        if not self.is_split:
+            return self._first.running()
+        one, other = self._first.running(), self.versions.running()
+        return Running(
+            one.requests + other.requests,
+            one.candidates + other.candidates,
+            one.context_tokens + other.context_tokens,
+            max(one.seconds, other.seconds),
+        )
+
+    # life
+
+    async def load(self) -> None:
+        """The first time, after the first checkpoint serves. A failure is said, and nothing else comes of it."""
+        if self._load is None:
+            return
+        try:
+            model = await self.swap(self._load)
+        except Exception as error:
+            self.failure = f"The second checkpoint could not be loaded: {error}"
+            log.error("second_checkpoint_failed", reason=str(error) or type(error).__name__)
+        else:
+            log.info("second_checkpoint", version=model.manifest.version, digest=model.manifest.digest)
+
+    async def swap(self, load: Loader) -> ServedModel:
+        """Load and warm another one, then hold that. Raises what `load` raises and ReloadInProgress; the old one is held on."""
+        worker = await self.versions.load(load)
+        self.versions.install(worker)
+        return worker.model.served
+
+    def look(self) -> None:
+        """To be called now and then: one that hangs is given up."""
+        silent = self.versions.silent_seconds()
+        if silent > self._queue.stall_exit_seconds:
+            self.engine_lost(f"it has work and has finished no forward for {silent:.1f} s")
+        self.soon()
+
+    # requests
+
+    def watched(self, job: RankJob, done: Done) -> Done:
+        """Count a request that is about to be ranked; `done`, after which the second checkpoint may score it too."""
+        if self._shadow is None:
+            return done
+        self._answers[self.versions.holds(job.worker)].inc()
+        return self._shadow.watched(job, done)
+
+    def soon(self) -> None:
+        """There may be nothing else to do."""
+        if self._shadow is not None:
+            self._shadow.soon()
+
+    # what its engine tells
+
+    def warming(self) -> None:
+        """It warms up: that changes nothing for others."""
+
+    def batch_done(self, report: BatchReport) -> None:
+        """A forward finished."""
+        if self.is_split:
+            self._service.batch_done(report)
+
+    def engine_lost(self, reason: str) -> None:
+        """It is given up: its requests are answered 503, its users by the first checkpoint from now on. A reload brings it back."""
+        if self.versions.current is None:
+            return
+        self.failure = f"The second checkpoint was given up: {reason}"
+        log.error("second_checkpoint_lost", reason=reason)
+        for job in self.versions.drop():
+            job.finish(EngineDown("The second checkpoint was given up.", retry_after_seconds=0.0))

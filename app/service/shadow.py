@@ -1,0 +1,181 @@
+"""Has the second checkpoint score a share of the requests that the first has answered, while there is nothing else to do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+
+from app.engine.rank_job import RankJob
+from app.engine.versions import Versions
+from app.engine.worker import EngineWorker
+from app.errors import ServiceError
+from app.interface import Done, Ranked
+from app.scheduling.batching import chunk_count
+from app.scheduling.job import Clock
+from app.settings import Settings
+from app.telemetry.shadow import FAILED, FULL, LATE, SCORED, ShadowMetrics
+from model.inputs import Candidates, Context, Scores
+from weights.agreement import agreement, score_weights
+
+Pair = tuple[EngineWorker, EngineWorker]  # the first checkpoint's and the second's
+READ_ALIKE = ("history_length", "product_surfaces", "post_age_granularity_minutes", "post_age_buckets")
+
+log = structlog.get_logger("app.service.shadow")
+
+
+@dataclass(slots=True, eq=False)
+class _Shadowed:
+    """An answered request: what it was, what the first checkpoint said, and what the second has said of the first candidates."""
+
+    arrived: float
+    pair: Pair
+    context: Context
+    candidates: Candidates
+    scores: Scores
+    found: list[Scores] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        return sum(map(len, self.found))
+
+
+class Shadow:
+    """Belongs to the event loop. At most one chunk of one request is computed at a time, begun only when `is_busy` says no."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        first: Versions,
+        second: Versions,
+        metrics: ShadowMetrics,
+        clock: Clock,
+        is_busy: Callable[[], bool],
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.settings = settings.shadow
+        self.batching = settings.batching
+        self.share = 0.0 if settings.split.users else settings.shadow.share
+        self.reason = ""  # why nothing is scored, where both read requests differently
+        self._first, self._second = first, second
+        self._metrics = metrics
+        self._clock = clock
+        self._is_busy = is_busy
+        self._draw = draw
+        self._waiting: deque[_Shadowed] = deque()
+        self._running: _Shadowed | None = None
+        self._next: asyncio.Handle | None = None
+        self._pair: Pair | None = None  # for which `reason` holds
+
+    def watched(self, job: RankJob, done: Done) -> Done:
+        """`done`, after which the request may be scored again. Contexts that nobody asks for again, as of explanations, are left out."""
+        context, candidates, second = job.context, job.items, self._second.current
+        assert context is not None
+        assert candidates is not None
+        if not context.is_kept or job.worker is not self._first.current or self._draw() >= self.share:
+            return done
+        if second is None or not self._reads_alike((job.worker, second)):
+            return done
+        pair = job.worker, second
+
+        def answered(result: Ranked | ServiceError) -> None:
+            done(result)
+            if isinstance(result, Ranked):
+                self._offer(_Shadowed(self._clock(), pair, context, candidates, result.scores))
+
+        return answered
+
+    def soon(self) -> None:
+        """There may be nothing else to do: go on in the next turn of the event loop, after whatever arrives in this one."""
+        if self._waiting and self._running is None and self._next is None:
+            self._next = asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _reads_alike(self, pair: Pair) -> bool:
+        """Whether what one checkpoint reads of a request is what the other would. Looked at once for each pair."""
+        if pair != self._pair:
+            one, other = (worker.model.served.manifest for worker in pair)
+            differing = [name for name in READ_ALIKE if getattr(one.config, name) != getattr(other.config, name)]
+            differing += ["action_names"] if one.action_names != other.action_names else []
+            self._pair, self.reason = pair, ""
+            if differing:
+                self.reason = (
+                    f"It shadows nothing: it reads requests otherwise than the first ({', '.join(differing)})."
+                )
+                log.warning("shadow_reads_otherwise", differing=differing)
+        return not self.reason
+
+    def _offer(self, request: _Shadowed) -> None:
+        self._drop_late()
+        if len(self._waiting) >= self.settings.max_waiting:
+            self._metrics.requests.labels(FULL).inc()
+            return
+        self._waiting.append(request)
+        self.soon()
+
+    def _drop_late(self) -> None:
+        """Forget what has waited too long, or for a second checkpoint that is gone."""
+        worker, oldest = self._second.current, self._clock() - self.settings.max_wait_seconds
+        while self._waiting and (self._waiting[0].arrived < oldest or self._waiting[0].pair[1] is not worker):
+            self._waiting.popleft()
+            self._metrics.requests.labels(LATE).inc()
+
+    def _go_on(self) -> None:
+        """Begin the next chunk of the oldest request, unless others are there to be served."""
+        self._next = None
+        self._drop_late()
+        worker = self._second.current
+        if not self._waiting or self._running is not None or worker is None or self._is_busy():
+            return
+        request = self._running = self._waiting.popleft()
+        left, done = len(request.candidates) - request.done, request.done
+        chunk = request.candidates.chunk(done, done - (-left // chunk_count(left, self.batching)))
+        job = RankJob(
+            candidates=len(chunk), context_tokens=1 + len(request.context), deadline=float("inf"), worker=worker,
+            on_release=self._release, reserved=True, context=request.context, items=chunk, done=self._scored,
+        )  # fmt: skip
+        worker.unfinished += 1
+        worker.submit(job)
+
+    def _release(self, job: RankJob) -> None:
+        job.worker.unfinished -= 1
+        self._second.free_if_done(job.worker)
+
+    def _scored(self, result: Ranked | ServiceError) -> None:
+        request, self._running = self._running, None
+        assert request is not None
+        if isinstance(result, ServiceError):
+            self._metrics.requests.labels(FAILED).inc()
+        else:
+            request.found.append(result.scores)
+            request.seconds += result.forward_seconds
+            if request.done < len(request.candidates):
+                self._waiting.appendleft(request)
+            else:
+                self._compare(request)
+        self.soon()
+
+    def _compare(self, request: _Shadowed) -> None:
+        """The figures of `weights compare`, of one request; each score with its own checkpoint's weights."""
+        metrics, (first, second) = self._metrics, (worker.model.served.manifest for worker in request.pair)
+        pair = (first, request.scores), (second, Scores.concatenate(request.found))
+        metrics.requests.labels(SCORED).inc()
+        metrics.seconds.observe(request.seconds)
+        metrics.candidates.inc(len(request.candidates))
+        for name, (manifest, scores) in zip(("first", "second"), pair, strict=True):
+            sums = np.add.reduce(scores.probabilities, 0, np.float64).tolist()
+            for action, total in zip(manifest.action_names, sums, strict=True):
+                metrics.probability.labels(action, name).inc(total)
+        if len(request.candidates) < 2:
+            return
+        alike = agreement(*(scores.probabilities @ score_weights(manifest) for manifest, scores in pair))
+        metrics.kendall.observe((1 - alike.kendall) / 2)
+        if np.isfinite(alike.correlation):
+            metrics.correlation.observe((1 - alike.correlation) / 2)
+        for k, share in alike.overlap.items():
+            metrics.overlap.labels(str(k)).observe(share)

@@ -1,0 +1,67 @@
+"""Looks now and then whether engines and searches still finish what they have, and collects garbage between two requests."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+
+from app.engine.searches import Searches
+from app.engine.versions import Versions
+from app.scheduling.job import Clock
+from app.service.second import SecondCheckpoint
+from app.settings import Queue
+
+WATCHDOG_SECONDS = 0.5
+STALL_LOOK_SECONDS = 0.01  # between two looks of requests, as long as all is well
+COLLECT_OBJECTS = 10_000
+COLLECT_TIMES = 10  # collections of a generation before the next older one has its turn
+
+
+class Watchdog:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self, queue: Queue, versions: Versions, searches: Searches, second: SecondCheckpoint, clock: Clock
+    ) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._stalled = ""
+        self._looked = -math.inf  # clock seconds of the last look
+        self._versions = versions
+        self._searches = searches
+        self._second = second
+
+    async def hang(self) -> str:
+        """Wait until something has hung for too long to come back; a sentence about it."""
+        while not (silence := self._silence(self._queue.stall_exit_seconds)):  # time is the event
+            await asyncio.sleep(WATCHDOG_SECONDS)
+            collect_garbage()
+            self._second.look()
+        return silence
+
+    def stall(self) -> str:
+        """A sentence when work waits and nothing finishes, else nothing."""
+        return self._silence(self._queue.stall_seconds)
+
+    def stall_lately(self) -> str:
+        """The same for a request, as of a moment ago as long as all is well."""
+        now = self._clock()
+        if self._stalled or now - self._looked > STALL_LOOK_SECONDS:
+            self._looked, self._stalled = now, self.stall()
+        return self._stalled
+
+    def _silence(self, seconds: float) -> str:
+        """A sentence when a forward or a search has taken longer than that."""
+        if (silent := self._versions.silent_seconds()) > seconds:
+            return f"The engine has work and has finished no forward for {silent:.1f} s."
+        if (silent := self._searches.silent_seconds()) > seconds:
+            return f"A search has not finished for {silent:.1f} s."
+        return ""
+
+
+def collect_garbage() -> None:
+    """Collect cycles if enough objects were made to hold some: what Python does by itself, but between two requests."""
+    young, middle, old = gc.get_count()
+    if young > COLLECT_OBJECTS:
+        gc.collect(2 if old > COLLECT_TIMES else 1 if middle > COLLECT_TIMES else 0)

@@ -1,0 +1,100 @@
+"""A second checkpoint and explanations behind a link are what they are in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.errors import DeadlineExceeded, NotReady
+from app.fronts.reload import RemoteReloads
+from app.fronts.remote import RemoteService
+from app.http.arms import Arms, is_second
+from app.interface import ranked
+from app.settings import Shadow, Split
+from loadtest.soak.fake_engine import FakeEngine
+from tests.app.fakes import loader, request, right, run, until
+from tests.app.fronts.linked import linked
+from tests.app.serving import value_of
+
+GROUPS = {"shadow": Shadow(checkpoint=Path("second"), share=1.0), "split": Split(users=0.5)}
+B = next(user for user in range(1, 99) if is_second(user, GROUPS["split"]))
+
+
+def holds(front: RemoteService, version: str | None) -> bool:
+    second = front.second
+    assert second is not None
+    return (None if second.model is None else second.model.manifest.version) == version
+
+
+async def answered_by(front: RemoteService, user: int, version: int) -> bool:
+    model = Arms(front, GROUPS["split"]).model(user)
+    ticket = front.admit(model, candidates=4, history=2, deadline=None)
+    return right((await ranked(front, ticket, *request(user))).scores, user, version)
+
+
+def test_fronts_know_both_and_hear_of_every_change() -> None:
+    async def main() -> None:
+        engine = FakeEngine(2)
+        async with linked(FakeEngine(), 2, loader(FakeEngine(3), "v3"), second=loader(engine, "v2"), **GROUPS) as found:
+            for front in found.fronts:
+                await until(lambda front=front: holds(front, "v2"))
+                for user in range(1, 40):
+                    assert await answered_by(front, user, 2 if is_second(user, GROUPS["split"]) else 1)
+            old = found.fronts[1].second
+            assert (await RemoteReloads(found.fronts[0]).reload(second=True)).manifest.version == "v3"
+            assert holds(found.fronts[0], "v3")
+            await until(lambda: holds(found.fronts[1], "v3"))
+            await until(engine.closed.is_set)
+            with pytest.raises(NotReady, match="was replaced"):
+                found.fronts[1].admit(old.model, candidates=4, history=2, deadline=None)  # type: ignore[union-attr, arg-type]
+            assert await answered_by(found.fronts[1], B, 3)
+            found.service.second_checkpoint.engine_lost("planted")
+            for front in found.fronts:
+                await until(lambda front=front: holds(front, None))
+                assert "planted" in front.second.reason  # type: ignore[union-attr]
+                assert await answered_by(front, B, 1)
+            late = await found.front()
+            await until(lambda: "planted" in late.second.reason)  # type: ignore[union-attr]
+
+    run(main())
+
+
+def test_the_shadow_lives_in_the_engine_process_and_leaves_explanations_out() -> None:
+    async def main() -> None:
+        second = FakeEngine(2)
+        groups = {"shadow": GROUPS["shadow"]}
+        async with linked(FakeEngine(), second=loader(second, "v2"), **groups) as found:
+            [front] = found.fronts
+            await until(lambda: holds(front, "v2"))
+            for user, is_kept in ((1, True), (2, False), (3, True)):
+                context, candidates = request(user)
+                ticket = front.admit(front.model, candidates=4, history=2, deadline=None)
+                scores = (await ranked(front, ticket, replace(context, is_kept=is_kept), candidates)).scores
+                assert right(scores, user)
+            await until(lambda: [each for forward in second.forwards for each in forward] == [1, 3])
+            exposition = (await front.exposition()).decode()
+            assert value_of(exposition, 'ranker_shadow_requests_total{result="scored"}') == 2
+
+    run(main())
+
+
+def test_attention_is_that_of_one_process() -> None:
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            [front] = found.fronts
+            context, candidates = request(3, candidates=6, history=5)
+            later = candidates.chunk(2, 5)
+            soon = front.clock() + 10
+            for asked in (candidates, later):
+                here = await front.attention(front.model, context, asked, soon)
+                there = await found.service.attention(found.service.model, context, asked, soon)
+                assert here.shape == there.shape == (1, 1, len(asked), 7)
+                assert np.array_equal(here, there)
+                np.testing.assert_allclose(here.sum(-1), 1, atol=1e-6)
+            with pytest.raises(DeadlineExceeded):
+                await front.attention(front.model, context, candidates, front.clock() - 1)
+
+    run(main())

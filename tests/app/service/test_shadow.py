@@ -1,0 +1,284 @@
+"""A second checkpoint that shadows: after the answer, only when nothing else is to be done, with no bit changed; and given up alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.engine.loading import LoadedModel, Loader, Steps
+from app.errors import EngineDown
+from app.service import watchdog
+from app.service.service import RankingService
+from app.settings import Batching, Queue, Settings, Shadow, Split
+from app.telemetry.metrics import Metrics
+from model.engine import EngineError
+from tests.app.fakes import (
+    ACTIONS,
+    FakeEngine,
+    Gate,
+    expected,
+    loaded,
+    loader,
+    rank,
+    request,
+    right,
+    until,
+)  # fmt: skip
+from tests.app.serving import value_of
+from weights.agreement import agreement
+from weights.checkpoint import CheckpointError
+
+pytestmark = pytest.mark.anyio
+EVERY = Shadow(checkpoint=Path("second"), share=1.0)
+HALF = Split(users=0.5)
+
+
+@asynccontextmanager
+async def both(
+    first: Any, second: Any | Loader, shadow: Shadow = EVERY, **groups: Any
+) -> AsyncIterator[RankingService]:
+    """A service that is ready, and has loaded its second checkpoint or has failed to."""
+    load = loader(second, "v2") if isinstance(second, FakeEngine) else second
+    service = RankingService(loader(first), Settings(shadow=shadow, **groups), Metrics(), second=load)
+    service.start()
+    await service.wait_ready()
+    await until(lambda: service.second is not None and "being loaded" not in service.second.reason)
+    try:
+        yield service
+    finally:
+        await service.stop(1.0)
+
+
+def counted(service: RankingService, series: str) -> float:
+    return value_of(service.metrics.render().decode(), f"ranker_{series}")
+
+
+def results(service: RankingService) -> dict[str, float]:
+    names = ("scored", "full", "late", "failed")
+    found = {name: counted(service, f'shadow_requests_total{{result="{name}"}}') for name in names}
+    return {name: count for name, count in found.items() if count}
+
+
+async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
+    second = FakeEngine(2)
+    async with both(FakeEngine(), second) as service:
+        for user in range(1, 9):
+            assert right(await rank(service, user, 20), user)
+            await until(lambda user=user: results(service) == {"scored": user})  # type: ignore[misc]
+        assert sorted(user for forward in second.forwards for user in forward) == list(range(1, 9))
+        assert counted(service, "candidates_scored_total") == 160, "the second's forwards are not the service's"
+        assert counted(service, "shadow_candidates_total") == 160
+        assert service.versions.cache_stats().misses == 8
+
+
+async def test_the_figures_are_those_of_compare() -> None:
+    async with both(FakeEngine(), FakeEngine(2)) as service:
+        weights = np.array([1.0, 0.0, -2.0], np.float32)
+        alike, means = [], []
+        for user in range(1, 6):
+            await rank(service, user, 12)
+            pair = [expected(*request(user, 12), version).probabilities for version in (1, 2)]
+            alike.append(agreement(*(each @ weights for each in pair)))
+            means.append([each.sum(0) for each in pair])
+        await until(lambda: results(service) == {"scored": 5})
+        said = service.metrics.render().decode()
+        for name in ("kendall", "correlation"):
+            assert value_of(said, f"ranker_shadow_{name}_distance_count") == 5
+            mean = 1 - 2 * value_of(said, f"ranker_shadow_{name}_distance_sum") / 5
+            assert mean == pytest.approx(np.mean([getattr(each, name) for each in alike]), abs=1e-6)
+            assert -0.99 < mean < 0.99
+        for k in (1, 3, 5, 10):
+            overlap = value_of(said, f'ranker_shadow_overlap_sum{{k="{k}"}}') / 5
+            assert overlap == pytest.approx(np.mean([each.overlap[k] for each in alike]))
+        for row, checkpoint in enumerate(("first", "second")):
+            for column, action in enumerate(ACTIONS):
+                series = f'ranker_shadow_probability_total{{action="{action}",checkpoint="{checkpoint}"}}'
+                assert value_of(said, series) == pytest.approx(sum(mean[row][column] for mean in means), rel=1e-5)
+
+
+async def test_long_lists_are_scored_in_chunks_with_the_same_bits() -> None:
+    second = FakeEngine(2)
+    async with both(FakeEngine(), second, batching=Batching(chunk_candidates=4)) as service:
+        await rank(service, 1, 10)
+        await until(lambda: results(service) == {"scored": 1})
+        assert second.chunks == [[4], [3], [3]]
+
+
+async def test_a_busy_service_is_left_alone_and_what_waits_is_bounded() -> None:
+    gate, second = Gate(), FakeEngine(2)
+
+    def hold(items: Any) -> None:
+        if any(item.context.user_id == 99 for item in items):
+            gate(items)
+
+    shadow = EVERY.model_copy(update={"max_waiting": 3, "max_wait_seconds": 0.2})
+    async with both(FakeEngine(before=hold), second, shadow, batching=Batching(max_requests=1)) as service:
+        answers = [asyncio.ensure_future(rank(service, user)) for user in (1, 2, 3, 4, 5, 99)]
+        await gate.reached()
+        assert all([right(await answer, user) for user, answer in enumerate(answers[:5], 1)])
+        await asyncio.sleep(0.05)
+        assert second.forwards == [], "while a request waits for its answer nothing is begun"
+        assert results(service) == {"full": 2}
+        await asyncio.sleep(0.2)
+        gate.opened.set()
+        await answers[5]
+        await until(lambda: results(service) == {"full": 2, "late": 3, "scored": 1})
+        assert second.forwards == [[99]]
+
+
+async def test_the_control_is_begun_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the question whether the service is busy, the second checkpoint computes beside requests that wait."""
+    gate, second = Gate(), FakeEngine(2)
+    monkeypatch.setattr(RankingService, "is_busy", lambda service: False)
+
+    def hold(items: Any) -> None:
+        if any(item.context.user_id == 99 for item in items):
+            gate(items)
+
+    async with both(FakeEngine(before=hold), second, batching=Batching(max_requests=1)) as service:
+        answers = [asyncio.ensure_future(rank(service, user)) for user in (1, 99)]
+        await gate.reached()
+        await until(lambda: second.forwards == [[1]])
+        gate.opened.set()
+        await asyncio.gather(*answers)
+
+
+async def test_only_the_share_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = iter([0.1, 0.9, 0.4, 0.5])
+    async with both(FakeEngine(), FakeEngine(2), EVERY.model_copy(update={"share": 0.5})) as service:
+        monkeypatch.setattr(service.second_checkpoint._shadow, "_draw", lambda: next(draws))
+        for user in range(1, 5):
+            await rank(service, user)
+            await until(lambda: not service.second_checkpoint.versions.running().requests)
+        await until(lambda: results(service) == {"scored": 2})
+
+
+def refused(steps: Steps) -> LoadedModel:
+    raise CheckpointError("its bytes are not those of its digest")
+
+
+async def test_one_that_cannot_be_loaded_is_said_and_nothing_else_comes_of_it() -> None:
+    async with both(FakeEngine(), refused, split=HALF) as service:
+        assert service.health().ready
+        assert service.second is not None
+        assert (service.second.model, service.second.answers) == (None, False)
+        assert "its bytes are not those" in service.second.reason
+        assert counted(service, "second_ready") == 0
+        assert right(await rank(service, 1), 1)
+        await service.second_checkpoint.swap(loader(FakeEngine(2), "v2"))
+        assert counted(service, "second_ready") == 1
+        assert service.second.reason == ""
+
+
+async def test_one_that_is_lost_takes_nothing_with_it() -> None:
+    def fault(items: Any) -> None:
+        raise EngineError("the device is gone", sticky=True)
+
+    lost: list[str] = []
+    async with both(FakeEngine(), FakeEngine(2, fault)) as service:
+        service.on_fatal = lost.append
+        for user in (1, 2, 3):
+            assert right(await rank(service, user), user)
+        await until(lambda: service.second is not None and service.second.model is None)
+        assert "the device is gone" in service.second.reason  # type: ignore[union-attr]
+        assert results(service)["failed"] == 1
+        assert (service.health().ready, lost) == (True, [])
+
+
+async def test_a_forward_that_fails_fails_alone() -> None:
+    def fault(items: Any) -> None:
+        if any(item.context.user_id == 2 for item in items):
+            raise MemoryError
+
+    async with both(FakeEngine(), FakeEngine(2, fault)) as service:
+        for user in (1, 2, 3):
+            assert right(await rank(service, user), user)
+            await until(lambda user=user: sum(results(service).values()) == user)  # type: ignore[misc]
+        assert results(service) == {"scored": 2, "failed": 1}
+
+
+async def test_one_that_hangs_is_given_up_and_readiness_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "WATCHDOG_SECONDS", 0.02)
+    gate, lost = Gate(), list[str]()
+    queue = Queue(stall_seconds=0.1, stall_exit_seconds=0.3)
+    async with both(FakeEngine(), FakeEngine(2, gate), queue=queue) as service:
+        service.on_fatal = lost.append
+        assert right(await rank(service, 1), 1)
+        await gate.reached()
+        await asyncio.sleep(0.15)
+        assert service.health().ready
+        await until(lambda: service.second is not None and service.second.model is None)
+        assert "has finished no forward" in service.second.reason  # type: ignore[union-attr]
+        assert right(await rank(service, 2), 2)
+        gate.opened.set()
+        assert lost == []
+
+
+async def test_callers_of_a_lost_second_checkpoint_are_told_and_the_next_ones_have_the_first() -> None:
+    def fault(items: Any) -> None:
+        raise EngineError("the device is gone", sticky=True)
+
+    async with both(FakeEngine(), FakeEngine(2, fault), split=HALF) as service:
+        second = service.second
+        assert second is not None
+        assert second.answers
+        assert second.model is not None
+        ticket = service.admit(second.model, candidates=4, history=2, deadline=None)
+        told = asyncio.get_running_loop().create_future()
+        service.rank(ticket, *request(1), told.set_result)
+        assert isinstance(await told, EngineDown)
+        assert service.second is not None
+        assert not service.second.answers
+        assert service.admission.requests == 0
+
+
+async def test_both_may_be_swapped_while_requests_come() -> None:
+    """Requests that were answered before a swap are not scored by another pair than theirs."""
+    old, new = FakeEngine(2), FakeEngine(3)
+    async with both(FakeEngine(), old) as service:
+        gate = Gate()
+        old.before = gate
+        await rank(service, 1)
+        await gate.reached()
+        await rank(service, 2)
+        await service.second_checkpoint.swap(loader(new, "v3"))
+        gate.opened.set()
+        await until(lambda: results(service) == {"scored": 1, "late": 1})
+        await until(old.closed.is_set)
+        await service.swap(loader(FakeEngine(4), "v4"))
+        assert right(await rank(service, 3), 3, 4)
+        await until(lambda: results(service) == {"scored": 2, "late": 1})
+        assert new.forwards == [[3]]
+
+
+async def test_one_that_reads_requests_otherwise_shadows_nothing_and_says_why() -> None:
+    async with both(FakeEngine(), loader(FakeEngine(2), "v2", ("like", "reply", "report"))) as service:
+        assert right(await rank(service, 1), 1)
+        await asyncio.sleep(0.05)
+        assert service.second is not None
+        assert "action_names" in service.second.reason
+        assert results(service) == {}
+
+
+async def test_a_load_that_hangs_delays_neither_readiness_nor_a_reload_of_the_first() -> None:
+    goes_on = threading.Event()
+
+    def slow(steps: Steps) -> LoadedModel:
+        assert goes_on.wait(10)
+        return loaded(FakeEngine(2), "v2")
+
+    service = RankingService(loader(FakeEngine()), Settings(shadow=EVERY), Metrics(), second=slow)
+    service.start()
+    await service.wait_ready()
+    assert service.health().ready
+    assert (await service.swap(loader(FakeEngine(3), "v3"))).manifest.version == "v3"
+    goes_on.set()
+    await until(lambda: service.second is not None and service.second.model is not None)
+    await service.stop(1.0)
