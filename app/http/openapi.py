@@ -31,20 +31,10 @@ from app.errors import (
 )
 from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
-from app.request.contract import (
-    BatchReply,
-    ExplainReply,
-    ExplainRequest,
-    Problem,
-    RankBatch,
-    RankReply,
-    RankRequest,
-    RecommendReply,
-    RecommendRequest,
-    RetrieveReply,
-    RetrieveRequest,
-)
+from app.request.contract import BatchReply, Problem, RankBatch, RankReply, RankRequest
+from app.request.explanation_contract import ExplainReply, ExplainRequest
 from app.request.inference_contract import InferReply, InferRequest
+from app.request.retrieval_contract import RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 
 REF = "#/components/schemas/{model}"
 Refs = Mapping[type[BaseModel], dict[str, Any]]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -19,16 +19,20 @@ from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card, Ceilings
 from loadtest.gpu.checks import equal_bits, make_engine, parity, parity_cases, parity_items, small_config, watch
 from loadtest.gpu.faults import hang
-from loadtest.gpu.table import Geometry, tiny
+from loadtest.gpu.table import BATCH_REQUESTS, Geometry, Row, tiny
 from loadtest.gpu.watch import WRITTEN
+from loadtest.timing import Figure
 from model.config import ModelConfig
+from model.engine import Item
 from model.split.kernels.contract import Kernels
 from model.split.row_check import rows_are_independent, shape_name
-from model.split.step import CANDIDATES, ROWS
-from model.synthetic import random_ranker
+from model.split.step import CANDIDATES, ROWS, host_arrays, plan_steps, step_bytes
+from model.split.write import StepWriter
+from model.synthetic import random_ranker, random_request
 
 Record = dict[str, Any]
 DTYPES = (torch.bfloat16, torch.float32)
+HOST_TARGET_MS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,37 @@ def kernel_times(card: Card, geometry: str) -> Iterator[Record]:
             yield {"geometry": name, "operation": operation, "rows": rows, "floor_us": floor, **entry}
 
 
+def host(card: Card, geometry: str) -> Iterator[Record]:
+    """Processor time of one thread to fill the arrays of a step of many requests, and to plan it, beside what it is allowed."""
+    config = _measured(card)["mini"]
+    requests = 3 if card.tiny else BATCH_REQUESTS
+    engine = make_engine(random_ranker(config).to(card.device), card, warm=False)
+    items = [Item(*random_request(config, config.history_length, 64, seed)) for seed in range(requests)]
+    works, capacity = [], 2**15
+    for number, item in enumerate(items):
+        context, state, _ = engine._context_of(item, {})
+        works.append((context, number, item.candidates, state))
+    writer = StepWriter(config, "shared", engine._trunk.mixed)
+    arrays = host_arrays(torch.zeros(step_bytes(config, capacity), dtype=torch.uint8), config, capacity)
+    for kind, asked in (("cold", works), ("cached", [(None, *work[1:]) for work in works])):
+        (plan,) = plan_steps(asked, capacity)
+        for name, step in (
+            ("fill", partial(writer.write, plan, arrays)),
+            ("plan", partial(plan_steps, asked, capacity)),
+        ):
+            label = f"{requests} mini requests, {kind}: {name} a step"
+            figure = Figure.of([_thread_ms(step) for _ in range(3 if card.tiny else 300)])
+            target = HOST_TARGET_MS if name == "fill" and not card.tiny else None
+            met = None if target is None else figure.median <= target
+            yield Row(label, figure.median, "ms", figure.low, figure.high, target, met).as_dict()
+
+
+def _thread_ms(work: Callable[[], object]) -> float:
+    start = time.thread_time()
+    work()
+    return 1e3 * (time.thread_time() - start)
+
+
 def engine_rows(card: Card, geometry: str) -> Iterator[Record]:
     """Whole forwards of one geometry, device and wall time, beside the targets."""
     measured = Geometry(geometry, card, _ceilings(card))
@@ -274,6 +309,7 @@ def all_phases(geometries: Sequence[str]) -> dict[str, Phase]:
         "parity": Phase(parities, 240),
         "bits": Phase(bits, 120),
         "kernel_times": Phase(kernel_times, 180),
+        "host": Phase(host, 60),
     }
     found |= {f"rows {name}": Phase(engine_rows, 150, name) for name in geometries}
     return found | {f"peers {name}": Phase(peer_rows, 120, name) for name in geometries}

@@ -90,15 +90,19 @@ class WatchedKernels:
                 results[-1] += [state.transpose(0, 1).flatten(1).clone() for state in states]
         self.calls += 1
         self._gates += name == "gate" and not tail
-        if difference := _first(*results):
+        # tokens are fp32, yet products of the engine's dtype
+        dtypes = [step.anchor.dtype if name == "embed" else tensor.dtype for tensor in results[0]]
+        if difference := _first(*results, dtypes=dtypes):
             row, worst, repeatable = difference
             self.found.append(Difference(name, layer, tail, row // TILE_ROWS, row, worst, repeatable))
 
 
-def _first(found: list[Tensor], again: list[Tensor], expected: list[Tensor]) -> tuple[int, float, bool] | None:
+def _first(
+    found: list[Tensor], again: list[Tensor], expected: list[Tensor], *, dtypes: list[torch.dtype]
+) -> tuple[int, float, bool] | None:
     """Row, size, and whether a second call gave the same bits."""
-    for one, other, right in zip(found, again, expected, strict=True):
-        tolerance = 2 * PARITY[one.dtype].operation
+    for one, other, right, dtype in zip(found, again, expected, dtypes, strict=True):
+        tolerance = 2 * PARITY[dtype].operation
         wrong = ~torch.isclose(one.float(), right.float(), rtol=tolerance, atol=tolerance)  # NaN is close to nothing
         unsteady = (one != other) & ~(one.isnan() & other.isnan())
         rows = (wrong | unsteady).any(-1).nonzero()

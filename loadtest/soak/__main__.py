@@ -8,7 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.matrix import Row, table
-from loadtest.soak import endings, excess, fronts, hostile, leak, lines, overload, posts, protocol, shadow, slow, swaps
+from loadtest.soak import (
+    cluster,
+    endings,
+    excess,
+    fronts,
+    hostile,
+    leak,
+    lines,
+    overload,
+    posts,
+    protocol,
+    shadow,
+    slow,
+    swaps,
+)
 
 Part = Callable[[float], list[Row]]
 
@@ -40,6 +54,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "posts": (0.06, lambda seconds: posts.changes(_count(seconds, 60, 1000))),
     "fronts_posts": (0.03, lambda seconds: posts.changes(_count(seconds, 60, 500), fronts=2)),
     "posts_kills": (0.03, lambda seconds: [posts.kills(_count(seconds, 1 / 8, 2))]),
+    "cluster": (0.05, lambda seconds: cluster.all_rows(_count(seconds, 1 / 60, 2))),
     "vanishing": (0.05, lambda seconds: [endings.vanishing(_count(seconds, 80, 500))]),
 }
 

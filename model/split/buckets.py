@@ -5,7 +5,6 @@ gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,9 +25,11 @@ from model.split.step import (
     ContextState,
     StepArrays,
     StepPlan,
+    host_arrays,
     step_arrays,
     step_bytes,
     tile_slots,
+    used_bytes,
 )
 from model.split.tables import TableSource
 from model.split.trunk import SplitTrunk
@@ -47,15 +48,6 @@ def row_sizes(capacity: int) -> list[int]:
 def recording_order(sizes: Sequence[int]) -> list[int]:
     """The largest first, then those with the largest power of two, so that any beginning of the list serves every step."""
     return sorted(sizes, key=lambda size: (size != max(sizes), -(size & -size), size))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Frame:
-    """The arrays of one body size: on the device, and in each host buffer as numpy."""
-
-    device: StepArrays
-    host: tuple[StepArrays, ...]
-    nbytes: int
 
 
 class BucketRunner:
@@ -81,11 +73,12 @@ class BucketRunner:
         self._bodies: dict[int, Work] = {}
         self._tails: dict[int, Work] = {}
         self._writer = StepWriter(config, mode, trunk.mixed)
-        room = step_bytes(config, capacity, capacity)
+        room = step_bytes(config, capacity)
         self._staging = [recorder.pinned(room, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._host = [host_arrays(buffer, config, capacity) for buffer in self._staging]
         self._outputs = [recorder.pinned(capacity, trunk.logits.shape[1], dtype=torch.float32) for _ in range(SLOTS)]
         self._arrived = torch.zeros(room, dtype=torch.uint8, device=trunk.logits.device)
-        self._frames = {size: self._frame(size) for size in self._sizes}
+        self._device = step_arrays(self._arrived, config, capacity)
 
     @property
     def recorded(self) -> int:
@@ -100,7 +93,7 @@ class BucketRunner:
         expected = {size: self.run_plain(plan) for size, plan in plans.items()}
         notes["products"] = self._trunk.kernels.choose_products(self._trunk.linear_weights(), self._sizes)
         for buffer in (*self._staging, self._arrived):
-            buffer.zero_()  # a step of no rows at every size: what a probe left there has another layout
+            buffer.zero_()  # a step of no rows: the states of the probes are gone
         with no_garbage():
             notes["row_sizes_without_room"] = self._record()
         trusted = expected[self._capacity][:PROBE_CANDIDATES]
@@ -119,7 +112,7 @@ class BucketRunner:
         for size in recording_order(self._sizes):
             if self._bodies and not self._recorder.has_room():
                 break
-            step = Step(self._trunk.mixed, self._frames[size].device, self._frames[size].host[0], ())
+            step = Step(self._trunk.mixed, self._device, self._host[0], ())
             try:
                 body = self._recorder.record(partial(self._trunk.body, rows=size), step)
                 tail = self._recorder.record(partial(self._trunk.tail, rows=size), step)
@@ -152,8 +145,8 @@ class BucketRunner:
         queued = []
         for plan in plans:
             size = self._fitting(plan.rows, plan.tiles)
-            staged = self._recorder.pinned(self._frames[size].nbytes, dtype=torch.uint8)
-            host = step_arrays(staged, self._config, self._capacity, size).numpy()
+            staged = self._recorder.pinned(len(self._arrived), dtype=torch.uint8)
+            host = host_arrays(staged, self._config, self._capacity)
             self._writer.write(plan, host)
             queued.append(partial(self._queue, size, staged, host, plan.states()))
 
@@ -166,9 +159,7 @@ class BucketRunner:
 
     def _queue(self, size: int, staged: Tensor, host: StepArrays, states: Sequence[ContextState]) -> int:
         """Copy one written step to the device and replay it; returns how many candidates it has."""
-        frame = self._frames[size]
-        self._arrived[: frame.nbytes].copy_(staged[: frame.nbytes], non_blocking=True)
-        step = Step(self._trunk.mixed, frame.device, host, states)
+        step = self._sent(staged, host, states)
         self._bodies[size](step)
         candidates = int(host.counts[CANDIDATES])
         if candidates:
@@ -178,7 +169,7 @@ class BucketRunner:
     def _start(self, plan: StepPlan, slot: int) -> Collect:
         """Queue one step; the result waits for it and returns its outputs."""
         size = self._fitting(plan.rows, plan.tiles)
-        host = self._frames[size].host[slot]
+        host = self._host[slot]
         self._writer.write(plan, host)
         self.counts.add(int(host.counts[ROWS]), size)
         self._source.prepare(host, slot)
@@ -197,24 +188,22 @@ class BucketRunner:
     def _fitting(self, rows: int, tiles: int) -> int:
         return next(size for size in self._sizes if rows <= size and tiles <= tile_slots(size))
 
-    def _frame(self, size: int) -> Frame:
-        def arrays(buffer: Tensor) -> StepArrays:
-            return step_arrays(buffer, self._config, self._capacity, size)
-
-        host = tuple(arrays(buffer).numpy() for buffer in self._staging)
-        return Frame(arrays(self._arrived), host, step_bytes(self._config, self._capacity, size))
+    def _sent(self, staged: Tensor, host: StepArrays, states: Sequence[ContextState]) -> Step:
+        """Start the copy of what the step uses, and no more."""
+        for used in used_bytes(host, self._config, self._capacity):
+            self._arrived[used].copy_(staged[used], non_blocking=True)
+        return Step(self._trunk.mixed, self._device, host, states)
 
     def run_plain(self, plan: StepPlan) -> NDArray[np.float32]:
         """The plan's outputs without any recording."""
         size = self._fitting(plan.rows, plan.tiles)
-        frame = self._frames[size]
-        self._writer.write(plan, frame.host[0])
-        self._source.prepare(frame.host[0], 0)
-        self._arrived[: frame.nbytes].copy_(self._staging[0][: frame.nbytes])
-        step = Step(self._trunk.mixed, frame.device, frame.host[0], plan.states())
-        candidates = int(frame.host[0].counts[CANDIDATES])
+        host = self._host[0]
+        self._writer.write(plan, host)
+        self._source.prepare(host, 0)
+        step = self._sent(self._staging[0], host, plan.states())
+        candidates = int(host.counts[CANDIDATES])
         self._trunk.body(step, size)
-        self._trunk.tail(step, self._fitting(candidates, int(frame.host[0].counts[CANDIDATE_TILES])))
+        self._trunk.tail(step, self._fitting(candidates, int(host.counts[CANDIDATE_TILES])))
         outputs: NDArray[np.float32] = self._trunk.logits[:candidates].cpu().numpy().copy()
         return outputs
 

@@ -69,7 +69,7 @@ class SplitEngine:
         if capacity % TILE_ROWS or capacity < 1 + config.history_length:
             raise EngineError(f"capacity must be a multiple of {TILE_ROWS} and hold a whole context, got {capacity}")
         with self._on_device():
-            weights = split_weights(ranker, self._device, dtype)
+            weights = split_weights(ranker, self._device, dtype, dtype if fused else torch.float32)
             self._kernels: Kernels = (
                 _fused_kernels(config, weights, dtype, library) if fused else PortableKernels(config, weights.rope)
             )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from model.config import CandidatePositions, ModelConfig
 from model.split.kernels.contract import Step
-from model.split.step import TILE_ROWS, StepPlan, step_arrays, step_bytes
+from model.split.step import TILE_ROWS, StepPlan, host_arrays, step_arrays, step_bytes
 from model.split.tables import TableSource
 from model.split.trunk import SplitTrunk
 from model.split.write import StepWriter
@@ -60,9 +60,9 @@ class EagerRunner:
         self.recorded = 0
         self._trunk = trunk
         self._source = source
-        buffer = torch.zeros(step_bytes(config, capacity, capacity), dtype=torch.uint8)
-        self._arrays = step_arrays(buffer, config, capacity, capacity)
-        self._host = self._arrays.numpy()
+        buffer = torch.zeros(step_bytes(config, capacity), dtype=torch.uint8)
+        self._arrays = step_arrays(buffer, config, capacity)
+        self._host = host_arrays(buffer, config, capacity)
         self._writer = StepWriter(config, mode, trunk.mixed)
 
     def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from model.config import ModelConfig
 from model.inputs import Candidates, Context
 
 TILE_ROWS = 64
-KINDS = CANDIDATE, HISTORY, USER = 0, 1, 2
+CANDIDATE, HISTORY, USER = 0, 1, 2  # kinds of rows, in their order
 # places in `StepArrays.counts`
-ROWS, CANDIDATES, TILES, CANDIDATE_TILES, TOKEN_TILES = range(5)
+ROWS, CANDIDATES, TILES, CANDIDATE_TILES, FIRST_USER, SLOTS = range(6)
+COUNTS = RECORD = 8  # int32 of the counts, of a slot and of a row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +54,6 @@ class ContextWork:
     def has_user(self) -> bool:
         """Whether the user's own token is to be computed here."""
         return self.first_history == 0 and self.first_index == 0 and self.context.user_id != 0
-
-    def items(self) -> NDArray[np.int64]:
-        """Places in the history of the items that are not padding."""
-        return np.flatnonzero(self.context.post_ids[self.first_history :]) + self.first_history
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,80 +127,101 @@ def plan_steps(
                 continue
             if start + take < len(candidates):
                 take -= take % TILE_ROWS
-            plans[-1].add_candidates(CandidateWork(item, start, candidates.chunk(start, start + take), state))
+            chunk = candidates if take == len(candidates) else candidates.chunk(start, start + take)
+            plans[-1].add_candidates(CandidateWork(item, start, chunk, state))
             start += take
     return plans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArrays:
-    """The arrays of one step, as tensors or as numpy views of the same bytes; `R` rows, `X` tiles, `E` embeddings a token.
+    """What describes one step, for up to `R` rows and `X` slots, in one buffer. Tensors; `numpy` shows the same bytes to the host.
 
-    counts int32 `[8]`; offsets int64 `[X]`: where a request's state starts, in elements from an anchor tensor;
-    lengths int32 `[X, 2]`: length and capacity of that state; tiles int32 `[X, 4]`: first row, rows, request, index in the
-    context of the first row (−1 for candidates), candidates' tiles first; positions int32 `[R]`;
-    token_tiles int32 `[R/64 + 3, 4]`: first row, rows, kind; embedding_rows int32 `[R, E]`; features int32 `[R, 2]`:
-    surface, age bucket; owners int32 `[R, 2]`: request, index in the context (−1 for candidates);
-    actions float32 `[R, A]`; dwell float32 `[R]`, seconds.
+        slot X−1 … slot 1, slot 0 | counts | row 0, row 1 …      and, apart     history row 0, history row 1 …
+
+    Slots grow downwards, so that what a step uses lies together and is copied at once. Slot t, int32 `[8]`: tile t (first row,
+    rows, request, index in the context of the first row, −1 for candidates, whose tiles come first); then of request t: where
+    its state starts (int64, in elements from an anchor tensor), the state's length and capacity. A row, int32 `[8]`: ids of post
+    and author (int64; of the user and 0), position, surface, owner (its request, or a candidate's age bucket), index in the
+    context (−1 for candidates). A history row, float32 `[A + 1]`: actions, dwell seconds.
     """
 
     counts: Any
-    offsets: Any
-    lengths: Any
-    tiles: Any
-    positions: Any
-    token_tiles: Any
-    embedding_rows: Any
-    features: Any
-    owners: Any
-    actions: Any
-    dwell: Any
+    rows: Any
+    history: Any
+    tiles: Any = None
+    offsets: Any = None
+    states: Any = None
+    ids: Any = None
 
-    def numpy(self) -> StepArrays:
-        """The same memory as numpy arrays; only for tensors on the CPU."""
-        return StepArrays(*(getattr(self, name).numpy() for name in self.__slots__))
+    @property
+    def positions(self) -> Any:
+        """int32 `[R]`."""
+        return self.rows[:, 4]
 
+    @property
+    def surfaces(self) -> Any:
+        """int32 `[R]`."""
+        return self.rows[:, 5]
 
-def step_fields(
-    config: ModelConfig, capacity: int, rows: int
-) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int]]:
-    """Name, dtype, shape and byte offset of each array; those that a tail of any size reads come first, sized by `capacity`."""
-    embeddings = embeddings_per_token(config)
-    slots = tile_slots(capacity)
-    ints, floats = torch.int32, torch.float32
-    shapes: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
-        ("counts", ints, (8,)),
-        ("offsets", torch.int64, (slots,)),
-        ("lengths", ints, (slots, 2)),
-        ("tiles", ints, (slots, 4)),
-        ("positions", ints, (capacity,)),
-        ("token_tiles", ints, (rows // TILE_ROWS + 3, 4)),
-        ("embedding_rows", ints, (rows, embeddings)),
-        ("features", ints, (rows, 2)),
-        ("owners", ints, (rows, 2)),
-        ("actions", floats, (rows, config.actions)),
-        ("dwell", floats, (rows,)),
-    ]
-    offset = 0
-    for name, dtype, shape in shapes:
-        yield name, dtype, shape, offset
-        size = int(np.prod(shape)) * dtype.itemsize
-        offset += -(-size // 256) * 256
+    @property
+    def owners(self) -> Any:
+        """int32 `[R, 2]`: request or age bucket, index in the context."""
+        return self.rows[:, 6:]
+
+    def kinds(self) -> Iterator[tuple[int, int, int]]:
+        """Kind, first row and row after the last of the three kinds of rows; on the host only."""
+        ends = [0, *self.counts[[CANDIDATES, FIRST_USER, ROWS]].tolist()]
+        return zip((CANDIDATE, HISTORY, USER), ends[:-1], ends[1:], strict=True)
 
 
-def step_bytes(config: ModelConfig, capacity: int, rows: int) -> int:
-    """Bytes of all arrays together: one copy moves them to the device."""
-    *_, (_, dtype, shape, offset) = step_fields(config, capacity, rows)
-    return offset + -(-int(np.prod(shape)) * dtype.itemsize // 256) * 256
+def step_bytes(config: ModelConfig, capacity: int) -> int:
+    """Bytes of everything that describes a step of up to `capacity` rows."""
+    return _history_start(capacity) + 4 * capacity * (config.actions + 1)
 
 
-def step_arrays(buffer: Tensor, config: ModelConfig, capacity: int, rows: int) -> StepArrays:
-    """Views into a uint8 buffer of at least `step_bytes`."""
-    views = {}
-    for name, dtype, shape, offset in step_fields(config, capacity, rows):
-        size = int(np.prod(shape)) * dtype.itemsize
-        views[name] = buffer[offset : offset + size].view(dtype).view(shape)
-    return StepArrays(**views)
+def step_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArrays:
+    """Views into a uint8 buffer of `step_bytes`."""
+    counts = 4 * RECORD * tile_slots(capacity)
+    rows = counts + 4 * COUNTS
+    integers = buffer.view(torch.int32)
+    history = buffer[_history_start(capacity) :].view(torch.float32)
+    return StepArrays(
+        integers[counts // 4 : rows // 4],
+        integers[rows // 4 : rows // 4 + capacity * RECORD].view(capacity, RECORD),
+        history.view(capacity, config.actions + 1),
+    )
+
+
+def host_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArrays:
+    """`step_arrays` as numpy arrays, with slots and ids by name; for a buffer on the CPU."""
+    arrays = step_arrays(buffer, config, capacity)
+    slots = buffer[: 4 * RECORD * tile_slots(capacity)].numpy()
+    narrow, wide = (slots.view(dtype).reshape(tile_slots(capacity), -1)[::-1] for dtype in (np.int32, np.int64))
+    rows = arrays.rows.numpy()
+    return StepArrays(
+        arrays.counts.numpy(),
+        rows,
+        arrays.history.numpy(),
+        tiles=narrow[:, :4],
+        offsets=wide[:, 2],
+        states=narrow[:, 6:],
+        ids=rows.view(np.uint64)[:, :2],
+    )
+
+
+def used_bytes(host: StepArrays, config: ModelConfig, capacity: int) -> list[slice]:
+    """The parts of the buffer that a written step uses: slots, counts and rows; where there are any, history rows."""
+    rows, candidates, _, _, first_user, slots = host.counts[:6].tolist()
+    counts, history = 4 * RECORD * tile_slots(capacity), _history_start(capacity)
+    used = [slice(counts - 4 * RECORD * slots, counts + 4 * COUNTS + 4 * RECORD * rows)]
+    if first_user > candidates:
+        used.append(slice(history, history + 4 * (config.actions + 1) * (first_user - candidates)))
+    return used
+
+
+def _history_start(capacity: int) -> int:
+    return 4 * RECORD * (tile_slots(capacity) + capacity) + 4 * COUNTS
 
 
 def embeddings_per_token(config: ModelConfig) -> int:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.engine import EngineError
+from model.hashing import hash_rows
 from model.ranker import Ranker
 from model.split.kernels.contract import Tables
-from model.split.step import CANDIDATES, ROWS, TOKEN_TILES, USER, StepArrays, embeddings_per_token
+from model.split.step import FIRST_USER, ROWS, StepArrays, embeddings_per_token
 
 Placement = Literal["device", "host"]
 
@@ -27,7 +28,7 @@ class TableSource(Protocol):
     tables: Tables
 
     def prepare(self, host: StepArrays, slot: int) -> None:
-        """Make every row that the step names readable through `tables`; may rewrite the step's embedding rows."""
+        """Make every embedding that the step names readable through `tables`."""
 
 
 def table_source(
@@ -66,8 +67,8 @@ class DeviceTables:
 
 
 class HostTables:
-    """Tables that stay in host memory. Each step's distinct rows are gathered into pinned memory, copied to the device in
-    one go, and the step's embedding rows are renumbered; row 0 stays 0.
+    """Tables that stay in host memory. Each step's distinct rows are gathered into pinned memory and copied to the device with
+    their new numbers, by which the step's rows then go; row 0 stays 0.
     """
 
     placement: Placement = "host"
@@ -75,41 +76,40 @@ class HostTables:
     def __init__(self, config: ModelConfig, tables: Tables, device: torch.device, capacity: int) -> None:
         self._config = config
         self._host = tables
-        self._posts = config.post_hashes.count
-        self._used = self._posts + config.author_hashes.count
-        room = capacity * embeddings_per_token(config) + 1
-        pinned = device.type == "cuda"
-        shape = (room, config.width)
-        dtype = tables.post.dtype
+        shape = (capacity * embeddings_per_token(config) + 1, config.width)
+        numbers = (capacity, embeddings_per_token(config))
+        dtype, pinned = tables.post.dtype, device.type == "cuda"
         self._staging = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(2)]
-        device_rows = torch.zeros(shape, dtype=dtype, device=device)
-        self._device_rows = device_rows
-        self.tables = Tables(device_rows, device_rows, device_rows)  # one renumbered space for the three entities
+        self._numbers = [torch.zeros(numbers, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        rows = torch.zeros(shape, dtype=dtype, device=device)
+        # one renumbered space for the three entities
+        self.tables = Tables(rows, rows, rows, torch.zeros(numbers, dtype=torch.int32, device=device))
 
     def prepare(self, host: StepArrays, slot: int) -> None:
-        """Gather, renumber, start the copy on the current stream."""
-        rows, candidates = int(host.counts[ROWS]), int(host.counts[CANDIDATES])
-        tiles = host.token_tiles[: host.counts[TOKEN_TILES]]
-        users = int(tiles[tiles[:, 2] == USER, 0].min(initial=rows))
-        assert candidates <= users <= rows
-        embedded = host.embedding_rows
-        filled = 1
-        places = (
-            (self._host.user, embedded[users:rows, : self._config.user_hashes.count]),
-            (self._host.post, embedded[:users, : self._posts]),
-            (self._host.author, embedded[:users, self._posts : self._used]),
+        """Hash, gather, number, start the copies on the current stream."""
+        rows, first_user = int(host.counts[ROWS]), int(host.counts[FIRST_USER])
+        numbers = self._numbers[slot].numpy()
+        posts = self._config.post_hashes.count
+        entities = (
+            (self._host.user, self._config.user_hashes, host.ids[first_user:rows, 0], numbers[first_user:rows]),
+            (self._host.post, self._config.post_hashes, host.ids[:first_user, 0], numbers[:first_user]),
+            (self._host.author, self._config.author_hashes, host.ids[:first_user, 1], numbers[:first_user, posts:]),
         )
-        for table, place in places:
-            filled = self._gather(table, place, self._staging[slot], filled)
-        self._device_rows[:filled].copy_(self._staging[slot][:filled], non_blocking=True)
+        filled = 1
+        for table, hashes, ids, place in entities:
+            filled = self._gather(table, hash_rows(ids, hashes), place, self._staging[slot], filled)
+        assert self.tables.numbers is not None
+        self.tables.post[:filled].copy_(self._staging[slot][:filled], non_blocking=True)
+        self.tables.numbers[:rows].copy_(self._numbers[slot][:rows], non_blocking=True)
 
     @staticmethod
-    def _gather(table: Tensor, place: NDArray[np.int32], staging: Tensor, filled: int) -> int:
-        """Copies the distinct rows behind `place` to `staging[filled:]` and renumbers it; returns the new fill."""
-        distinct, inverse = np.unique(place, return_inverse=True)
+    def _gather(
+        table: Tensor, wanted: NDArray[np.int64], place: NDArray[np.int32], staging: Tensor, filled: int
+    ) -> int:
+        """Copies the distinct rows to `staging[filled:]` and writes their numbers to `place`; returns the new fill."""
+        distinct, inverse = np.unique(wanted, return_inverse=True)
         numbers = np.arange(filled, filled + len(distinct), dtype=np.int32)
         numbers[distinct == 0] = 0
-        index = torch.from_numpy(distinct.astype(np.int64))
-        torch.index_select(table, 0, index, out=staging[filled : filled + len(distinct)])
-        place[...] = numbers[inverse.reshape(place.shape)]
+        torch.index_select(table, 0, torch.from_numpy(distinct), out=staging[filled : filled + len(distinct)])
+        place[:, : wanted.shape[1]] = numbers[inverse.reshape(wanted.shape)]
         return filled + len(distinct)

@@ -14,6 +14,7 @@ from model.ranker import Ranker, TokenBuilder
 from model.trunk import DecoderLayer
 
 FFN_COLUMNS = 64  # zero columns of gate and value give zero products, and let kernels drop their masks
+INPUT_ROWS = 64
 LINEAR = ("query", "key", "value", "output", "ffn_gate", "ffn_value", "ffn_output")
 HEAD_COLUMNS = 32  # a product with an odd number of columns depends on the row's place in some libraries
 
@@ -52,19 +53,20 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """All fp32. Every small input is multiplied with its rows of the projection at load, so that only the hash embeddings
-    are left to multiply; `E` hash embeddings make a post or a candidate, `U` a user.
+    """A token is its inputs times the projection of its kind, plus its surface's and its age's vector. Small inputs are multiplied
+    with their rows of the projection at load; `E` hash embeddings make a post or a candidate, `U` a user.
 
-    projection `[(2·E + U)·D, D]`: candidate, history, user. surfaces `[2, surfaces, D]`: candidate, history.
-    ages `[buckets, D]`, actions `[A, D]`, dwell_input `[64]`, dwell_output `[64, D]`; zeros where the checkpoint has none.
+    projection `[Σ inputs, D]`, one kind after another; `inputs` says how many rows each has: a candidate's E·D, a history item's
+    E·D and those of actions `2a − 1` (zeros where none is set) and dwell `gelu(clip(s, 0, 30) / 30 · dwell_input)`, up to a
+    multiple of `INPUT_ROWS` with zeros; a user's U·D. fp32: surfaces `[2, surfaces, D]`, candidate and history; ages
+    `[buckets, D]`; dwell_input `[64]`. Zeros where the checkpoint has none.
     """
 
     projection: Tensor
+    inputs: tuple[int, int, int]
     surfaces: Tensor
     ages: Tensor
-    actions: Tensor
     dwell_input: Tensor
-    dwell_output: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,10 @@ class SplitWeights:
     sinusoids: Tensor | None
 
 
-def split_weights(ranker: Ranker, device: torch.device, dtype: torch.dtype) -> SplitWeights:
-    """Merge and move a ranker's weights; the ranker itself stays as it is."""
+def split_weights(
+    ranker: Ranker, device: torch.device, dtype: torch.dtype, token_dtype: torch.dtype = torch.float32
+) -> SplitWeights:
+    """Merge and move a ranker's weights; the ranker itself stays as it is. `token_dtype` is that of the tokens' projection."""
     config = ranker.config
     last = config.layers - 1
     layers = tuple(_layer(layer, device, dtype, last=i == last) for i, layer in enumerate(_decoder_layers(ranker)))
@@ -100,7 +104,7 @@ def split_weights(ranker: Ranker, device: torch.device, dtype: torch.dtype) -> S
         added = sinusoids(positions, config.width).to(device)
     return SplitWeights(
         layers=layers,
-        tokens=_tokens(ranker.tokens, config, device),
+        tokens=_tokens(ranker.tokens, config, device, token_dtype),
         final_norm=_norm(ranker.heads, "norm", device),
         heads=_moved(torch.cat(heads, 1), device),
         rope=rope.to(device).contiguous(),
@@ -155,29 +159,30 @@ def _layer(layer: DecoderLayer, device: torch.device, dtype: torch.dtype, *, las
     )
 
 
-def _tokens(tokens: TokenBuilder, config: ModelConfig, device: torch.device) -> TokenWeights:
+def _tokens(tokens: TokenBuilder, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> TokenWeights:
     width = config.width
     entity = (config.post_hashes.count + config.author_hashes.count) * width
     history = tokens.history_projection.detach().double()
     candidate = tokens.candidate_projection.detach().double()
     surfaces = tokens.surface_table.detach().double()
-    projection = torch.cat((candidate[:entity], history[:entity], tokens.user_projection.detach().double()))
+    user = tokens.user_projection.detach().double()
+    small = [tokens.action_projection.detach().double() @ history[entity : entity + width]]
     ages, dwell_input = torch.zeros(1, width), torch.zeros(DWELL_HIDDEN_WIDTH)
-    dwell_output = torch.zeros(DWELL_HIDDEN_WIDTH, width)
     if config.has_post_age:
         ages = tokens.post_age_table.detach().double() @ candidate[entity + width :]
     if config.has_dwell:
         dwell_input = tokens.dwell_input.detach()[0]
-        dwell_output = tokens.dwell_output.detach().double() @ history[entity + 2 * width :]
+        small.append(tokens.dwell_output.detach().double() @ history[entity + 2 * width :])
+    small.append(small[0].new_zeros(-sum(map(len, small)) % INPUT_ROWS, width))
+    kinds = (candidate[:entity], torch.cat((history[:entity], *small)), user)
     scale = config.input_scale  # a token is a sum of these, so that the scale needs no pass of its own
     on_candidate, on_history = (
         surfaces @ part for part in (candidate[entity : entity + width], history[entity + width : entity + 2 * width])
     )
     return TokenWeights(
-        projection=_moved(scale * projection, device),
+        projection=_moved(scale * torch.cat(kinds), device, dtype),
+        inputs=(len(kinds[0]), len(kinds[1]), len(user)),
         surfaces=_moved(scale * torch.stack((on_candidate, on_history)), device),
         ages=_moved(scale * ages, device),
-        actions=_moved(scale * (tokens.action_projection.detach().double() @ history[entity : entity + width]), device),
         dwell_input=_moved(dwell_input, device),
-        dwell_output=_moved(scale * dwell_output, device),
     )

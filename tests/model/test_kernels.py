@@ -9,12 +9,14 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, in t
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from model.batch import collate
-from model.config import ModelConfig
+from model.config import HashSpec, ModelConfig
+from model.hashing import hash_rows
 from model.layers import rotate
 from model.ranker import Ranker
 from model.split.kernels import naive
@@ -22,14 +24,17 @@ from model.split.kernels.contract import Kernels, Step, Tables
 from model.split.kernels.portable import KEY_TILE, PortableKernels
 from model.split.step import (
     CANDIDATES,
+    FIRST_USER,
     ROWS,
     CandidateWork,
     ContextState,
     ContextWork,
     StepPlan,
+    host_arrays,
     step_arrays,
     step_bytes,
 )
+from model.split.tables import HostTables
 from model.split.weights import Norm, split_weights
 from model.split.write import StepWriter
 from model.tolerances import PARITY
@@ -78,11 +83,10 @@ def make_bench(kind: str, dtype: torch.dtype = torch.float32, **overrides: Any) 
         plan.add_context(work, state.length - work.first_index)
         plan.add_candidates(CandidateWork(number, 0, random_candidates(config, candidates, number), state))
     anchor = torch.empty(64, dtype=dtype)
-    arrays = step_arrays(
-        torch.zeros(step_bytes(config, CAPACITY, CAPACITY), dtype=torch.uint8), config, CAPACITY, CAPACITY
-    )
-    StepWriter(config, "shared", anchor).write(plan, arrays.numpy())
-    step = Step(anchor, arrays, arrays.numpy(), plan.states())
+    buffer = torch.zeros(step_bytes(config, CAPACITY), dtype=torch.uint8)
+    host = host_arrays(buffer, config, CAPACITY)
+    StepWriter(config, "shared", anchor).write(plan, host)
+    step = Step(anchor, step_arrays(buffer, config, CAPACITY), host, plan.states())
     return Bench(config, ranker, kernels, step, plan, generator, dtype)
 
 
@@ -286,31 +290,66 @@ def test_of_the_products_with_equal_bits_the_fastest_is_used() -> None:
     assert kernels.choose_products([weight], [256]) == {"32x32": {"256": "narrow"}}, "fast and wrong is not a choice"
 
 
+def numbered(bench: Bench, tables: Tables) -> Tables:
+    """The tables as one that is renumbered for the step, as where they stay in host memory."""
+    source = HostTables(bench.config, tables, torch.device("cpu"), CAPACITY)
+    source.prepare(bench.step.host, 1)
+    return source.tables
+
+
 @KINDS
+@DTYPES
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("variant", ["may", "january"])
-def test_tokens_equal_the_rankers(kind: str, table_dtype: torch.dtype, variant: str) -> None:
-    may = variant == "may"
+@pytest.mark.parametrize("variant", ["may", "january", "may, numbered"])
+def test_tokens_equal_the_rankers(kind: str, dtype: torch.dtype, table_dtype: torch.dtype, variant: str) -> None:
+    may = variant != "january"
     scale = 1.0 if may else 5.5
-    bench = make_bench(kind, has_dwell=may, has_post_age=may, continuous_actions=3 if may else 0, input_scale=scale)
+    bench = make_bench(
+        kind, dtype, has_dwell=may, has_post_age=may, continuous_actions=3 if may else 0, input_scale=scale
+    )
     ranker = bench.ranker
     ranker.tables.to(table_dtype)
     tables = Tables(ranker.tables.user.detach(), ranker.tables.post.detach(), ranker.tables.author.detach())
-    tokens = split_weights(ranker, torch.device("cpu"), torch.float32).tokens
+    tables = numbered(bench, tables) if variant.endswith("numbered") else tables
+    tokens = split_weights(ranker, torch.device("cpu"), dtype, dtype).tokens
     residual = torch.full((CAPACITY + 64, 32), torch.nan)
     bench.kernels.embed(bench.step, tables, tokens, residual, bench.rows)
+    residual /= scale
     pairs = [
         (context.context, candidates.candidates)
         for context, candidates in zip(bench.plan.contexts, bench.plan.candidates, strict=True)
     ]
-    expected = ranker.embed(collate(pairs, bench.config))[0] * scale
+    expected = ranker.embed(collate(pairs, bench.config))[0]
     row = 0
     for number, (_, candidates) in enumerate(pairs):
-        close(residual[row : row + len(candidates)], expected[number, 10 : 10 + len(candidates)], torch.float32)
+        close(residual[row : row + len(candidates)], expected[number, 10 : 10 + len(candidates)], dtype)
         row += len(candidates)
     for number, work in enumerate(bench.plan.contexts):
-        items = work.items()
-        close(residual[row : row + len(items)], expected[number, 1 + items], torch.float32)
+        items = work.first_history + np.flatnonzero(work.context.post_ids[work.first_history :])
+        close(residual[row : row + len(items)], expected[number, 1 + items], dtype)
         row += len(items)
-    close(residual[row : row + 2], expected[:2, 0], torch.float32)
+    close(residual[row : row + 2], expected[:2, 0], dtype)
     assert row + 2 == bench.step.host.counts[ROWS]
+    assert residual[row + 2 :].isnan().all()
+
+
+def test_ids_are_hashed_as_the_published_pipeline_hashes_them() -> None:
+    """Every embedding of ids of all sizes, above 2^63 too: its own row, or one of another value would be found."""
+    odd = HashSpec((-3, 2**62 + 1), (2**63 - 1, -7), 2**61 - 1, 40)
+    bench = make_bench("fused", post_hashes=odd, author_hashes=odd, user_hashes=odd)
+    ids = bench.step.host.ids
+    ids[0] = (2**64 - 1, 2**63)
+    ids[1] = (1, 0)
+    tables = [torch.randn(40, 32, generator=bench.generator) for _ in range(3)]
+    tokens = split_weights(bench.ranker, torch.device("cpu"), torch.float32).tokens
+    bench.kernels.embed(bench.step, Tables(*tables), tokens, bench.random(32), bench.rows)
+    counts = bench.step.host.counts
+    first_user, rows = int(counts[FIRST_USER]), int(counts[ROWS])
+    parts = [(tables[1], ids[:first_user, 0]), (tables[2], ids[:first_user, 1]), (tables[0], ids[first_user:rows, 0])]
+    posts, authors, users = (
+        torch.where((found := torch.from_numpy(hash_rows(part, odd)))[..., None] == 0, 0.0, table[found]).flatten(1)
+        for table, part in parts
+    )
+    assert torch.equal(bench.kernels._inputs[:first_user, :64], posts)
+    assert torch.equal(bench.kernels._inputs[:first_user, 64:128], authors)
+    assert torch.equal(bench.kernels._inputs[first_user:rows, :64], users)

@@ -1,4 +1,4 @@
-"""Every kernel that an engine launches compiles for Hopper here, without a card; the whole engine runs in the interpreter."""
+"""Every kernel that an engine launches compiles for Ampere, Hopper and Blackwell, without a card; the engine runs in the interpreter."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 COMPILE = """
 import json, sys, torch
+from triton.backends.compiler import GPUTarget
 from model.split.kernels.build import collect, compile_launch, describe, distinct, launches_a_forward
 from model.presets import with_preset
 from tests.model.builders import random_config
-dtype = getattr(torch, sys.argv[1])
+dtype, capability = getattr(torch, sys.argv[1]), int(sys.argv[2])
 attention = ("attend_tiles",)
-if dtype == torch.bfloat16:
+if capability != 90:
+    cases = [(("attend_tiles", "multiply_tiles", "project_tiles"), {"head_width": 128})]
+elif dtype == torch.bfloat16:
     cases = [
         (None, {"head_width": 128, "layers": 2}),
         (attention, {"head_width": 16, "context_attention": "bidirectional"}),
@@ -42,7 +45,7 @@ for kernels, overrides in cases:
     shape = {"width": 128, "layers": 1, "query_heads": 2, "kv_heads": 1}
     for launch in distinct(collect(with_preset(random_config(**shape | overrides), preset), dtype)):
         if kernels is None or launch.kernel.fn.__name__ in kernels:
-            found.append(describe(launch, compile_launch(launch)))
+            found.append(describe(launch, compile_launch(launch, GPUTarget("cuda", capability, 32))))
 counts = [launches_a_forward(random_config(layers=layers)) for layers in (4, 24)]
 print(json.dumps({"kernels": found, "launches": counts}))
 """
@@ -85,28 +88,38 @@ def run(source: str, directory: Path, *arguments: str, **environment: str) -> su
 
 
 # Bytes of stack a thread, where it cannot be none: the fp32 engine at the widest head is there to be compared with.
-STACK_BYTES = {("embed_tiles", 0): 768, ("attend_tiles", 128): 256}
+STACK_BYTES = {("attend_tiles", 128, "fp32", 90): 256, ("attend_tiles", 128, "bf16", 80): 16}
+ALL = {"attend_tiles", "gate_rows", "gather_rows", "multiply_tiles", "norm_rows", "project_tiles", "rotate_rows"}
+PRODUCTS = {"attend_tiles", "multiply_tiles", "project_tiles"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_kernel_compiles_for_hopper_and_keeps_its_numbers_in_registers(dtype: str, tmp_path: Path) -> None:
-    finished = run(COMPILE, tmp_path, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "capability", "names"),
+    [
+        ("bfloat16", 90, ALL | {"norm_head_rows"}),
+        ("float32", 90, ALL),
+        ("bfloat16", 80, PRODUCTS),
+        ("bfloat16", 100, PRODUCTS),
+    ],
+)
+def test_every_kernel_compiles_and_keeps_its_numbers_in_registers(
+    dtype: str, capability: int, names: set[str], tmp_path: Path
+) -> None:
+    finished = run(COMPILE, tmp_path, dtype, str(capability))
     assert finished.returncode == 0, finished.stderr[-3000:]
     report = json.loads(finished.stdout.splitlines()[-1])
-    assert report["launches"] == [9 * 4 + 5, 9 * 24 + 5]
+    assert report["launches"] == [9 * 4 + 6, 9 * 24 + 6]
     found = report["kernels"]
-    names = {"attend_tiles", "embed_tiles", "gate_rows", "multiply_tiles", "norm_rows", "rotate_rows"}
-    names |= {"norm_head_rows"} if dtype == "bfloat16" else set()
     assert {kernel["kernel"] for kernel in found} == names
     for kernel in found:
-        assert kernel["shared_bytes"] <= 227 * 1024, kernel
+        assert kernel["shared_bytes"] <= {80: 163, 90: 227, 100: 227}[capability] * 1024, kernel
         width = kernel["constants"].get("HEAD_WIDTH", 0) if kernel["kernel"] == "attend_tiles" else 0
-        allowed = STACK_BYTES.get((kernel["kernel"], width), 0) if kernel["dtype"] == "fp32" else 0
+        allowed = STACK_BYTES.get((kernel["kernel"], width, kernel["dtype"], capability), 0)
         assert kernel["stack_bytes"] <= allowed, kernel
         assert allowed or kernel["spills"] == 0, kernel
         assert 8 < kernel["registers"] <= 255
-        if kernel["kernel"] in ("attend_tiles", "multiply_tiles") and kernel["dtype"] == "bf16":
-            assert kernel["matrix"] > 0, "bf16 products must use Hopper's matrix units"
+        if kernel["kernel"] in PRODUCTS:
+            assert kernel["matrix_old" if capability == 80 else "matrix"] > 0, "products must use the matrix units"
             assert kernel["wide_copies"] > 0, "operands must be loaded 16 bytes at a time"
             assert kernel["narrow_copies"] == 0, kernel
 

@@ -21,7 +21,7 @@ from model.split.graphs import PlainRecorder
 from model.split.kernels.contract import Step
 from model.split.kernels.portable import PortableKernels
 from model.split.row_check import rows_are_independent
-from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots
+from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
 from model.split.tables import default_placement
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
@@ -128,6 +128,26 @@ def test_padded_sizes_give_the_same_bits(placement: Any) -> None:
             assert same_bits(ours.scores, theirs.scores)
     assert padded.late_compilations() == 0
     assert 0 < padded.padding_ratio() < 0.25
+
+
+def test_what_is_copied_to_the_device_is_what_the_step_uses() -> None:
+    config = random_config()
+    engine = SplitEngine(random_ranker(config), capacity=320, recorder=PlainRecorder(), cache_bytes=2**20)
+    engine.warm_up()
+    runner: Any = engine._runner
+    cold = [item(engine, 5, 3), item(engine, 0, 2, 1), item(engine, 9, 70, 2)]
+    cold[0].context.post_ids[1] = 0
+    expected = engine.forward(cold)
+    engine._cache.clear()
+    for rows, history, tiles in ((75 + 13 + 3, 13, 4 + 2 + 3), (75, 0, 4)):  # the second time contexts are cached
+        runner._arrived.zero_()
+        for staged in runner._staging:
+            staged.fill_(1)
+        for ours, theirs in zip(engine.forward(cold), expected, strict=True):
+            assert same_bits(ours.scores, theirs.scores)
+        used = 32 * tiles + 32 + 32 * rows + 4 * (config.actions + 1) * history
+        assert sum(part.stop - part.start for part in used_bytes(runner._host[0], config, 320)) == used
+        assert used / 3 < int((runner._arrived != 0).sum()) <= used < len(runner._arrived) / 2
 
 
 class OneBadSize(PortableKernels):

@@ -6,15 +6,50 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from model.split.step import COUNTS, RECORD
+
+_HEAD, _RECORD = tl.constexpr(COUNTS), tl.constexpr(RECORD)
+
 
 @triton.jit
-def bounded_weight(products, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr):
+def state_of(counts, request):
+    """Where the state of a request starts, counted from a tensor of the same type, its length and its capacity: `StepArrays`."""
+    slot = counts - _RECORD * (request + 1)
+    start = tl.load((slot + 4).to(tl.pointer_type(tl.int64)))
+    return tl.multiple_of(start, 16), tl.load(slot + 6), tl.load(slot + 7)
+
+
+@triton.jit
+def fast_tanh(x, EMULATED: tl.constexpr):
+    """`tanh` in one instruction, within 2⁻¹¹ of its value. EMULATED: exact, then rounded to as few bits, for the interpreter."""
+    if EMULATED:
+        exact = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+        kept = exact * 8193.0  # Veltkamp's splitting at 2¹³ leaves 11 bits
+        return kept - (kept - exact)
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def fast_exp2(x, EMULATED: tl.constexpr):
+    """`2^x` in one instruction; below 2⁻¹²⁶, where no weight under a cap lies, 0."""
+    if EMULATED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def bounded_weight(
+    products, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr, EMULATED: tl.constexpr
+):
     """`exp(soft_cap(multiplier · x) − shift)` from raw products x.
 
-    `tanh`, with `tanh(y) = 1 − 2 / (exp(2y) + 1)`: SCALE = 2 · log2(e) · multiplier / cap, RISE = (cap − shift) · log2(e),
+    `fast_tanh`: SCALE = multiplier / cap, RISE = −shift · log2(e), FALL = cap · log2(e). `tanh`, for fp32 engines, with
+    `tanh(y) = 1 − 2 / (exp(2y) + 1)`: SCALE = 2 · log2(e) · multiplier / cap, RISE = (cap − shift) · log2(e),
     FALL = 2 · cap · log2(e). Overflow of the inner exponential gives the right limit. `softsign`: SCALE = log2(e) · multiplier,
     RISE = −shift · log2(e), FALL = 1 / (cap · log2(e)).
     """
+    if FORM == "fast_tanh":
+        return fast_exp2(RISE + fast_tanh(products * SCALE, EMULATED) * FALL, EMULATED)
     if FORM == "tanh":
         return tl.exp2(RISE - FALL / (tl.exp2(products * SCALE) + 1.0))
     logits = products * SCALE
@@ -23,13 +58,16 @@ def bounded_weight(products, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.c
 
 @triton.jit
 def attend_keys(
+    sums,
     q,
     keys,
     values,
     columns,
     seen,
     length,
+    first,
     last,
+    MASKED: tl.constexpr,
     TOKEN: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     FORM: tl.constexpr,
@@ -37,22 +75,27 @@ def attend_keys(
     RISE: tl.constexpr,
     FALL: tl.constexpr,
     PRECISION: tl.constexpr,
+    EMULATED: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """`Σ p` and `Σ p·v` of every row of q `[rows, width]` over the first `seen[row]` of `length` keys, TILE_KEYS at a time from
-    the first; no key from `last` on is seen by any row. A token's keys lie TOKEN elements after those of the one before.
-    Also the maximum of `SCALE · q·k` that p is relative to, where FORM is `none`; what was summed is scaled down when it rises.
+    """Adds keys `first … last − 1`, TILE_KEYS at a time, to `sums`: `Σ p` and `Σ p·v` of every row of q `[rows, width]`, and the
+    maximum of `SCALE · q·k` that p is relative to where FORM is `none`; what was summed is scaled down when it rises.
+
+    MASKED: a row sees its first `seen[row]` of `length` keys; else all of whole tiles. A token's keys lie TOKEN elements after
+    those of the one before.
     """
-    total = tl.zeros([q.shape[0]], tl.float32)
-    mixed = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
-    maximum = tl.full([q.shape[0]], -1e30, tl.float32)
-    for first_key in range(0, last, TILE_KEYS):
+    total, mixed, maximum = sums
+    for first_key in range(first, last, TILE_KEYS):
         places = first_key + tl.arange(0, TILE_KEYS)
-        stored = (places < length)[:, None] & (columns < HEAD_WIDTH)[None, :]
+        stored = (columns < HEAD_WIDTH)[None, :]
+        if MASKED:
+            stored = stored & (places < length)[:, None]
+            visible = (places[None, :] < seen[:, None]) & (places < length)[None, :]
+        else:
+            visible = (places >= 0)[None, :]
         address = places.to(tl.int64)[:, None] * TOKEN + columns[None, :]
         k = tl.load(keys + address, mask=stored, other=0.0).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        visible = (places[None, :] < seen[:, None]) & (places < length)[None, :]
         if FORM == "none":
             logits = tl.where(visible, products * SCALE, -1e30)
             higher = tl.maximum(maximum, tl.max(logits, 1))
@@ -62,12 +105,43 @@ def attend_keys(
             weight = tl.exp2(logits - higher[:, None])
             maximum = higher
         else:
-            weight = bounded_weight(products, FORM, SCALE, RISE, FALL)
-        weight = tl.where(visible, weight, 0.0)
+            weight = bounded_weight(products, FORM, SCALE, RISE, FALL, EMULATED)
+        if MASKED:
+            weight = tl.where(visible, weight, 0.0)
         total += tl.sum(weight, 1)
         v = tl.load(values + address, mask=stored, other=0.0).to(q.dtype)
         mixed = tl.dot(weight.to(v.dtype), v, mixed, input_precision=PRECISION)
     return total, mixed, maximum
+
+
+@triton.jit
+def attend_self(
+    sums,
+    q,
+    own,
+    there,
+    TOKEN: tl.constexpr,
+    FORM: tl.constexpr,
+    SCALE: tl.constexpr,
+    RISE: tl.constexpr,
+    FALL: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """Adds to `sums`, see `attend_keys`, each row's own key, to which `own` points `[rows, width]`, and value, TOKEN elements on."""
+    total, mixed, maximum = sums
+    own_key = tl.load(own, mask=there, other=0.0).to(tl.float32)
+    own_value = tl.load(own + TOKEN, mask=there, other=0.0).to(tl.float32)
+    products = tl.sum(q.to(tl.float32) * own_key, 1)
+    if FORM == "none":
+        higher = tl.maximum(maximum, products * SCALE)
+        fade = tl.exp2(maximum - higher)
+        total *= fade
+        mixed *= fade[:, None]
+        weight = tl.exp2(products * SCALE - higher)
+        maximum = higher
+    else:
+        weight = bounded_weight(products, FORM, SCALE, RISE, FALL, EMULATED)
+    return total + weight, mixed + weight[:, None] * own_value, maximum
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -79,9 +153,6 @@ def attend_tiles(
     anchor,
     out,
     counts,
-    tiles,
-    offsets,
-    lengths,
     layer,
     TILE_COUNT: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -103,28 +174,24 @@ def attend_tiles(
     2018), and keys are always added up from the context's first, TILE_KEYS at a time: the order depends on nothing but the
     row's own context.
 
-    One program a tile of rows and query head. A tile belongs to one request, whose keys and values start at
-    `anchor + offsets[request]`, laid out `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or
-    all; candidates (place −1) see all keys, and their own key and value, which stand in `own` `[rows, 2, G, K]`.
-    WIDEN is for the interpreter, which cannot multiply bf16.
+    One program a query head and tile of rows. A tile belongs to one request, whose keys and values start at
+    `anchor` plus the request's offset, laid out `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or
+    all; candidates (place −1) see all keys, whole tiles of them without a mask, and their own key and value, which stand in
+    `own` `[rows, 2, G, K]`. WIDEN is for the interpreter, which cannot multiply bf16.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
     if tile >= tl.load(counts + TILE_COUNT):
         return
-    first_row = tl.load(tiles + tile * 4)
-    row_count = tl.load(tiles + tile * 4 + 1)
-    request = tl.load(tiles + tile * 4 + 2)
-    place = tl.load(tiles + tile * 4 + 3)
-    length = tl.load(lengths + request * 2)
-    capacity = tl.load(lengths + request * 2 + 1)
+    slot = counts - _RECORD * (tile + 1)
+    first_row, row_count, place = tl.load(slot), tl.load(slot + 1), tl.load(slot + 3)
+    start, length, capacity = state_of(counts, tl.load(slot + 2))
     kv_head = head // (QUERY_HEADS // KV_HEADS)
 
     in_tile = tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
-    wide = columns < HEAD_WIDTH
     rows = (first_row + in_tile).to(tl.int64)
-    there = (in_tile < row_count)[:, None] & wide[None, :]
+    there = (in_tile < row_count)[:, None] & (columns < HEAD_WIDTH)[None, :]
     q = tl.load(query + rows[:, None] * query_stride + head * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
@@ -135,31 +202,29 @@ def attend_tiles(
         if place >= 0:
             seen = place + 1 + in_tile
             last = tl.minimum(place + row_count, length)
-    # the offset counts from a tensor of the same type, so that the compiler knows both type and alignment
-    start = tl.multiple_of(tl.load(offsets + request), 16)
     token: tl.constexpr = KV_HEADS * HEAD_WIDTH
     keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
     values = keys + capacity.to(tl.int64) * token
 
-    total, mixed, maximum = attend_keys(
-        q, keys, values, columns, seen, length, last, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, TILE_KEYS
+    sums = (
+        tl.zeros([TILE_ROWS], tl.float32),
+        tl.zeros([TILE_ROWS, HEAD_BLOCK], tl.float32),
+        tl.full([TILE_ROWS], -1e30, tl.float32),
     )
+    # a context row's mask depends on where its tile begins, so that its tiles of keys all go one way
+    whole = tl.where(place < 0, length // TILE_KEYS * TILE_KEYS, 0)
+    sums = attend_keys(
+        sums, q, keys, values, columns, seen, length, 0, whole,
+        False, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
+    )  # fmt: skip
+    sums = attend_keys(
+        sums, q, keys, values, columns, seen, length, whole, last,
+        True, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
+    )  # fmt: skip
     if place < 0:
         mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
-        own_key = tl.load(mine, mask=there, other=0.0).to(tl.float32)
-        own_value = tl.load(mine + token, mask=there, other=0.0).to(tl.float32)
-        products = tl.sum(q.to(tl.float32) * own_key, 1)
-        if FORM == "none":
-            higher = tl.maximum(maximum, products * SCALE)
-            fade = tl.exp2(maximum - higher)
-            total *= fade
-            mixed *= fade[:, None]
-            weight = tl.exp2(products * SCALE - higher)
-        else:
-            weight = bounded_weight(products, FORM, SCALE, RISE, FALL)
-        total += weight
-        mixed += weight[:, None] * own_value
-    result = mixed / total[:, None]
+        sums = attend_self(sums, q, mine, there, token, FORM, SCALE, RISE, FALL, WIDEN)
+    result = sums[1] / sums[0][:, None]
     target = out + rows[:, None] * (QUERY_HEADS * HEAD_WIDTH) + head * HEAD_WIDTH + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=there)
 
@@ -187,10 +252,6 @@ def rotate_rows(
     rope,
     rope_positions,
     counts,
-    positions,
-    owners,
-    offsets,
-    lengths,
     layer,
     ROW_COUNT: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
@@ -211,7 +272,8 @@ def rotate_rows(
     half: tl.constexpr = HEAD_WIDTH // 2
     columns = tl.arange(0, HALF_BLOCK)
     narrow = columns < half
-    position = tl.load(positions + row)
+    record = counts + _HEAD + row * _RECORD
+    position = tl.load(record + 4)
     cos = tl.load(rope + position * half + columns, mask=narrow, other=0.0)[None, :]
     sin = tl.load(rope + (rope_positions + position) * half + columns, mask=narrow, other=0.0)[None, :]
     if QUERY_HEADS > 0:
@@ -225,14 +287,12 @@ def rotate_rows(
         inner = heads[:, None] * HEAD_WIDTH + columns[None, :]
         source = key_value + row * key_value_stride + inner
         turned_first, turned_second = rotate_heads(source, cos, sin, there, half)
-        place = tl.load(owners + row * 2 + 1)
+        place = tl.load(record + 7)
         if place >= 0:
-            request = tl.load(owners + row * 2)
-            capacity = tl.load(lengths + request * 2 + 1).to(tl.int64)
-            start = tl.multiple_of(tl.load(offsets + request), 16)
+            start, _, capacity = state_of(counts, tl.load(record + 6))
             target = anchor + start + (layer.to(tl.int64) * 2 * capacity + place) * token + inner
             tl.store(target, turned_first, mask=there)
             tl.store(target + half, turned_second, mask=there)
-            value_target = target + capacity * token
+            value_target = target + capacity.to(tl.int64) * token
             tl.store(value_target, tl.load(source + token, mask=there), mask=there)
             tl.store(value_target + half, tl.load(source + token + half, mask=there), mask=there)

@@ -24,7 +24,6 @@ from model.config import HashSpec, ModelConfig
 from model.ranker import Ranker
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.fused import FusedKernels, ProductKind
-from model.split.kernels.matmul import multiply_tiles
 from model.split.step import TILE_ROWS, step_arrays, step_bytes
 from model.split.trunk import SplitTrunk
 from model.split.weights import split_weights
@@ -89,12 +88,12 @@ def collect(
 def _forward(config: ModelConfig, dtype: torch.dtype, collector: Collector, products: Iterable[ProductKind]) -> None:
     with torch.device("meta"):
         ranker = Ranker(config)
-    weights = split_weights(ranker, torch.device("meta"), dtype)
+    weights = split_weights(ranker, torch.device("meta"), dtype, dtype)
     kernels = FusedKernels(config, weights, dtype, collector)
     table = torch.empty(1, config.width, device="meta")
     trunk = SplitTrunk(config, weights, Tables(table, table, table), kernels, TILE_ROWS, dtype)
-    buffer = torch.zeros(step_bytes(config, TILE_ROWS, TILE_ROWS), dtype=torch.uint8, device="meta")
-    arrays = step_arrays(buffer, config, TILE_ROWS, TILE_ROWS)
+    buffer = torch.zeros(step_bytes(config, TILE_ROWS), dtype=torch.uint8, device="meta")
+    arrays = step_arrays(buffer, config, TILE_ROWS)
     step = Step(trunk.mixed, arrays, arrays, ())
     for kind in products:
         kernels.products = {
@@ -110,8 +109,8 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
     for launch in launches:
         constants = {name: value for name, value in launch.constants if not name.endswith("_COUNT")}
         for size, tile in (("IN", "TILE_IN"), ("OUT", "TILE_OUT")):
-            if launch.kernel is multiply_tiles:
-                constants[size] = constants[size] % constants[tile] == 0
+            for name in constants.keys() & {size, *(f"{kind}_{size}" for kind in ("CANDIDATE", "HISTORY", "USER"))}:
+                constants[name] = constants[name] % constants[tile] == 0
         key = (launch.kernel, launch.signature, launch.aligned, tuple(sorted(constants.items())), launch.options)
         kinds.setdefault(key, launch)
     return list(kinds.values())

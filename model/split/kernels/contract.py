@@ -29,11 +29,15 @@ def softmax_shift(cap: float | None) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Embedding tables `[rows, D]`, fp32 or bf16, all of one dtype and on the engine's device. Row 0 reads as zero."""
+    """Embedding tables `[rows, D]`, fp32 or bf16, all of one dtype and on the engine's device. Row 0 reads as zero.
+
+    `numbers` int32 `[R, E]`: which rows of the tables each of a step's rows embeds; None where that is for the kernels to hash.
+    """
 
     user: Tensor
     post: Tensor
     author: Tensor
+    numbers: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

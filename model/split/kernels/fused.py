@@ -14,19 +14,22 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from model.config import DWELL_HIDDEN_WIDTH, CapForm, ModelConfig
+from model.hashing import hash_functions
 from model.split.kernels.attention import attend_tiles, rotate_rows
 from model.split.kernels.contract import Step, Tables, softmax_shift
 from model.split.kernels.matmul import multiply_tiles
 from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows
-from model.split.kernels.tokens import embed_tiles
+from model.split.kernels.tokens import gather_rows, project_tiles
 from model.split.row_check import rows_are_independent, shape_name
 from model.split.step import (
+    CANDIDATE,
     CANDIDATE_TILES,
     CANDIDATES,
+    HISTORY,
     ROWS,
     TILE_ROWS,
     TILES,
-    TOKEN_TILES,
+    USER,
     embeddings_per_token,
     tile_slots,
 )
@@ -34,7 +37,17 @@ from model.split.weights import Norm, SplitWeights, TokenWeights
 
 ProductKind = Literal["narrow", "wide", "library"]
 
-KERNELS = (attend_tiles, embed_tiles, gate_rows, multiply_tiles, norm_head_rows, norm_rows, rotate_rows)
+KERNELS = (
+    attend_tiles,
+    gate_rows,
+    gather_rows,
+    multiply_tiles,
+    norm_head_rows,
+    norm_rows,
+    project_tiles,
+    rotate_rows,
+)
+EXACT = "tf32x3"  # three products in TF32 are as exact as one in fp32, and leave the numbers in the matrix units
 NARROW: ProductKind = "narrow"
 LOG2_E = math.log2(math.e)
 INTERPRETED = not isinstance(multiply_tiles, JITFunction)  # TRITON_INTERPRET=1 was set before the kernels were imported
@@ -76,13 +89,15 @@ def compiled_variants() -> int:
     return sum(len(cache[0]) for cache in caches)
 
 
-def softmax_constants(multiplier: float, cap: float | None, form: CapForm = "tanh") -> dict[str, Any]:
+def softmax_constants(multiplier: float, cap: float | None, form: CapForm, dtype: torch.dtype) -> dict[str, Any]:
     """FORM, SCALE, RISE and FALL of `bounded_weight`; without a cap SCALE alone matters."""
     shift = softmax_shift(cap)
     if cap is None:
         return {"FORM": "none", "SCALE": LOG2_E * multiplier, "RISE": 0.0, "FALL": 0.0}
     if form == "softsign":
         return {"FORM": form, "SCALE": LOG2_E * multiplier, "RISE": -shift * LOG2_E, "FALL": 1 / (cap * LOG2_E)}
+    if dtype == torch.bfloat16:
+        return {"FORM": "fast_tanh", "SCALE": multiplier / cap, "RISE": -shift * LOG2_E, "FALL": cap * LOG2_E}
     return {
         "FORM": form,
         "SCALE": 2 * LOG2_E * multiplier / cap,
@@ -114,50 +129,62 @@ class FusedKernels:
         self.products: dict[tuple[tuple[int, ...], int], ProductKind] = {}
         self._rope = weights.rope
         self._launch = launcher
-        # bf16 engines round tokens to bf16 soon after, so TF32 products lose nothing that would be kept
-        self._token_precision = "tf32" if dtype == torch.bfloat16 else "ieee"
-        self._slot_offsets: Tensor | None = None
-        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form)
+        self._slots: Tensor | None = None
+        self._inputs: Tensor  # of tokens, for the rows of a step; made with the slots
+        self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form, dtype)
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
         """See `Kernels.embed`."""
-        config, arrays = self.config, step.arrays
-        entity = config.post_hashes.count + config.author_hashes.count
-        if self._slot_offsets is None:
-            self._slot_offsets = self._offsets(tables)
+        config, counts = self.config, step.arrays.counts
+        if self._slots is None:
+            self._slots = embedding_slots(config, tables)
+            widest = max(tokens.inputs)
+            self._inputs = torch.zeros(len(residual), widest, dtype=tokens.projection.dtype, device=residual.device)
+        inputs, entity, row_slots = (
+            self._inputs,
+            config.post_hashes.count + config.author_hashes.count,
+            embeddings_per_token(config),
+        )
+        small = tokens.inputs[HISTORY] - tokens.inputs[CANDIDATE]
         self._launch(
-            embed_tiles,
-            (_cdiv(config.width, 128), rows // TILE_ROWS + 3),
+            gather_rows,
+            (rows, row_slots + 1),
             (
-                tables.post, self._slot_offsets, tokens.projection, tokens.surfaces, tokens.ages, tokens.actions,
-                tokens.dwell_input, tokens.dwell_output, residual, arrays.counts, arrays.token_tiles,
-                arrays.embedding_rows, arrays.features, arrays.actions, arrays.dwell,
+                tables.post, self._slots, counts if tables.numbers is None else tables.numbers, tokens.dwell_input,
+                inputs, inputs.stride(0), counts, step.arrays.history,
             ),
-            TILE_COUNT=TOKEN_TILES,
+            NUMBERED=tables.numbers is not None,
+            POST_SLOTS=config.post_hashes.count,
             ENTITY_SLOTS=entity,
             USER_SLOTS=config.user_hashes.count,
-            ROW_SLOTS=embeddings_per_token(config),
+            ROW_SLOTS=row_slots,
             WIDTH=config.width,
-            SURFACES=config.product_surfaces,
+            WIDTH_BLOCK=_power_of_two(config.width),
             ACTIONS=config.actions,
-            HAS_AGES=config.has_post_age,
-            HAS_DWELL=config.has_dwell,
-            DWELL_WIDTH=DWELL_HIDDEN_WIDTH,
-            PRECISION=self._token_precision,
-            TILE_ROWS=TILE_ROWS,
-            TILE_OUT=128,
-            TILE_IN=32,
-            num_warps=4,
-            num_stages=3,
+            DWELL_WIDTH=DWELL_HIDDEN_WIDTH if config.has_dwell else 0,
+            SMALL=small,
+            SMALL_BLOCK=_power_of_two(small),
+            num_warps=1 if config.width <= 512 else 4,
         )  # fmt: skip
-
-    def _offsets(self, tables: Tables) -> Tensor:
-        """Where each embedding slot's table starts, in elements from the post table: posts, authors, users."""
-        base, size = tables.post.data_ptr(), tables.post.element_size()
-        author, user = ((table.data_ptr() - base) // size for table in (tables.author, tables.user))
-        counts = self.config.post_hashes.count, self.config.author_hashes.count, self.config.user_hashes.count
-        slots = [0] * counts[0] + [author] * counts[1] + [user] * counts[2]
-        return torch.tensor(slots, dtype=torch.int64, device=tables.post.device)
+        narrow = config.width <= 512 or inputs.dtype == torch.float32
+        self._launch(
+            project_tiles,
+            (_cdiv(config.width, 64 if narrow else 128), rows // TILE_ROWS + 3),
+            (inputs, inputs.stride(0), tokens.projection, tokens.surfaces, tokens.ages, residual, counts),
+            CANDIDATE_IN=tokens.inputs[CANDIDATE],
+            HISTORY_IN=tokens.inputs[HISTORY],
+            USER_IN=tokens.inputs[USER],
+            OUT=config.width,
+            SURFACES=config.product_surfaces,
+            HAS_AGES=config.has_post_age,
+            PRECISION=EXACT,
+            WIDEN=INTERPRETED,
+            TILE_ROWS=TILE_ROWS,
+            TILE_OUT=64 if narrow else 128,
+            TILE_IN=64 if inputs.dtype == torch.bfloat16 else 32,
+            num_warps=4,
+            num_stages=4,
+        )
 
     def norm(
         self,
@@ -229,7 +256,7 @@ class FusedKernels:
             ROW_COUNT=row_count,
             IN=inner,
             OUT=columns,
-            PRECISION="ieee",
+            PRECISION=EXACT,
             WIDEN=INTERPRETED,
             TILE_ROWS=tile.rows,
             TILE_OUT=min(tile.out, _power_of_two(columns)),
@@ -242,7 +269,7 @@ class FusedKernels:
         self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
     ) -> None:
         """See `Kernels.rotate`."""
-        config, arrays = self.config, step.arrays
+        config = self.config
         some = query if query is not None else key_value
         assert some is not None
         q, kv = (some if tensor is None else tensor for tensor in (query, key_value))
@@ -250,8 +277,7 @@ class FusedKernels:
             rotate_rows,
             (rows,),
             (
-                q, q.stride(0), kv, kv.stride(0), step.anchor, self._rope, self._rope.shape[1],
-                arrays.counts, arrays.positions, arrays.owners, arrays.offsets, arrays.lengths, layer,
+                q, q.stride(0), kv, kv.stride(0), step.anchor, self._rope, self._rope.shape[1], step.arrays.counts, layer,
             ),
             ROW_COUNT=CANDIDATES if tail else ROWS,
             QUERY_HEADS=config.query_heads if query is not None else 0,
@@ -267,22 +293,18 @@ class FusedKernels:
         self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor, rows: int, *, tail: bool = False
     ) -> None:
         """See `Kernels.attend`."""
-        config, arrays = self.config, step.arrays
+        config = self.config
         self._launch(
             attend_tiles,
-            (tile_slots(rows), config.query_heads),
-            (
-                query, query.stride(0), key_value, key_value.stride(0), step.anchor, out, arrays.counts,
-                arrays.tiles, arrays.offsets, arrays.lengths, layer,
-            ),
+            (config.query_heads, tile_slots(rows)),
+            (query, query.stride(0), key_value, key_value.stride(0), step.anchor, out, step.arrays.counts, layer),
             TILE_COUNT=CANDIDATE_TILES if tail else TILES,
             CAUSAL=config.context_attention == "causal",
             QUERY_HEADS=config.query_heads,
             KV_HEADS=config.kv_heads,
             HEAD_WIDTH=config.head_width,
             HEAD_BLOCK=max(16, _power_of_two(config.head_width)),
-            # three products in TF32 are as exact as one in fp32, and leave the numbers in the matrix units: no spills
-            PRECISION="tf32x3",
+            PRECISION=EXACT,
             WIDEN=INTERPRETED,
             TILE_ROWS=TILE_ROWS,
             TILE_KEYS=TILE_KEYS if query.dtype == torch.bfloat16 else TILE_KEYS // 2,
@@ -376,6 +398,22 @@ def settle_library() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     if torch.backends.cuda.is_built():
         torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def embedding_slots(config: ModelConfig, tables: Tables) -> Tensor:
+    """int64 `[E + U, 5]` for each embedding of a post, its author and a user: where its table starts, in elements from the post
+    table, and its hash function: scale, bias, modulus, rows − 1."""
+    base, size = tables.post.data_ptr(), tables.post.element_size()
+    slots: list[tuple[int, ...]] = []
+    for table, spec in (
+        (tables.post, config.post_hashes),
+        (tables.author, config.author_hashes),
+        (tables.user, config.user_hashes),
+    ):
+        start = (table.data_ptr() - base) // size
+        scales, biases = (values.tolist() for values in hash_functions(spec))
+        slots += [(start, *pair, spec.modulus, spec.vocab_size - 1) for pair in zip(scales, biases, strict=True)]
+    return torch.tensor(slots, dtype=torch.int64, device=tables.post.device)
 
 
 def _scale_and_bias(norm: Norm) -> tuple[Tensor, Tensor]:

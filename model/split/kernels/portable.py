@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from model.config import ModelConfig
 from model.engine import EngineError
+from model.hashing import hash_rows
 from model.layers import MASKED, activate, soft_cap
 from model.split.kernels.contract import Step, Tables, softmax_shift
 from model.split.row_check import rows_are_independent, shape_name
-from model.split.step import CANDIDATE, HISTORY, TILE_ROWS, TILES, TOKEN_TILES, USER, ContextState
+from model.split.step import CANDIDATE, CANDIDATES, HISTORY, TILE_ROWS, TILES, USER, ContextState
 from model.split.step import CANDIDATE_TILES as TAIL_TILES
 from model.split.weights import Norm, TokenWeights
 
@@ -49,34 +51,47 @@ class PortableKernels:
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
         """See `Kernels.embed`."""
-        host = step.host
-        for first, count, kind, _ in host.token_tiles[: host.counts[TOKEN_TILES]].tolist():
-            tile = slice(first, first + count)
-            padded = _padded(step.arrays.embedding_rows[tile]).long()
-            residual[tile] = self._tokens(step, tables, tokens, tile, padded, kind)[:count]
+        projections = tokens.projection.split(tokens.inputs)
+        for kind, start, stop in step.host.kinds():
+            for first in range(start, stop, TILE_ROWS):
+                tile = slice(first, min(first + TILE_ROWS, stop))
+                inputs = self._embedded(step, tables, tile, kind)
+                if kind == HISTORY:
+                    inputs = torch.cat((inputs, self._small_inputs(step, tokens, tile)), 1)
+                out = functional.pad(inputs, (0, tokens.inputs[kind] - inputs.shape[1])) @ projections[kind].float()
+                if kind != USER:
+                    out += tokens.surfaces[kind][_padded(step.arrays.surfaces[tile]).long()]
+                if kind == CANDIDATE and self.config.has_post_age:
+                    out += tokens.ages[_padded(step.arrays.owners[tile, 0]).long()]
+                residual[tile] = out[: tile.stop - first]
 
-    def _tokens(self, step: Step, tables: Tables, tokens: TokenWeights, tile: slice, rows: Tensor, kind: int) -> Tensor:
-        posts, authors, users = (
-            spec.count for spec in (self.config.post_hashes, self.config.author_hashes, self.config.user_hashes)
-        )
-        entity = (posts + authors) * self.config.width
-        arrays = step.arrays
+    def _embedded(self, step: Step, tables: Tables, tile: slice, kind: int) -> Tensor:
+        """The hash embeddings of a tile's rows, fp32 `[TILE_ROWS, n·D]`; row 0 reads as zero."""
+        config = self.config
+        entities = [(tables.post, config.post_hashes), (tables.author, config.author_hashes)]
         if kind == USER:
-            return _look_up(tables.user, rows[:, :users]) @ tokens.projection[2 * entity :]
-        embedded = (_look_up(tables.post, rows[:, :posts]), _look_up(tables.author, rows[:, posts : posts + authors]))
-        features = _padded(arrays.features[tile]).long()
-        out = torch.cat(embedded, 1) @ tokens.projection[kind * entity : (kind + 1) * entity]
-        out += tokens.surfaces[kind][features[:, 0]]
-        if kind == CANDIDATE:
-            return out + tokens.ages[features[:, 1]] if self.config.has_post_age else out
-        assert kind == HISTORY
-        actions = _padded(arrays.actions[tile])
-        out += torch.where((actions != 0).any(-1, keepdim=True), (2 * actions - 1) @ tokens.actions, 0.0)
-        if self.config.has_dwell:
-            fraction = _padded(arrays.dwell[tile]).clamp(0, 30)[:, None] / 30
-            hidden = elementwise(lambda x: activate(x, "gelu_tanh"), fraction * tokens.dwell_input)
-            out += hidden @ tokens.dwell_output
-        return out
+            entities = [(tables.user, config.user_hashes)]
+        if tables.numbers is not None:
+            numbers = tables.numbers[tile].long()
+        else:
+            hashed = [hash_rows(step.host.ids[tile, place], spec) for place, (_, spec) in enumerate(entities)]
+            numbers = torch.from_numpy(np.concatenate(hashed, 1)).to(tables.post.device)
+        found, numbers = [], _padded(numbers)
+        for table, spec in entities:
+            rows, numbers = numbers[:, : spec.count, None], numbers[:, spec.count :]
+            found.append(torch.where(rows == 0, 0.0, functional.embedding(rows[..., 0], table).float()).flatten(1))
+        return torch.cat(found, 1)
+
+    def _small_inputs(self, step: Step, tokens: TokenWeights, tile: slice) -> Tensor:
+        """What actions and dwell seconds give a history item, see `TokenWeights`: fp32 `[TILE_ROWS, A or A + 64]`."""
+        first = int(step.host.counts[CANDIDATES])
+        history = _padded(step.arrays.history[tile.start - first : tile.stop - first])
+        actions = history[:, :-1]
+        signs = torch.where((actions != 0).any(-1, keepdim=True), 2 * actions - 1, 0.0)
+        if not self.config.has_dwell:
+            return signs
+        fraction = history[:, -1:].clamp(0, 30) / 30
+        return torch.cat((signs, elementwise(lambda x: activate(x, "gelu_tanh"), fraction * tokens.dwell_input)), 1)
 
     def norm(
         self,
@@ -256,11 +271,6 @@ class _Softmax:
 def _padded(x: Tensor) -> Tensor:
     """Zero rows after the last one, up to a whole tile."""
     return torch.cat((x, x.new_zeros(TILE_ROWS - len(x), *x.shape[1:]))) if len(x) < TILE_ROWS else x
-
-
-def _look_up(table: Tensor, rows: Tensor) -> Tensor:
-    """fp32 `[rows, n·D]`; row 0 reads as zero."""
-    return torch.where(rows[..., None] == 0, 0.0, functional.embedding(rows, table).float()).flatten(-2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:

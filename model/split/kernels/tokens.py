@@ -1,4 +1,4 @@
-"""Triton: tokens from embedding rows and features, gathered inside the projection. Launched by `model.split.kernels.fused`."""
+"""Triton: tokens, as inputs gathered from the embedding tables and then multiplied. Launched by `model.split.kernels.fused`."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
@@ -6,120 +6,144 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from model.split.kernels.matmul import multiply_inner
+from model.split.step import CANDIDATES, COUNTS, FIRST_USER, RECORD, ROWS
 
-@triton.jit
-def history_inputs(
-    rows,
-    there,
-    columns,
-    narrow,
-    actions,
-    action_weights,
-    dwell,
-    dwell_input,
-    dwell_output,
-    WIDTH: tl.constexpr,
-    ACTIONS: tl.constexpr,
-    HAS_DWELL: tl.constexpr,
-    DWELL_WIDTH: tl.constexpr,
-):
-    """What actions and dwell seconds add to history tokens: `(2a − 1) @ W` unless no action is set, `gelu(s/30 · in) @ out`."""
-    total = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
-    acted = tl.zeros([rows.shape[0]], tl.int32)
-    for action in range(0, ACTIONS):
-        value = tl.load(actions + rows * ACTIONS + action, mask=there, other=0.0)
-        acted = acted | (value != 0.0).to(tl.int32)
-        weight = tl.load(action_weights + action * WIDTH + columns, mask=narrow, other=0.0)
-        total += (2.0 * value - 1.0)[:, None] * weight[None, :]
-    total = tl.where((acted != 0)[:, None], total, 0.0)
-    if HAS_DWELL:
-        seconds = tl.load(dwell + rows, mask=there, other=0.0)
-        fraction = tl.minimum(tl.maximum(seconds, 0.0), 30.0) / 30.0
-        for hidden in range(0, DWELL_WIDTH):
-            h = fraction * tl.load(dwell_input + hidden)
-            h = h / (1.0 + tl.exp(-1.5957691216057308 * (h + 0.044715 * h * h * h)))  # tanh gelu, see rows.gate_rows
-            weight = tl.load(dwell_output + hidden * WIDTH + columns, mask=narrow, other=0.0)
-            total += h[:, None] * weight[None, :]
-    return total
+_ROWS, _CANDIDATES, _FIRST_USER = tl.constexpr(ROWS), tl.constexpr(CANDIDATES), tl.constexpr(FIRST_USER)
+_HEAD, _RECORD = tl.constexpr(COUNTS), tl.constexpr(RECORD)
 
 
 @triton.jit
-def embed_tiles(
+def hashed_row(id, function):
+    """A table's row under one hash function, int64 `[scale, bias, modulus, rows − 1]`; as `model.hashing.hash_rows`."""
+    modulus = tl.load(function + 2)
+    raw = (id * tl.load(function) + tl.load(function + 1)) % modulus  # wraps; the sign is the dividend's
+    raw = tl.where(raw < 0, raw + modulus, raw)
+    return tl.where(id == 0, 0, raw % tl.load(function + 3) + 1)
+
+
+@triton.jit
+def gather_rows(
     table,
-    slot_offsets,
-    projection,
-    surfaces,
-    ages,
-    action_weights,
+    slots,
+    numbers,
     dwell_input,
-    dwell_output,
     out,
+    out_stride,
     counts,
-    token_tiles,
-    embedding_rows,
-    features,
-    actions,
-    dwell,
-    TILE_COUNT: tl.constexpr,
+    history,
+    NUMBERED: tl.constexpr,
+    POST_SLOTS: tl.constexpr,
     ENTITY_SLOTS: tl.constexpr,
     USER_SLOTS: tl.constexpr,
     ROW_SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    SURFACES: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
     ACTIONS: tl.constexpr,
-    HAS_AGES: tl.constexpr,
-    HAS_DWELL: tl.constexpr,
     DWELL_WIDTH: tl.constexpr,
+    SMALL: tl.constexpr,
+    SMALL_BLOCK: tl.constexpr,
+):
+    """The inputs of tokens, see `TokenWeights`, to out `[rows, inputs]`; embedding row 0 reads as zero.
+
+    One program a row and embedding, and one more for what actions and dwell seconds (DWELL_WIDTH 0: none) give a history item.
+    slots int64 `[E + U, 5]`: where the embedding's table starts, in elements from `table`, and its hash function. NUMBERED:
+    rows of the tables stand in `numbers` `[rows, ROW_SLOTS]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1)
+    if row >= tl.load(counts + _ROWS):
+        return
+    candidates = tl.load(counts + _CANDIDATES)
+    is_user = row >= tl.load(counts + _FIRST_USER)
+    target = out + row * out_stride
+    if slot < tl.where(is_user, USER_SLOTS, ENTITY_SLOTS):
+        entry = slots + 5 * tl.where(is_user, ENTITY_SLOTS + slot, slot)
+        if NUMBERED:
+            place = tl.load(numbers + row * ROW_SLOTS + slot).to(tl.int64)
+        else:
+            ids = (counts + _HEAD + row * _RECORD).to(tl.pointer_type(tl.int64))
+            is_author = (slot >= POST_SLOTS) & (is_user == 0)
+            place = hashed_row(tl.load(ids + is_author.to(tl.int32)), entry + 1)
+        columns = tl.arange(0, WIDTH_BLOCK)
+        there = columns < WIDTH
+        start = tl.multiple_of(tl.load(entry), 16)
+        embedding = tl.load(table + start + place * WIDTH + columns, mask=there & (place != 0), other=0.0)
+        tl.store(target + slot * WIDTH + columns, embedding.to(out.dtype.element_ty), mask=there)
+    if (slot == ROW_SLOTS) & (row >= candidates) & (is_user == 0):
+        columns = tl.arange(0, SMALL_BLOCK)
+        item = history + (row - candidates) * (ACTIONS + 1)
+        actions = tl.load(item + columns, mask=columns < ACTIONS, other=0.0)
+        acted = tl.max((actions != 0.0).to(tl.int32), 0)
+        small = tl.where((columns < ACTIONS) & (acted != 0), 2.0 * actions - 1.0, 0.0)
+        if DWELL_WIDTH > 0:
+            in_dwell = (columns >= ACTIONS) & (columns < ACTIONS + DWELL_WIDTH)
+            fraction = tl.minimum(tl.maximum(tl.load(item + ACTIONS), 0.0), 30.0) / 30.0
+            h = fraction * tl.load(dwell_input + columns - ACTIONS, mask=in_dwell, other=0.0)
+            h = h / (1.0 + tl.exp(-1.5957691216057308 * (h + 0.044715 * h * h * h)))  # tanh gelu, see rows.gate_rows
+            small = tl.where(in_dwell, h, small)
+        tl.store(target + ENTITY_SLOTS * WIDTH + columns, small.to(out.dtype.element_ty), mask=columns < SMALL)
+
+
+@triton.jit
+def tile_of_kind(counts, tile, TILE_ROWS: tl.constexpr):
+    """First row, row after the last, and kind (0 candidate, 1 history, 2 user) of a tile, which holds rows of one kind."""
+    candidates = tl.load(counts + _CANDIDATES)
+    first_user = tl.load(counts + _FIRST_USER)
+    candidate_tiles = tl.cdiv(candidates, TILE_ROWS)
+    history_tiles = tl.cdiv(first_user - candidates, TILE_ROWS)
+    kind = (tile >= candidate_tiles).to(tl.int32) + (tile >= candidate_tiles + history_tiles).to(tl.int32)
+    before = tl.where(kind == 0, 0, tl.where(kind == 1, candidate_tiles, candidate_tiles + history_tiles))
+    start = tl.where(kind == 0, 0, tl.where(kind == 1, candidates, first_user))
+    stop = tl.where(kind == 0, candidates, tl.where(kind == 1, first_user, tl.load(counts + _ROWS)))
+    return start + (tile - before) * TILE_ROWS, stop, kind
+
+
+@triton.jit
+def project_tiles(
+    inputs,
+    inputs_stride,
+    projection,
+    surfaces,
+    ages,
+    out,
+    counts,
+    CANDIDATE_IN: tl.constexpr,
+    HISTORY_IN: tl.constexpr,
+    USER_IN: tl.constexpr,
+    OUT: tl.constexpr,
+    SURFACES: tl.constexpr,
+    HAS_AGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
 ):
-    """`token = concat(embeddings) @ projection + small inputs`, spec section 2; embedding row 0 reads as zero.
+    """`token = inputs @ projection of its kind + surface + age`, see `TokenWeights`; out fp32 `[rows, D]`.
 
-    One program a tile of rows of one kind (0 candidate, 1 history, 2 user) and TILE_OUT columns. Embedding j of a post is
-    row `embedding_rows[row, j]` of the table that starts `slot_offsets[j]` elements after `table`; a user's offsets follow
-    those of a post. The small inputs come multiplied with their rows of the projection: surfaces `[2, surfaces, D]`, ages
-    `[buckets, D]`, actions `(2a − 1) @ [A, D]` unless none is set, dwell `gelu(clip(s, 0, 30)/30 · in) @ [64, D]`.
+    One program a tile of rows of one kind and of columns, the whole inner axis in it: see `matmul.multiply_tiles`.
     """
-    tile = tl.program_id(1)
-    if tile >= tl.load(counts + TILE_COUNT):
+    first, stop, kind = tile_of_kind(counts, tl.program_id(1), TILE_ROWS)
+    if first >= stop:
         return
-    in_tile = tl.arange(0, TILE_ROWS)
-    rows = (tl.load(token_tiles + tile * 4) + in_tile).to(tl.int64)
-    there = in_tile < tl.load(token_tiles + tile * 4 + 1)
-    kind = tl.load(token_tiles + tile * 4 + 2)
+    rows = (first + tl.arange(0, TILE_ROWS)).to(tl.int64)
+    there = rows < stop
     columns = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
-    narrow = columns < WIDTH
-    inner = tl.arange(0, TILE_IN)
-    slots = tl.where(kind == 2, USER_SLOTS, ENTITY_SLOTS)
-    first_slot = tl.where(kind == 2, ENTITY_SLOTS, 0)
-    total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
-    for slot in range(0, slots):
-        row = tl.load(embedding_rows + rows * ROW_SLOTS + slot, mask=there, other=0)
-        start = tl.multiple_of(tl.load(slot_offsets + first_slot + slot), 16)
-        source = table + start + row.to(tl.int64)[:, None] * WIDTH
-        right = projection + (kind * ENTITY_SLOTS + slot).to(tl.int64) * (WIDTH * WIDTH)
-        for first in range(0, WIDTH, TILE_IN):
-            within = first + inner < WIDTH
-            a = tl.load(source + (first + inner)[None, :], mask=(row != 0)[:, None] & within[None, :], other=0.0)
-            w = tl.load(
-                right + (first + inner)[:, None] * WIDTH + columns[None, :],
-                mask=within[:, None] & narrow[None, :],
-                other=0.0,
-            )
-            total = tl.dot(a.to(tl.float32), w, total, input_precision=PRECISION)
+    wide = columns < OUT
+    skipped = tl.where(kind == 0, 0, tl.where(kind == 1, CANDIDATE_IN, CANDIDATE_IN + HISTORY_IN))
+    depth = tl.where(kind == 0, CANDIDATE_IN, tl.where(kind == 1, HISTORY_IN, USER_IN))
+    whole: tl.constexpr = CANDIDATE_IN % TILE_IN == 0 and HISTORY_IN % TILE_IN == 0 and USER_IN % TILE_IN == 0
+    total = multiply_inner(
+        inputs + rows[:, None] * inputs_stride, projection + skipped.to(tl.int64) * OUT + columns[None, :],
+        there, wide, depth, OUT, whole, OUT % TILE_OUT == 0, PRECISION, WIDEN, TILE_ROWS, TILE_OUT, TILE_IN,
+    )  # fmt: skip
+    record = counts + _HEAD + rows * _RECORD
     if kind < 2:
-        surface = tl.load(features + rows * 2, mask=there, other=0) + kind * SURFACES
-        total += tl.load(surfaces + surface[:, None] * WIDTH + columns[None, :], mask=narrow[None, :], other=0.0)
+        surface = tl.load(record + 5, mask=there, other=0) + kind * SURFACES
+        total += tl.load(surfaces + surface[:, None] * OUT + columns[None, :], mask=wide[None, :], other=0.0)
     if HAS_AGES:  # noqa: SIM102 (decided when compiling; the inner one on the device)
         if kind == 0:
-            age = tl.load(features + rows * 2 + 1, mask=there, other=0)
-            total += tl.load(ages + age[:, None] * WIDTH + columns[None, :], mask=narrow[None, :], other=0.0)
-    if kind == 1:
-        total += history_inputs(
-            rows, there, columns, narrow, actions, action_weights, dwell, dwell_input, dwell_output,
-            WIDTH, ACTIONS, HAS_DWELL, DWELL_WIDTH,
-        )  # fmt: skip
-    target = out + rows[:, None] * WIDTH + columns[None, :]
-    tl.store(target, total, mask=there[:, None] & narrow[None, :])
+            age = tl.load(record + 6, mask=there, other=0)
+            total += tl.load(ages + age[:, None] * OUT + columns[None, :], mask=wide[None, :], other=0.0)
+    tl.store(out + rows[:, None] * OUT + columns[None, :], total, mask=there[:, None] & wide[None, :])

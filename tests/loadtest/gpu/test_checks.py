@@ -20,6 +20,7 @@ from loadtest.gpu.checks import equal_bits, make_engine, parity, small_config
 from loadtest.gpu.compare import main as main_of_compare
 from loadtest.gpu.peers import FlexRanker, dense_eager
 from loadtest.gpu.phases import BISECT, all_phases
+from loadtest.gpu.watch import WatchedKernels
 from loadtest.gpu.work import forward_work
 from model.engine import Item
 from model.split.engine import SplitEngine
@@ -203,6 +204,24 @@ def test_wrong_scores_fail_the_parity_check(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(checks, "make_engine", biased)
     with pytest.raises(AssertionError, match="logits differ by"):
         parity(TINY, config, torch.float32)
+
+
+class Rounded(PortableKernels):
+    """Tokens as exact as bf16 products leave them."""
+
+    def embed(self, step: Any, tables: Any, tokens: Any, residual: Any, rows: int) -> None:
+        super().embed(step, tables, tokens, residual, rows)
+        residual.copy_(residual.bfloat16())
+
+
+def test_tokens_are_held_to_the_dtype_of_the_engine() -> None:
+    config = small_config(width=64, layers=1, head_width=16)
+    for dtype, found in ((torch.bfloat16, []), (torch.float32, ["embed"])):
+        engine = make_engine(random_ranker(config), TINY, dtype, warm=False)
+        plain = PortableKernels(config, engine._trunk.weights.rope)
+        watched = WatchedKernels(Rounded(config, plain.rope), plain, config.layers)
+        engine.run_through(watched, [Item(*random_request(config, 30, 17))])
+        assert [each.operation for each in watched.found] == found
 
 
 class Neighbourly(PortableKernels):
