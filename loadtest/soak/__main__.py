@@ -8,7 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.matrix import Row, table
-from loadtest.soak import cluster, endings, excess, fronts, hostile, leak, lines, overload, posts, protocol, slow, swaps
+from loadtest.soak import (
+    cluster,
+    endings,
+    excess,
+    fronts,
+    hostile,
+    leak,
+    lines,
+    overload,
+    posts,
+    protocol,
+    shadow,
+    slow,
+    swaps,
+)
 
 Part = Callable[[float], list[Row]]
 
@@ -17,6 +31,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "recovery": (0.05, lambda seconds: [overload.recovery(seconds)]),
     "deadlines": (0.05, lambda seconds: [overload.deadlines(_count(seconds, 100, 200))]),
     "impatience": (0.05, lambda seconds: overload.impatience(seconds)),
+    "shadow": (0.04, lambda seconds: shadow.shadow(seconds)),
     "leak": (0.10, lambda seconds: [leak.leak(seconds)]),
     "reloads": (0.10, lambda seconds: leak.reload_leak(seconds, min(60.0, seconds / 8))),
     "swaps": (0.12, lambda seconds: swaps.swaps(seconds)),
