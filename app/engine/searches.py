@@ -222,7 +222,10 @@ class Searches:
             result: Answers | BaseException = engine.retrieve(queries)
         except Exception as error:
             result = error
-        loop.call_soon(self._end, batch, result)  # so that a long queue leaves turns to others
+        if self.waiting or self._calls:
+            loop.call_soon(self._end, batch, result)  # so that a long queue leaves turns to others
+        else:
+            self._end(batch, result)
 
     def _take(self) -> list[Search]:
         """The searches that share the next scan: one of each key in turn, all on one version."""

@@ -64,6 +64,8 @@ class Versions:
 
     def find(self, model: ServedModel) -> EngineWorker | None:
         """Who serves this very model, None when it is gone."""
+        if self.current is not None and self.current.model.served is model:
+            return self.current
         return next((worker for worker in self._all if worker.model.served is model), None)
 
     def holds(self, worker: EngineWorker) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InvalidRequest, TooLarge
-from app.request.contract import is_request_id
+from app.request.bounds import is_request_id
 from app.telemetry.exchange import Exchange
 
 Headers = Mapping[bytes, bytes]

@@ -21,6 +21,7 @@ from app.request.body import Typed
 from app.request.reply import ROWS_IN_A_PIECE
 from app.request.vocabulary import Vocabulary
 from app.request.wires import BINARY, LENGTH, media_type
+from app.telemetry.exchange import Exchange
 
 Fields = Sequence[tuple[bytes, bytes]]
 Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impatient caller's reply may be written later
@@ -37,6 +38,23 @@ class DirectEndpoint(ABC):
     @abstractmethod
     def begin(self, headers: Fields, reply: Reply) -> DirectCall:
         """The headers have arrived; `reply` is called once, at once perhaps, unless the call is abandoned before."""
+
+    def refuse(self, headers: Fields) -> tuple[int, Fields, bytes, bool] | None:
+        """The reply to a request with these headers that is refused unread; None where it has to be read."""
+        fields = dict(headers)
+        exchange = self.recorder.begin("POST", self.path, fields)
+        try:
+            self.ranking.enter(fields, exchange)
+        except ServiceError as error:
+            return self._refusal(error, exchange, fields)
+        return None
+
+    def _refusal(self, error: ServiceError, exchange: Exchange, headers: Headers) -> tuple[int, Fields, bytes, bool]:
+        """Apart from where the error is caught: a second name for it there would be a circle of error and frame."""
+        problem = self.recorder.problem(error, exchange)
+        exchange.status, fields, body = problem_reply(problem, exchange)
+        self.recorder.end(exchange, headers)
+        return exchange.status, _named(fields, body, exchange), body, problem.may_wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The same over ASGI."""
@@ -104,10 +122,9 @@ class DirectCall(ABC):
     def _answer(self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False) -> None:
         reply, exchange = self._reply, self.exchange
         assert reply is not None
-        identity = (b"x-request-id", exchange.request_id.encode())
         exchange.status = status
         self._end()
-        reply(status, [*headers, (b"content-length", b"%d" % len(body)), identity], body, may_wait)
+        reply(status, _named(headers, body, exchange), body, may_wait)
 
     def _end(self) -> None:
         """Nothing more is said, nothing more is computed."""
@@ -195,6 +212,11 @@ class RankCall(DirectCall):
             self._answer(200, fields, b"".join(done))
         except Exception as error:
             self.fail(error)
+
+
+def _named(headers: Fields, body: bytes, exchange: Exchange) -> Fields:
+    """All headers of a reply."""
+    return [*headers, (b"content-length", b"%d" % len(body)), (b"x-request-id", exchange.request_id.encode())]
 
 
 async def _unless_disconnected(replied: asyncio.Future[Any], receive: Receive) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -31,32 +31,29 @@ from app.errors import (
 )
 from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
-from app.request.contract import (
-    BatchReply,
-    ExplainReply,
-    ExplainRequest,
-    Problem,
-    RankBatch,
-    RankReply,
-    RankRequest,
-    RecommendReply,
-    RecommendRequest,
-    RetrieveReply,
-    RetrieveRequest,
-)
+from app.request.contract import BatchReply, Problem, RankBatch, RankReply, RankRequest
+from app.request.explanation_contract import ExplainReply, ExplainRequest
 from app.request.inference_contract import InferReply, InferRequest
+from app.request.retrieval_contract import RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
 
 REF = "#/components/schemas/{model}"
+Refs = Mapping[type[BaseModel], dict[str, Any]]
 FAILURES: tuple[type[ServiceError], ...] = (
     MalformedJson, BadRequest, Unauthorized, NotAcceptable, TooLarge, UnsupportedMediaType, InvalidRequest, Overloaded, NonFiniteScores,
     InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
 )  # fmt: skip
 PREFERRED = ("favorite", "dwell", "reply", "repost")
-TIMEOUT, VERSION_HEADER = "X-Request-Timeout-Ms", "X-Model-Version"
+TIMEOUT = "X-Request-Timeout-Ms"
+NAMED = {
+    "name": "X-Model-Version",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string"},
+    "description": "Version of the checkpoint that shall answer, of those that the process holds; 404 for any other.",
+}
 HEADERS_IN = {
     "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
     TIMEOUT: "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
-    VERSION_HEADER: "Version of the held checkpoint that shall answer; 404 where none has it.",
     "traceparent": "W3C trace context.",
 }
 HEADERS_OUT = {
@@ -78,14 +75,25 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     ref = {model: refs[model, "validation"] for model in models}
     examples = example_requests(action_names)
+    paths = _rankings(ref, examples, definitions["$defs"]["BatchReply"]["properties"]["results"]["items"])
+    paths |= _tensors(ref) | _posts(ref, action_names) | (_explanations(ref, examples) if explores else {})
+    document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, Any]) -> dict[str, Any]:
+    """`result`: one of those of a batch."""
     batch = {"requests": [example["value"] for example in examples.values()]}
-    paths = {
+    return {
         "/rank": _operation(
             "Rank one user's candidates",
             "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself. "
             "The tensors of the Open Inference Protocol are taken as well, as `application/octet-stream`; any body may be gzip.",
             _body(ref[RankRequest], examples),
             ref[RankReply],
+            [NotFound],
+            [NAMED],
         ),
         "/rank/batch": _operation(
             "Rank several requests",
@@ -95,16 +103,16 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
                 {"anyOf": [ref[RankBatch], {"type": "array", "minItems": 1, "items": ref[RankRequest]}]},
                 {"two requests": {"value": batch}},
             ),
-            {
-                "anyOf": [
-                    ref[BatchReply],
-                    {"type": "array", "items": definitions["$defs"]["BatchReply"]["properties"]["results"]["items"]},
-                ]
-            },
+            {"anyOf": [ref[BatchReply], {"type": "array", "items": result}]},
+            [NotFound],
+            [NAMED],
         ),
     }
-    for path in (f"{MODEL}/infer", f"{VERSION}/infer"):
-        paths[path] = _operation(
+
+
+def _tensors(ref: Refs) -> dict[str, Any]:
+    return {
+        path: _operation(
             "Rank one user's candidates, as tensors" + (" of one version" if path.startswith(VERSION) else ""),
             "The Open Inference Protocol with its binary tensor extension: JSON, and behind it the binary data of those tensors "
             "that say so. The same tensors are taken by `/rank` as `application/octet-stream`, and over gRPC.",
@@ -113,36 +121,46 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
             [NotFound],
             path_parameters(path),
         )
+        for path in (f"{MODEL}/infer", f"{VERSION}/infer")
+    }
+
+
+def _posts(ref: Refs, action_names: Sequence[str]) -> dict[str, Any]:
     posts, scores = retrieval_examples(action_names)
-    paths["/retrieve"] = _operation(
-        "Retrieve posts for a user",
-        "The best posts of the corpus by the cosine of two vectors, exactly: filters come first, equal scores go by row.",
-        _body(ref[RetrieveRequest], posts),
-        ref[RetrieveReply],
-        [CorpusNotLoaded],
+    return {
+        "/retrieve": _operation(
+            "Retrieve posts for a user",
+            "The best posts of the corpus by the cosine of two vectors, exactly: filters come first, equal scores go by row.",
+            _body(ref[RetrieveRequest], posts),
+            ref[RetrieveReply],
+            [CorpusNotLoaded, NotFound],
+        ),
+        "/recommend": _operation(
+            "Retrieve posts and rank them",
+            "What /rank says of what /retrieve returns, within one deadline.",
+            _body(ref[RecommendRequest], scores),
+            ref[RecommendReply],
+            [CorpusNotLoaded, NotFound],
+            [NAMED],
+        ),
+    }
+
+
+def _explanations(ref: Refs, examples: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    asked = {
+        name: {"summary": example["summary"], "value": example["value"] | {"explain": [90]}}
+        for name, example in examples.items()
+    }
+    operation = _operation(
+        "Explain why candidates stand where they stand",
+        "What each event, the user and all of it together change in the scores, as /rank says it of the request without them; and what "
+        "the model attends to, in float32 by the plain definition. Attention is not an explanation, so both stand side by side.",
+        _body(ref[ExplainRequest], asked),
+        ref[ExplainReply],
+        [NotFound],
+        [NAMED],
     )
-    paths["/recommend"] = _operation(
-        "Retrieve posts and rank them",
-        "What /rank says of what /retrieve returns, within one deadline.",
-        _body(ref[RecommendRequest], scores),
-        ref[RecommendReply],
-        [CorpusNotLoaded],
-    )
-    if explores:
-        asked = {
-            name: {"summary": example["summary"], "value": example["value"] | {"explain": [90]}}
-            for name, example in examples.items()
-        }
-        paths["/explain"] = _operation(
-            "Explain why candidates stand where they stand",
-            "What each event, the user and all of it together change in the scores, as /rank says it of the request without them; and what "
-            "the model attends to, in float32 by the plain definition. Attention is not an explanation, so both stand side by side.",
-            _body(ref[ExplainRequest], asked),
-            ref[ExplainReply],
-        )
-    document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
-    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return document
+    return {"/explain": operation}
 
 
 def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:

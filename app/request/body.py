@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
-from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
+from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
 from app.request.explain import MAX_TOPIC_LETTERS, Rule, explain, explanation_rule, request_rule
 from app.request.ids import MAX_ID_DIGITS
 from app.request.strict_json import parse, refuse_duplicates

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from app.errors import ServiceError
 from app.request.body import Wishes
-from app.request.contract import MAX_ACTION_VALUE, MAX_TIME
+from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME
 from app.request.strict_json import refuse_duplicates
 from app.request.validate import NO_POSTS, NOTHING, Posts, Request, check_wishes, wishes_of
 from app.request.vocabulary import Vocabulary

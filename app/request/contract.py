@@ -1,30 +1,15 @@
-"""What a request and a reply are, as pydantic models: the plain definition behind `/docs`. Not on the path of a request.
+"""What a request to rank and its reply are, as pydantic models: the plain definition behind `/docs`. Not on the path of a request.
 
 `body` and `validate` check requests by the same bounds; tests hold them to the same verdict.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
-MAX_ID = 2**64 - 1
-MAX_TIME = 253_402_300_799  # the last second of the year 9999: milliseconds do not fit
-MAX_WEIGHT = 1e9
-MAX_ACTION_VALUE = 1e6
-ID_PATTERN = r"^(0|[1-9][0-9]{0,19})$"
-REPLIES = ("objects", "columns")
-REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
-
-
-REQUEST_ID = re.compile(REQUEST_ID_PATTERN, re.ASCII)
-
-
-def is_request_id(value: Any) -> bool:
-    """Whether a value may name a request: it goes into headers and logs as it is."""
-    return type(value) is str and REQUEST_ID.fullmatch(value) is not None
+from app.request.bounds import ID_PATTERN, MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, REQUEST_ID_PATTERN
 
 
 def _fits(text: str) -> str:
@@ -138,68 +123,11 @@ class RankRequest(Strict):
         return self
 
 
-class ExplainRequest(RankRequest):
-    """A request of /rank, and which of its candidates to explain."""
-
-    explain: Annotated[list[Id], Field(min_length=1, examples=[[90]])]
-    """Post ids of candidates; where several have the same one, the first is meant."""
-
-    @model_validator(mode="after")
-    def _among_the_candidates(self) -> Self:
-        listed: Any = self.candidates
-        posts = [candidate.post_id for candidate in listed] if isinstance(listed, list) else listed.post_id
-        if not set(map(int, self.explain)) <= set(map(int, posts)):
-            raise ValueError("explain must name candidates")
-        return self
-
-
 class RankBatch(Strict):
     """Requests that are ranked together, each on its own terms."""
 
     requests: list[RankRequest] = Field(min_length=1)
     """The requests. A bare array of them is taken as well, and answered by a bare array."""
-
-
-class RetrieveRequest(Strict):
-    """One user, that user's history, and which posts of the corpus may come back."""
-
-    user_id: Id = Field(examples=["1868434417286410240"])
-    """Unsigned 64-bit id, as an integer or a decimal string. 0 means anonymous, and then the history must hold a post."""
-    history: list[HistoryItem] | HistoryItemColumns = []  # type: ignore[valid-type]
-    """As in /rank. Beyond the retrieval model's window the newest are kept; dwell times are checked and ignored."""
-    k: Annotated[int, Field(strict=True, ge=1)] = 200
-    """How many posts to return at most; fewer where the filters leave fewer."""
-    exclude: list[Id] = []
-    """Posts that must not come back."""
-    exclude_history: Annotated[bool, Field(strict=True)] = True
-    """Whether the posts of the history are excluded as well."""
-    topics: Annotated[list[Annotated[Text, Field(max_length=100)]], Field(max_length=1000)] = absent()
-    """Posts of any of these topics alone. A name that the corpus does not have matches nothing."""
-    min_score: Annotated[Number, Field(ge=-1, le=1)] = absent()
-    """Posts with this score or a higher one alone."""
-    max_age_seconds: Annotated[int, Field(strict=True, ge=1, le=MAX_TIME)] = absent()
-    """Posts that were created at most this long before `impression_ts`, which it needs. Posts of an unknown time are left out."""
-    impression_ts: Seconds = Field(default=0, examples=[1780000000])
-    """Unix seconds of the impression. 0 or missing: unknown, so a reply never depends on the server's clock."""
-    request_id: Annotated[str, Field(strict=True, pattern=REQUEST_ID_PATTERN)] = absent()
-    """A name for this request, echoed in the reply and used in logs."""
-
-    @model_validator(mode="after")
-    def _ages_have_a_time(self) -> Self:
-        if self.max_age_seconds and not self.impression_ts:
-            raise ValueError("max_age_seconds needs impression_ts")
-        return self
-
-
-class RecommendRequest(RetrieveRequest):
-    """What to retrieve, and how the posts are then scored."""
-
-    weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = absent()
-    """Weights of the combined score by action, in place of the ranking checkpoint's own."""
-    top_k: Annotated[int, Field(strict=True, ge=1)] = absent()
-    """Return this many of the retrieved posts; all of them when missing."""
-    actions_wanted: list[Text] = absent()
-    """Which actions' probabilities to return, in this order; all of them when missing."""
 
 
 class ModelVersion(Strict):
@@ -252,7 +180,18 @@ class Timings(Strict):
     """The model."""
 
 
-class RankReply(Strict):
+class Reply(Strict):
+    """What is said beside scores."""
+
+    history_used: int
+    """History items that the model saw: the ranking model, where there are two."""
+    history_dropped: int
+    """Older items that did not fit the model's window."""
+    request_id: str = absent()
+    """The request's own, if it had one."""
+
+
+class RankReply(Reply):
     """The ranking."""
 
     model: ModelVersion
@@ -261,224 +200,8 @@ class RankReply(Strict):
     """Names of the probability columns."""
     candidates: list[RankedCandidate] | RankedColumns
     """In the order of the request, or best first with `top_k`; in the form that the request's `reply` names."""
-    history_used: int
-    """History items that the model saw."""
-    history_dropped: int
-    """Older items that did not fit the model's window."""
     timings_ms: Timings
     """Where the time went."""
-    request_id: str = absent()
-    """The request's own, if it had one."""
-
-
-class LeftOut(Strict):
-    """The history items that were left out one by one, oldest first; an entry an item."""
-
-    place: list[int]
-    """Their places in the request's history, from 0."""
-    post_id: list[str]
-    """Their decimal post ids."""
-
-
-class Change(Strict):
-    """What one thing changes: the numbers with it less those without it."""
-
-    score: float
-    """Of the combined score."""
-    probabilities: list[float]
-    """One for each of the reply's `actions`."""
-
-
-class Changes(Strict):
-    """What each of several things changes; an entry a thing."""
-
-    score: list[float]
-    """Of the combined score."""
-    probabilities: list[list[float]]
-    """A row a thing; a row has one for each of the reply's `actions`."""
-
-
-class CandidateChanges(Strict):
-    """What /rank says of a candidate, less what it says of the request without one thing."""
-
-    events: Changes
-    """Without one history item, for each of the reply's `events`."""
-    user: Change
-    """Without the user: `user_id` 0."""
-    everything: Change
-    """With neither user nor history."""
-    not_covered: Change
-    """`everything` less `user` and all `events`: how far the changes are from adding up."""
-
-
-class AttentionShares(Strict):
-    """Shares of a candidate's attention. Those on user, history and itself add up to 1 for each head."""
-
-    user: list[list[float]]
-    """On the user: a row a layer, an entry a head."""
-    history: list[list[float]]
-    """On all of the history that the model sees: a row a layer, an entry a head."""
-    itself: list[list[float]]
-    """On the candidate: a row a layer, an entry a head."""
-    events: list[list[float]]
-    """On each of the reply's `events`, the mean over heads: a row a layer, an entry an event."""
-
-
-class ExplainedCandidate(Strict):
-    """One candidate: what /rank says of it, what would change it, and what it attends to."""
-
-    post_id: Id
-    """As it was sent."""
-    score: float
-    """Σ weight × probability over the weights in force."""
-    rank: int
-    """Among all candidates of the request; 1 is best."""
-    probabilities: list[float]
-    """One for each of the reply's `actions`."""
-    change: CandidateChanges
-    """What each thing changes: positive where it raises the number."""
-    attention: AttentionShares
-    """What the model looks at, which is no explanation by itself."""
-
-
-class ExplainTimings(Timings):
-    """Where the time went, in milliseconds. `queue` is that of the request itself, `forward` that of all contexts together."""
-
-    attention: float
-    """The plain path."""
-
-
-class ExplainReply(Strict):
-    """Why candidates stand where they stand."""
-
-    model: ModelVersion
-    """What computed it."""
-    actions: list[str]
-    """Names of the probability columns."""
-    events: LeftOut
-    """What was left out one by one."""
-    candidates: list[ExplainedCandidate]
-    """In the order of the request's `explain`."""
-    history_used: int
-    """History items that the model saw."""
-    history_dropped: int
-    """Older items that did not fit the model's window."""
-    timings_ms: ExplainTimings
-    """Where the time went."""
-    request_id: str = absent()
-    """The request's own, if it had one."""
-
-
-class CorpusVersion(Strict):
-    """The corpus that was searched."""
-
-    name: str
-    """Name of the corpus."""
-    version: str
-    """Version of the corpus."""
-    posts: int
-    """How many posts a search without filters can return."""
-    changes: int
-    """How often it was changed since it was written."""
-
-
-class RetrievedPost(Strict):
-    """One post of the corpus. Its score depends on the user, the history and this post, on nothing else."""
-
-    post_id: str
-    """Decimal id."""
-    author_id: str
-    """Decimal id."""
-    score: float
-    """Cosine of the user's and the post's vectors."""
-    rank: int
-    """1 is best; equal scores go by the order of the corpus."""
-    created_at: int
-    """Unix seconds; 0 where unknown."""
-    topics: list[str]
-    """The post's topic, if it has one."""
-
-
-class RetrieveTimings(Strict):
-    """Where the time went, in milliseconds."""
-
-    parse: float
-    """Reading JSON, checks, features."""
-    queue: float
-    """Waiting for the scan."""
-    encode: float
-    """Computing the vectors of the users who share the scan."""
-    search: float
-    """Scanning the corpus."""
-
-
-class RetrieveReply(Strict):
-    """The best posts."""
-
-    model: ModelVersion
-    """The retrieval checkpoint."""
-    corpus: CorpusVersion
-    """What was searched."""
-    posts: list[RetrievedPost]
-    """Best first; none where the filters leave none."""
-    visible: int
-    """Posts that the filters left."""
-    history_used: int
-    """History items that the retrieval model saw."""
-    history_dropped: int
-    """Older items that did not fit its window."""
-    timings_ms: RetrieveTimings
-    """Where the time went."""
-    request_id: str = absent()
-    """The request's own, if it had one."""
-
-
-class BothModels(Strict):
-    """The checkpoints that answered."""
-
-    retrieval: ModelVersion
-    """What retrieved the posts."""
-    ranker: ModelVersion
-    """What scored them."""
-
-
-class RecommendedPost(RankedCandidate):
-    """One candidate's scores, and how it was retrieved."""
-
-    retrieval_score: float
-    """Its score in /retrieve."""
-    retrieval_rank: int
-    """Its rank in /retrieve."""
-
-
-class RecommendTimings(RetrieveTimings):
-    """Where the time went, in milliseconds. `queue` is that of both stages."""
-
-    forward: float
-    """The ranking model."""
-
-
-class RecommendReply(Strict):
-    """The best posts, ranked: what /rank says of what /retrieve returns."""
-
-    models: BothModels
-    """What computed it."""
-    corpus: CorpusVersion
-    """What was searched."""
-    actions: list[str]
-    """Names of the probability columns."""
-    candidates: list[RecommendedPost]
-    """Best first."""
-    visible: int
-    """Posts that the filters left."""
-    history_used: int
-    """History items that the ranking model saw."""
-    history_dropped: int
-    """Older items that did not fit its window."""
-    timings_ms: RecommendTimings
-    """Where the time went."""
-    request_id: str = absent()
-    """The request's own, if it had one."""
 
 
 class FieldError(Strict):

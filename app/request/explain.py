@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
+from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
 from app.request.ids import are_ids
 from app.request.vocabulary import Vocabulary
 

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from app.request.contract import MAX_ID
+from app.request.bounds import MAX_ID
 
 MAX_ID_DIGITS = len(str(MAX_ID))
 

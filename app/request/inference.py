@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
 from app.request.body import Strict, check_cost, read, refuse_long
-from app.request.contract import is_request_id
+from app.request.bounds import is_request_id
 from app.request.explain import NAME, REQUEST_ID_RULE, array_of, fulfils, integer, object_of
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
 from app.request.tensors import (

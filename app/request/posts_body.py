@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from app.errors import TooLarge
 from app.request.body import HistoryArrays, HistoryItem, Id, Strict, Time, Topic, Weights, check_cost, read
-from app.request.contract import MAX_TIME
+from app.request.bounds import MAX_TIME
 from app.request.explain import MAX_TOPICS_WANTED, retrieval_rule
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits

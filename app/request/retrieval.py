@@ -17,7 +17,8 @@ from app.errors import InvalidRequest, ServiceError
 from app.interface import ServedRetrieval
 from app.request import features, reply
 from app.request.body import check_cost
-from app.request.contract import MAX_ID, is_request_id
+from app.request.bounds import MAX_ID, is_request_id
+from app.request.codec import Viewed
 from app.request.explain import explain, retrieval_rule
 from app.request.ids import read_ids
 from app.request.posts_body import (
@@ -49,6 +50,15 @@ class Reading(NamedTuple):
 
     vocabulary: Vocabulary
     config: ModelConfig
+
+    def reads_as(self, other: Reading) -> bool:
+        """Whether both make the same of any user and history."""
+        ours, theirs = self.vocabulary, other.vocabulary
+        return (
+            ours.action_names == theirs.action_names
+            and ours.product_surfaces == theirs.product_surfaces
+            and self.config.history_length == other.config.history_length
+        )
 
 
 Models = Sequence[Reading]
@@ -121,12 +131,15 @@ def check_posts(asked: PostsRequest | PostsBody, models: Models) -> PostsRequest
 
 def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | None:
     """What the codec makes of it; None for what it declines, and for what is not valid."""
-    viewers = []
-    for vocabulary, _ in models:
-        viewer = None if vocabulary.codec is None else vocabulary.codec.read_viewer(body)
-        if viewer is None:
+    viewers: list[Viewed] = []
+    for model in models:
+        codec = model.vocabulary.codec
+        if viewers and model.reads_as(models[0]):
+            viewers.append(viewers[0])
+        elif codec is None or (viewer := codec.read_viewer(body)) is None:
             return None
-        viewers.append(viewer)
+        else:
+            viewers.append(viewer)
     first = viewers[0]
     try:
         check_cost(first.rest, limits.max_values)
@@ -177,13 +190,14 @@ def render(
     timings_ms: dict[str, float],
 ) -> bytes:
     """The JSON reply of /retrieve. `timings_ms` is written as it is."""
-    columns: list[tuple[bytes, list[bytes]]] = [
-        (b'{"post_id":', reply.column(_texts(posts.post_ids))),
-        (b',"author_id":', reply.column(_texts(posts.author_ids))),
-        (b',"score":', reply.column(posts.scores)),
+    topics = {topic: b"[]" if topic is None else orjson.dumps([topic]) for topic in posts.topics}
+    columns: list[tuple[bytes, list[bytes]]] = [  # ids are text, which every JSON reader keeps exactly
+        (b'{"post_id":"', reply.column(posts.post_ids)),
+        (b'","author_id":"', reply.column(posts.author_ids)),
+        (b'","score":', reply.column(posts.scores)),
         (b',"rank":', reply.column(np.arange(1, len(posts) + 1))),
         (b',"created_at":', reply.column(posts.created_at)),
-        (b',"topics":', [b"[]" if topic is None else orjson.dumps([topic]) for topic in posts.topics]),
+        (b',"topics":', [topics[topic] for topic in posts.topics]),
     ]
     rows = reply.weave(columns, end=b"},")[:-1] if len(posts) else b""
     head = orjson.dumps({"model": _name_of(served.manifest), "corpus": corpus_of(served, posts)})
@@ -207,8 +221,3 @@ def corpus_of(served: ServedRetrieval, searched: Retrieved) -> dict[str, Any]:
     """What a reply says about the corpus, as it was when it was searched."""
     corpus = served.corpus
     return {"name": corpus.name, "version": corpus.version, "posts": searched.posts, "changes": searched.changes}
-
-
-def _texts(ids: Ids) -> list[int | str]:
-    """Ids as decimal strings, which every JSON reader keeps exactly."""
-    return list(map(str, ids.tolist()))

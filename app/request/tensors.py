@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
 from app.request.body import Strict, Time
-from app.request.contract import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
+from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
 from app.request.explain import (
     ACTION_RULE,
     COUNT,

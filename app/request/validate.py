@@ -18,7 +18,7 @@ from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from app.request.body import Body, CandidateArrays, ExplainBody, HistoryArrays, Wishes
-from app.request.contract import MAX_ID, is_request_id
+from app.request.bounds import MAX_ID, is_request_id
 from app.request.explain import explain, explanation_rule, request_rule
 from app.request.ids import read_ids
 from app.request.vocabulary import Vocabulary

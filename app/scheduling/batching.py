@@ -32,7 +32,8 @@ class Chunk(msgspec.Struct, Generic[JobT], frozen=True, eq=False):
 
 def chunk_count(candidates: int, batching: Batching) -> int:
     """In how many chunks a request of that many candidates is served."""
-    return max(1, -(-candidates // min(batching.chunk_candidates, batching.max_candidates)))
+    most = min(batching.chunk_candidates, batching.max_candidates)
+    return 1 if candidates <= most else -(-candidates // most)
 
 
 def forwards_of(requests: int, candidates: int, context_tokens: int, batching: Batching) -> float:

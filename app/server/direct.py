@@ -48,6 +48,10 @@ class Endpoint(Protocol):
         """
         ...
 
+    def refuse(self, headers: Fields) -> tuple[int, Fields, bytes, bool] | None:
+        """What `reply` would be called with for a request that is refused unread; None where it has to be read."""
+        ...
+
 
 Routes = Callable[[bytes, bytes], Endpoint | None]
 """Method and request target → who takes the request; None for an ASGI application."""
@@ -58,14 +62,14 @@ class Call:
 
     __slots__ = (
         "_body", "_bytes", "_endpoint", "_expects_continue", "_fields", "_handler", "_is_read", "_protocol", "_size",
-        "disconnected", "keep_alive", "response_complete", "response_started",
+        "disconnected", "is_refused", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
         self, protocol: StrictProtocol, endpoint: Endpoint, fields: Fields, *, keep_alive: bool, expects_continue: bool
     ) -> None:
         self.keep_alive = keep_alive
-        self.disconnected = self.response_started = self.response_complete = False
+        self.disconnected = self.is_refused = self.response_started = self.response_complete = False
         self._protocol = protocol
         self._endpoint = endpoint
         self._fields = fields
@@ -108,6 +112,16 @@ class Call:
         if self._handler is not None:
             self._finish()
 
+    def refuse_again(self) -> bool:
+        """The bytes of this request, which was refused, have come again: whether they are, and need not be parsed."""
+        refusal = self._endpoint.refuse(self._fields)
+        if refusal is None:
+            return False
+        self.response_complete = False
+        self._protocol.pending.append(self)
+        self._reply(*refusal)
+        return True
+
     def disconnect(self, answered: tuple[int, str] | None = None) -> None:
         """Nobody reads a reply any more; `answered` as of `Handler.abandon`."""
         self.disconnected = True
@@ -140,7 +154,7 @@ class Call:
         protocol = self._protocol
         fields = b"".join([b"%b: %b\r\n" % field for field in (*protocol.server_state.default_headers, *headers)])
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
-        self.response_started = True
+        self.response_started, self.is_refused = True, may_wait
         self._handler = None  # what the request held would else stay until the connection's next one
         self._bytes = b"".join((STATUS_LINE[status], fields, end, body))
         is_impatient = may_wait and protocol.is_impatient()

@@ -35,7 +35,7 @@ from uvicorn.server import ServerState
 
 from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
 from app.server.deadline import Deadline
-from app.server.direct import Call, Routes
+from app.server.direct import SHORT_BYTES, Call, Routes
 from app.server.observer import Observer
 from app.server.patience import REPEAT_SECONDS
 from app.server.refusals import REFUSALS, refusal_reply, without_upgrade
@@ -109,6 +109,8 @@ class StrictProtocol(HttpToolsProtocol):
         self.body_until = 0.0
         self.is_resting = False  # other connections come first for a while
         self.refused_at = -float("inf")
+        self.refused = b""  # the bytes of the last request, where it was refused and nothing else came with it
+        self.begun_count = 0  # requests that have begun in what was read last
 
     # bytes
 
@@ -154,10 +156,14 @@ class StrictProtocol(HttpToolsProtocol):
                 self._cut("endless_body")
         if self.state in (State.ENDING, State.LINGERING, State.CLOSED):
             return
-        if self.state is State.IDLE:
+        is_first = self.state is State.IDLE
+        if is_first:
+            if data == self.refused and self._is_refused_again():
+                return
             self._begin_request()
         if self.state is State.HEADERS:
             self.header_bytes += len(data)
+        self.begun_count = 0
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -167,6 +173,15 @@ class StrictProtocol(HttpToolsProtocol):
         else:
             if self.state is State.HEADERS and self.header_bytes > self.limits.max_header_bytes:
                 self._refuse("headers")
+            is_whole = is_first and self.begun_count == 1 and self.state is State.IDLE and len(data) < SHORT_BYTES
+            self.refused = data if is_whole and isinstance(self.cycle, Call) and self.cycle.is_refused else b""
+
+    def _is_refused_again(self) -> bool:
+        """The bytes of the last request have come once more: a caller who is refused sends the same again and again."""
+        if self.pending or self.observer.draining:
+            return False
+        self._enter(State.IDLE)  # its deadline is over
+        return bool(self.cycle.refuse_again())
 
     def _begin_request(self) -> None:
         if self.cycle is not None:  # the first one has begun with the connection
@@ -186,6 +201,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self.url, self.headers, self.expect_100_continue = b"", [], False
+        self.begun_count += 1
         if self.state is State.IDLE:  # behind another request, in one read
             self._begin_request()
 

@@ -52,7 +52,7 @@ def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> It
                     f"{name} C={candidates}, {side}, vs dense eager",
                     ratio(seconds["dense"], seconds[side]),
                     "×",
-                    target,
+                    target if vectors == "auto" else 1,  # the others speak of the widest vectors that a processor has
                     at_least=True,
                     ours_ms=1e3 * Figure.of(seconds[side]).median,
                     reference_ms=1e3 * Figure.of(seconds["dense"]).median,

@@ -107,7 +107,7 @@ def recall_row(queries: int, posts: int, width: int) -> Row:
     for draw in KINDS.values():
         rows = draw(rng, posts, width)
         native, plain = NativeIndex(rows), TorchIndex(rows, exhaustive=True)
-        wishes = [Wish(query, K) for query in queries_near(rng, rows, queries // len(KINDS))]
+        wishes = [Wish(query, K) for query in queries_near(rng, rows, -(-queries // len(KINDS)))]
         for start in range(0, len(wishes), BATCH):
             pairs = zip(
                 native.search(wishes[start : start + BATCH]), plain.search(wishes[start : start + BATCH]), strict=True

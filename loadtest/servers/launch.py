@@ -152,7 +152,7 @@ def ranking_server(
     **settings: object,
 ) -> Iterator[Server]:
     """This project's service: `command`, or `python -m app`. `settings` by their names, such as `queue__max_candidates=5`."""
-    port = free_port()
+    port = int(str(settings.get("port") or free_port()))
     chosen = {"host": HOST, "port": port, "drain__delay_seconds": 0, "logs__success_sample": 0, **settings}
     variables = {f"RANKER_{name.upper()}": _text(value) for name, value in chosen.items()}
     variables |= environment or {}

@@ -8,7 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 
 from loadtest.matrix import Row, table
-from loadtest.soak import endings, excess, fronts, hostile, leak, lines, overload, posts, protocol, slow, swaps
+from loadtest.soak import (
+    cluster,
+    endings,
+    excess,
+    fronts,
+    hostile,
+    leak,
+    lines,
+    overload,
+    posts,
+    protocol,
+    shadow,
+    slow,
+    swaps,
+)
 
 Part = Callable[[float], list[Row]]
 
@@ -17,6 +31,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "recovery": (0.05, lambda seconds: [overload.recovery(seconds)]),
     "deadlines": (0.05, lambda seconds: [overload.deadlines(_count(seconds, 100, 200))]),
     "impatience": (0.05, lambda seconds: overload.impatience(seconds)),
+    "shadow": (0.04, lambda seconds: shadow.shadow(seconds)),
     "leak": (0.10, lambda seconds: [leak.leak(seconds)]),
     "reloads": (0.10, lambda seconds: leak.reload_leak(seconds, min(60.0, seconds / 8))),
     "swaps": (0.12, lambda seconds: swaps.swaps(seconds)),
@@ -39,6 +54,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "posts": (0.06, lambda seconds: posts.changes(_count(seconds, 60, 1000))),
     "fronts_posts": (0.03, lambda seconds: posts.changes(_count(seconds, 60, 500), fronts=2)),
     "posts_kills": (0.03, lambda seconds: [posts.kills(_count(seconds, 1 / 8, 2))]),
+    "cluster": (0.05, lambda seconds: cluster.all_rows(_count(seconds, 1 / 60, 2))),
     "vanishing": (0.05, lambda seconds: [endings.vanishing(_count(seconds, 80, 500))]),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from model.retrieval.inputs import Answers, Query
 from weights.errors import CheckpointError
 
 leaked: list[bytearray] = []
+device = threading.Lock()
 limitless = budgets.Budget.__init__
 
 
@@ -37,7 +39,7 @@ class FaultyEngine(FakeEngine):
     def forward(self, items: Sequence[Item]) -> list[Outcome]:
         options, users = self.options, {item.context.user_id for item in items}
         work = sum(len(item.candidates) for item in items)
-        time.sleep((options.forward_ms + options.candidate_us * work / 1000) / 1000)
+        use_device(options.forward_ms + options.candidate_us * work / 1000)
         if HANG in users:
             time.sleep(options.hang_seconds)
         if STICKY in users:
@@ -89,6 +91,12 @@ def load_late_and_fail(seconds: float) -> Loader:
     return load
 
 
+def use_device(milliseconds: float) -> None:
+    """There is one device, and it computes one forward at a time."""
+    with device:
+        time.sleep(milliseconds / 1000)
+
+
 def stock_protocol(
     *arguments: Any, limits: object, observer: object, routes: object, is_counted: object, **named: Any
 ) -> HttpToolsProtocol:
@@ -101,6 +109,10 @@ def main() -> int:
     parser.add_argument("--forward-ms", type=float, default=0.0)
     parser.add_argument("--candidate-us", type=float, default=0.0)
     parser.add_argument("--hang-seconds", type=float, default=3600.0)
+    parser.add_argument(
+        "--shadow-ms", type=float, default=0.0, help="a second checkpoint's forward, on the same device"
+    )
+    parser.add_argument("--eager-shadow", action="store_true", help="the second checkpoint does not ask who waits")
     parser.add_argument("--leak-bytes", type=int, default=0)
     parser.add_argument("--refused-after-seconds", type=float, help="the first load fails")
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
@@ -114,6 +126,8 @@ def main() -> int:
         budgets.Budget.__init__ = lambda budget, limit: limitless(budget, 2**60)  # type: ignore[assignment, method-assign]
     if options.stock_protocol:
         vars(process)["StrictProtocol"] = stock_protocol  # the name that its server looks up
+    if options.eager_shadow:
+        RankingService.is_busy = lambda self: False  # type: ignore[method-assign]
     role, settings = Role.inherited(), load_settings([])
     refused = options.refused_after_seconds
     load = loader(FaultyEngine(options)) if refused is None else load_late_and_fail(refused)
@@ -121,7 +135,12 @@ def main() -> int:
     retrieval = None
     if towers is not None and corpus is not None:
         retrieval = hanging(retrieval_loader(towers, corpus, settings), options.hang_seconds)
-    service = RankingService(load, settings, Metrics(), retrieval=retrieval)
+    second = (
+        None
+        if settings.shadow.checkpoint is None
+        else loader(FakeEngine(2, lambda items: use_device(options.shadow_ms)), "v2")
+    )
+    service = RankingService(load, settings, Metrics(), retrieval=retrieval, second=second)
     return assembly.run(settings, role, service)
 
 

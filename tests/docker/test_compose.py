@@ -20,7 +20,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load(FILE.read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 OURS = ("ranker-cpu", "ranker-cuda")
 DEFAULTS = dict(line.split("=", 1) for line in (ROOT / "docker/.env").read_text().splitlines() if line[:1].isupper())
-SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|API_?KEY|PRIVATE", re.IGNORECASE)
+SECRET = re.compile(r"PASSWORD|SECRET|(?<!automountServiceAccount)TOKEN|API_?KEY|PRIVATE", re.IGNORECASE)
 
 
 def secrets(text: str) -> list[str]:

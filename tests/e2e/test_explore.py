@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,11 +24,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from app.settings import Auth, Queue, Settings
 from tests.app.fakes import FakeEngine, Gate
 from tests.app.serving import good, listening, port_of
 from tests.e2e.process import DEMO, ROOT, Server, serving
+from weights.checkpoint import load_checkpoint, save_checkpoint
+from weights.training.evaluate.compare_page import explorer_link
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
@@ -403,6 +407,71 @@ def test_a_checkpoint_without_names_behind_a_key(browser: Any) -> None:
         assert all("401" in said for said in tab.complaints)
         assert "sesame" not in tab.page.url
         tab.context.close()
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo with some of its heads' weights gone, as another version with another default."""
+    directory = tmp_path_factory.mktemp("second") / "demo"
+    found = load_checkpoint(DEMO)
+    heads = found.ranker.heads.actions.data
+    heads *= torch.rand(heads.shape, generator=torch.Generator().manual_seed(5)) < 0.5
+    manifest = found.manifest
+    weights = {name: weight / 2 for name, weight in manifest.score_weights.items()}
+    save_checkpoint(
+        directory, found.ranker, name="demo", version="other", action_names=manifest.action_names, score_weights=weights,
+        continuous=manifest.continuous,
+    )  # fmt: skip
+    return directory
+
+
+def test_two_checkpoints_stand_side_by_side(browser: Any, other: Path) -> None:
+    with serving(DEMO, threads=1, shadow__checkpoint=other) as server, httpx.Client(base_url=server.url) as client:
+        for _ in range(500):
+            if (second := client.get("/info").json()["second"])["model"] is not None:
+                break
+            time.sleep(0.02)
+        versions = [client.get("/info").json()["model"]["version"], second["model"]["version"]]
+
+        def by(version: str, request: Json) -> list[tuple[str, int, float]]:
+            reply = client.post("/rank", json=request, headers={"x-model-version": version}).raise_for_status().json()
+            rows = [(each["post_id"], each["rank"], each["score"]) for each in reply["candidates"]]
+            return sorted(rows, key=lambda row: row[1])
+
+        tab = Explorer(browser, server.url, viewport={"width": 1440, "height": 900}).open()
+        tab.page.locator("#one").uncheck()
+        assert tab.shown() == by(versions[0], EXAMPLE)
+        tab.settle(lambda: tab.page.get_by_role("button", name="Checkpoints").click())
+        assert [tab.shown(side) for side in (0, 1)] == [by(version, EXAMPLE) for version in versions]
+        assert tab.shown(0) != tab.shown(1)
+        assert [
+            f"demo {version}" in tab.page.locator(".list").nth(side).inner_text()
+            for side, version in enumerate(versions)
+        ]
+        tab.settle(lambda: tab.page.locator("#events .remove").first.click())
+        assert [tab.shown(side) for side in (0, 1)] == [by(version, without_event(-1)) for version in versions]
+        tab.page.locator(".list").nth(1).get_by_role("button", name="Why").first.click()
+        tab.page.wait_for_selector(".reasons")
+        tab.page.wait_for_timeout(300)
+        link = tab.page.evaluate("location.href")
+        again = Explorer(browser, server.url).open(link.removeprefix(server.url))
+        assert [again.shown(side) for side in (0, 1)] == [tab.shown(side) for side in (0, 1)]
+        tab.page.locator("#curl").click()
+        curl = tab.page.evaluate("navigator.clipboard.readText()")
+        assert f"x-model-version: {versions[0]}" in curl
+        tab.settle(lambda: tab.page.get_by_role("button", name="Compare").click())
+        tab.settle(lambda: tab.page.get_by_role("button", name="Checkpoints").click())
+        tab.settle(lambda: tab.page.get_by_role("button", name="Checkpoints").click())
+        assert tab.page.locator(".list").count() == 1
+        assert tab.complaints + again.complaints == []
+        for each in (tab, again):
+            each.context.close()
+
+
+def test_a_link_to_versions_that_are_not_held_opens_without_them(tab: Explorer, client: httpx.Client) -> None:
+    tab.open(explorer_link("/explore", EXAMPLE, ["1", "elsewhere"]))
+    assert tab.page.locator(".list").count() == 1
+    assert tab.shown() == ranked(client, EXAMPLE)
 
 
 BUSY = {  # what the engine that does not answer is to the page's request: a full queue, or an engine that is stuck

@@ -11,7 +11,7 @@ import pytest
 
 from loadtest.generate import wrk
 from loadtest.matrix import Row
-from loadtest.soak import endings, hostile, leak, lines, overload, protocol, swaps
+from loadtest.soak import endings, hostile, leak, lines, overload, protocol, shadow, swaps
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -60,6 +60,19 @@ def test_l5_impatient_callers_do_not_starve_the_others() -> None:
 def test_l5_is_red_where_no_refusal_waits() -> None:
     goodput, _ = overload.impatience(8.0, rounds=1, connections__held_refusals=0)
     assert not goodput.ok
+
+
+def test_l6_a_shadow_takes_nothing_from_answers_under_overload() -> None:
+    bits, p99, goodput = shadow.shadow(5.0, rounds=1)
+    assert bits.ok, bits
+    assert not p99.failed
+    assert p99.figure < 1.5  # the hundredths are the long form's
+    assert goodput.figure > 0.85
+
+
+def test_l6_is_red_where_the_shadow_does_not_ask_who_waits() -> None:
+    _, p99, goodput = shadow.shadow(3.0, "--eager-shadow", rounds=1)
+    assert not (p99.ok and goodput.ok)
 
 
 def test_l4_a_planted_leak_is_seen_and_without_it_memory_is_flat() -> None:

@@ -111,7 +111,7 @@ class Scorer:
     def _forwards(self, examples: Examples, requests: NDArray[np.int64]) -> Iterator[_Forward]:
         """One after the other; the next one's items are made while the engine computes."""
         running: _Forward | None = None
-        for rows, items in _batches(examples, requests):
+        for rows, items in batches(examples, requests):
             begun = _Forward(rows, self._thread.submit(self.engine.forward, items))
             if running is not None:
                 yield running
@@ -120,7 +120,8 @@ class Scorer:
             yield running
 
 
-def _batches(examples: Examples, requests: NDArray[np.int64]) -> Iterator[tuple[list[NDArray[np.int64]], list[Item]]]:
+def batches(examples: Examples, requests: NDArray[np.int64]) -> Iterator[tuple[list[NDArray[np.int64]], list[Item]]]:
+    """Forwards for the given requests, in their order: each request's rows of the log, and its item."""
     rows: list[NDArray[np.int64]] = []
     items: list[Item] = []
     for index in requests.tolist():

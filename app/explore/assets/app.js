@@ -41,8 +41,12 @@ export const app = {
   get disliked() {
     return ["report", "block_author", "mute_author", "not_interested"].find((name) => this.actions.includes(name));
   },
-  weights(request = this.request) {
-    return request.weights ?? this.info.weights;
+  /** Of the checkpoints that the process holds. */
+  get versions() {
+    return [this.info.model.version, this.info.second?.model?.version].filter((version) => version !== undefined);
+  },
+  weights(request = this.request, version = this.info.model.version) {
+    return request.weights ?? (version === this.info.model.version ? this.info : this.info.second).weights;
   },
   weightOf(name) {
     return this.weights()[name] ?? 0;
@@ -126,9 +130,17 @@ export const app = {
   },
 
   compare() {
-    const { state } = this;
-    if (state.sides.length === 2) Object.assign(state, { sides: [this.request], side: 0 });
-    else Object.assign(state, { sides: [this.request, structuredClone(this.request)], side: 1 });
+    const two = this.state.sides.length === 2;
+    this.standing(two ? [this.request] : [this.request, structuredClone(this.request)], []);
+  },
+
+  /** One request by both checkpoints that the process holds, or by whichever answers. */
+  compareCheckpoints() {
+    this.standing([this.request], this.state.versions.length ? [] : this.versions);
+  },
+
+  standing(sides, versions) {
+    Object.assign(this.state, { sides, versions, side: sides.length - 1 });
     this.held = null;
     this.before = [];
     this.draw();
@@ -194,7 +206,8 @@ export const app = {
     while (lists.length < views.length) {
       lists.push(
         new RankedList((what, post) => {
-          if (what !== "why") this.state.side = lists.findIndex((list) => list.rows.get(post.key)?.post === post);
+          const side = lists.findIndex((list) => list.rows.get(post.key)?.post === post);
+          if (what !== "why") this.state.side = Math.min(side, this.state.sides.length - 1);
           this.act(what, post);
         }),
       );

@@ -4,14 +4,20 @@ import { call, latest } from "./api.js";
 import { app } from "./app.js";
 import { byId } from "./dom.js";
 import { Names, number } from "./names.js";
-import { body, FOR_RETRIEVAL, normal, pack, unpack } from "./state.js";
+import { body, FOR_RETRIEVAL, lists, normal, pack, unpack } from "./state.js";
 import { askForKey } from "./tools.js";
 
 /** Ask for one side's ranking, and who wrote the posts where the reply does not say it. The reply keeps what it answers. */
 async function ask(side) {
   const sent = body(app.state, side);
-  const asked = await call(app.state.source, sent);
-  Object.assign(asked.value, { sent, weights: app.weights(sent) });
+  const asked = await call(app.state.source, sent, app.state.versions[side]);
+  const { model, models } = asked.value;
+  const { version } = model ?? models.ranker;
+  if (!app.versions.includes(version)) {
+    app.info = (await call("info")).value;
+    app.draw();
+  }
+  Object.assign(asked.value, { sent, version, weights: app.weights(sent, version) });
   if (
     app.state.source === "recommend" &&
     asked.value.candidates.some((post) => !app.names.posts.has(String(post.post_id)))
@@ -24,20 +30,15 @@ async function ask(side) {
 
 const rank = latest(async () => {
   try {
-    const sides = app.state.sides.map((_, side) => side);
+    const sides = [...Array(lists(app.state)).keys()];
     const asked = await Promise.all(
       sides.map((side) => (app.held && !side ? { value: app.held, milliseconds: 0 } : ask(side))),
     );
-    if (asked.length !== app.state.sides.length) return; // comparing began or ended meanwhile, and asks again
+    if (asked.length !== lists(app.state)) return; // comparing began or ended meanwhile, and asks again
     app.replies = asked.map(({ value }) => value);
     const { value, milliseconds } = asked[app.state.side];
-    const { timings_ms: stages, model, models } = value;
-    const { name, version } = model ?? models.ranker;
-    if (version !== app.info.model.version) {
-      app.info = (await call("info")).value;
-      app.draw();
-    }
-    byId("model").textContent = `${name} ${version}`;
+    const { timings_ms: stages, model, models, version } = value;
+    byId("model").textContent = `${(model ?? models.ranker).name} ${version}`;
     const served = Object.values(stages).reduce((sum, stage) => sum + stage, 0);
     byId("pace").textContent = `${number(served, 1)} ms in the service, ${number(milliseconds, 0)} ms in all`;
     byId("problem").hidden = true;
@@ -63,7 +64,7 @@ const explain = latest(async () => {
       ([name]) => !FOR_RETRIEVAL.includes(name),
     );
     try {
-      const { value } = await call("explain", Object.fromEntries(question));
+      const { value } = await call("explain", Object.fromEntries(question), app.replies[side].version);
       app.explained[side] = { post: post_id, history: sent.history, reply: value };
     } catch (refused) {
       app.explained[side] = { post: post_id, message: refused.message };
@@ -120,12 +121,14 @@ async function restore() {
     app.state = {
       source: app.canRetrieve ? "recommend" : "rank",
       sides: [request],
+      versions: [],
       side: 0,
       open: null,
       onePer: true,
       start: request.impression_ts,
     };
   }
+  if (!app.state.versions.every((version) => app.versions.includes(version))) app.state.versions = []; // not held here
   if (!app.canRetrieve && app.state.source === "recommend") app.state.source = "rank";
   app.replies = [];
   app.before = [];

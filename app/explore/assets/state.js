@@ -36,9 +36,12 @@ export function parse(text) {
   });
 }
 
+/** How many lists stand side by side: two requests, or one by two checkpoints. */
+export const lists = (state) => Math.max(state.sides.length, state.versions.length);
+
 /** What is sent for a side. */
 export function body(state, side = state.side) {
-  const { candidates, ...request } = state.sides[side];
+  const { candidates, ...request } = state.sides[Math.min(side, state.sides.length - 1)];
   const history = request.history.map((event) => ({
     ...event,
     actions: Object.values(event.actions).every((value) => value === 1) ? Object.keys(event.actions) : event.actions,
@@ -61,12 +64,13 @@ export async function pack(state) {
 export async function unpack(text) {
   const bytes = Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (each) => each.charCodeAt(0));
   const whole = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
-  const state = JSON.parse(await new Response(whole).text());
+  const state = { versions: [], ...JSON.parse(await new Response(whole).text()) };
   const isWhole = ({ history, candidates }) => Array.isArray(history) && Array.isArray(candidates);
   if (
     !["rank", "recommend"].includes(state.source) ||
     ![0, 1].includes(state.side) ||
     !state.sides[state.side] ||
+    !Array.isArray(state.versions) ||
     !state.sides.every(isWhole)
   ) {
     throw new Error("no state of this page"); // a link may come from anyone
@@ -75,18 +79,20 @@ export async function unpack(text) {
 }
 
 /** The call as a command and as a program. */
-export function asCurl(url, sent) {
-  return `curl -s '${url}' -H 'content-type: application/json' -d '${JSON.stringify(sent).replaceAll("'", "'\\''")}'`;
+export function asCurl(url, sent, version) {
+  const named = version ? ` -H 'x-model-version: ${version}'` : "";
+  return `curl -s '${url}' -H 'content-type: application/json'${named} -d '${JSON.stringify(sent).replaceAll("'", "'\\''")}'`;
 }
 
-export function asPython(url, sent) {
+export function asPython(url, sent, version) {
+  const headers = { "content-type": "application/json", ...(version && { "x-model-version": version }) };
   const text = JSON.stringify(sent).replaceAll("\\", "\\\\").replaceAll("'", "\\'");
   return [
     "import json",
     "import urllib.request",
     "",
     `request = json.loads('${text}')`,
-    `call = urllib.request.Request('${url}', json.dumps(request).encode(), {"content-type": "application/json"})`,
+    `call = urllib.request.Request('${url}', json.dumps(request).encode(), ${JSON.stringify(headers)})`,
     "reply = json.load(urllib.request.urlopen(call))",
     'for post in sorted(reply["candidates"], key=lambda post: post["rank"]):',
     '    print(post["rank"], post["post_id"], post["score"])',

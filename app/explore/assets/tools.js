@@ -2,7 +2,7 @@
 
 import { useKey } from "./api.js";
 import { byId, h, rebuild } from "./dom.js";
-import { asCurl, asPython, body, parse } from "./state.js";
+import { asCurl, asPython, body, lists, parse } from "./state.js";
 
 export function drawTools(app) {
   const { state } = app,
@@ -26,7 +26,7 @@ export function drawTools(app) {
         String(state.side),
         (side) => app.edit(Number(side)),
       ),
-    two &&
+    lists(state) === 2 &&
       h(
         "label",
         { class: "check" },
@@ -40,9 +40,14 @@ export function drawTools(app) {
         "Hold A",
       ),
     button("compare", "Compare", () => app.compare(), { "aria-pressed": String(two) }),
+    app.versions.length === 2 &&
+      button("checkpoints", "Checkpoints", () => app.compareCheckpoints(), {
+        "aria-pressed": String(state.versions.length === 2),
+        title: `Side by side: ${app.versions.join(" and ")}`,
+      }),
     button("paste", "Request…", () => openRequest(app)),
-    copy("curl", "curl", () => asCurl(url, body(state))),
-    copy("python", "Python", () => asPython(url, body(state))),
+    copy("curl", "curl", () => asCurl(url, body(state), state.versions[state.side])),
+    copy("python", "Python", () => asPython(url, body(state), state.versions[state.side])),
     copy("link", "Link", () => location.href),
   ]);
 }

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from app.assembly import build_app
 from app.errors import InvalidRequest, TooLarge
 from app.request.body import decode_explain
-from app.request.contract import ExplainReply, ExplainRequest
+from app.request.explanation_contract import ExplainReply, ExplainRequest
 from app.request.validate import check_explain
 from app.service.service import RankingService
 from app.settings import Explore, Limits, Settings

@@ -63,7 +63,9 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/explain", "/retrieve", "/recommend"])
 def test_every_refusal_is_listed(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
-    assert set(responses) == {"200", "400", "401", "406", "413", "415", "422", "429", "500", "503", "504"}
+    assert set(responses) == {"200", "400", "401", "404", "406", "413", "415", "422", "429", "500", "503", "504"}
+    named = {each["name"] for each in document["paths"][path]["post"]["parameters"]}
+    assert ("X-Model-Version" in named) == (path != "/retrieve")
     text = str(responses)
     for codes in (
         "malformed_json unauthorized too_large unsupported_media_type invalid_request overloaded",

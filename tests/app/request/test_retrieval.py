@@ -15,7 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
-from app.request import contract, strict_json
+from app.request import retrieval_contract as contract
+from app.request import strict_json
 from app.request.codec import Codec, load_library
 from app.request.reply import Joined, ReplyFormat, render_joined
 from app.request.retrieval import PostsRequest, Reading, check_posts, read_compiled, read_posts
@@ -204,8 +205,10 @@ def sent(count: int) -> list[bytes]:
 def test_the_codec_reads_alike_or_declines() -> None:
     raws = sent(1500)
     good = [raw.replace(b": ", b":") for raw in raws if verdict(raw, ranks=True) is None]
-    wrong, taken = differing([*raws, *islice(mutated(3, good), 3000)], compiled_models())
+    cases = [*raws, *islice(mutated(3, good), 3000)]
+    wrong, taken = differing(cases, compiled_models())
     assert wrong == []
+    assert differing(cases[::7], [with_codec(LIBRARY), with_codec(LIBRARY)])[0] == []
     assert taken > 700
 
 
@@ -228,6 +231,15 @@ def test_more_than_the_limits_is_left_to_the_plain_path(changed: dict[str, Any])
     assert isinstance(read_posts(json.dumps(body).encode(), limits, models), PostsRequest)
     with pytest.raises(TooLarge):
         read_posts(json.dumps(body | changed).encode(), limits, models)
+
+
+@pytest.mark.parametrize("other", [{"action_names": ("a", "b", "c")}, {"product_surfaces": 3}])
+def test_models_of_other_words_or_windows_read_for_themselves(other: dict[str, Any]) -> None:
+    assert LIBRARY is not None
+    one = with_codec(LIBRARY)
+    assert one.reads_as(with_codec(LIBRARY))
+    assert not one.reads_as(with_codec(LIBRARY, 5))
+    assert not one.reads_as(Reading(replace(VOCABULARY, **other), CONFIG))
 
 
 def test_another_window_would_be_noticed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 from app.scheduling.loop_lag import LoopLag
 from app.server.patience import HOLD_SECONDS, REPEAT_SECONDS
+from app.server.protocol import StrictProtocol
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
@@ -96,3 +98,47 @@ def test_what_comes_behind_a_refusal_that_waits_is_answered_after_it(server: Liv
         refused_after(sock)
         sock.sendall(rank_request(1) + b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert statuses(read_all(sock)) == [429, 200]
+
+
+def test_the_same_request_once_more_is_not_parsed_again(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.server.observer.refusals.most = 0
+    parsed, complete = [], StrictProtocol.on_headers_complete
+    monkeypatch.setattr(
+        StrictProtocol, "on_headers_complete", lambda protocol: parsed.append(protocol) or complete(protocol)
+    )
+    one, other = rank_request(1), rank_request(2)
+    sent = [(one, 1)] * 3 + [(other, 1)] * 2 + [(one + other, 2)] * 2 + [(one[:60], 0), (one[60:], 1), (one, 1)]
+    replies, wanted = b"", 0
+    with connect(server.port, 5) as sock:
+        for request, count in sent:
+            sock.sendall(request)
+            wanted += count
+            while replies.count(b'"request_id"') < wanted:
+                replies += sock.recv(65536)
+    assert statuses(replies) == [429] * 11
+    assert len(parsed) == 1 + 1 + 2 * 2 + 1 + 1
+    assert len(set(re.findall(rb"x-request-id: (\w+)", replies))) == 11
+    value = server.service.metrics.registry.get_sample_value
+    assert value("ranker_http_requests_total", {"method": "POST", "route": "/rank", "code": "429"}) == 11
+    assert value("ranker_rejected_total", {"reason": "loop_overrun"}) == 11
+
+
+def test_with_room_again_the_same_request_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live(FakeEngine()) as server, connect(server.port) as sock, monkeypatch.context() as refusing:
+        refusing.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
+        refusing.setattr(LoopLag, "is_short_of_time", True)
+        refused_after(sock)
+        refused_after(sock)
+        refusing.undo()
+        sock.sendall(rank_request(1))
+        assert statuses(one_reply(sock)) == [200]
+
+
+def test_the_connection_of_a_refusal_that_waits_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
+    monkeypatch.setattr(LoopLag, "is_short_of_time", True)
+    with live(FakeEngine(), connections=Connections(keep_alive_seconds=0.3)) as server, connect(server.port) as sock:
+        refused_after(sock)
+        time.sleep(0.2)
+        sock.sendall(rank_request(1))
+        assert b" 429 " in sock.recv(65536)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from contextlib import suppress
 from itertools import chain
 
 import pytest
@@ -286,6 +287,20 @@ async def test_a_stall_is_seen_and_a_late_answer_reaches_nobody() -> None:
         gate.opened.set()
         await until(lambda: service.health().ready)
         assert right(await rank(service, 2), 2)
+
+
+async def test_a_stall_is_seen_however_often_requests_come() -> None:
+    async with busy(queue=Queue(stall_seconds=0.05)) as (service, _, gate, lost):
+
+        def is_refused() -> bool:
+            with suppress(EngineDown):
+                service.check_open()
+                return False
+            return True
+
+        await until(is_refused)
+        gate.opened.set()
+        await lost
 
 
 async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_longer() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import zlib
 from base64 import b64encode, urlsafe_b64encode
+from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 from io import BytesIO
@@ -30,8 +31,7 @@ STYLE = (
 def write_comparison(
     out: Path, pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
 ) -> dict[str, Any]:
-    """Write `index.html` and `figures.json` into `out`, which may exist; the figures, without the scores "
-    "themselves, are returned."""
+    """Write `index.html` and `figures.json` into `out`, which may exist; the figures, without the scores themselves, are returned."""
     out.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {"checkpoints": [{"name": each.name, "version": each.version} for each in pair]}
     values |= {name: _plain(value) for name, value in asdict(comparison).items() if name != "scores"}
@@ -40,11 +40,12 @@ def write_comparison(
     return values
 
 
-def explorer_link(explorer: str, body: dict[str, Any]) -> str:
-    """An address that opens this request in the page of a running server: its state, raw deflate in base64 "
-    "(docs/explore.md)."""
+def explorer_link(explorer: str, body: dict[str, Any], versions: Sequence[str] = ()) -> str:
+    """An address that opens this request in the page of a running server, by both versions where it holds both: its state, raw
+    deflate in base64 (docs/explore.md)."""
     state = {
-        "source": "rank", "sides": [body], "side": 0, "open": None, "onePer": False, "start": body["impression_ts"],
+        "source": "rank", "sides": [body], "versions": list(versions), "side": 0, "open": None, "onePer": False,
+        "start": body["impression_ts"],
     }  # fmt: skip
     squeezer = zlib.compressobj(wbits=-15)
     packed = squeezer.compress(json.dumps(state).encode()) + squeezer.flush()
@@ -80,9 +81,10 @@ def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
         ]
         for name, each in comparison.actions.items()
     ]
+    versions = [each.version for each in pair]
     changed = "".join(
-        f'<tr><td><a href="{escape(explorer_link(explorer, each.body))}">request {each.request_id}</a></td><td>{each.kendall:.3f}</td>'
-        f"<td>{each.best[0]} → {each.best[1]}</td></tr>"
+        f'<tr><td><a href="{escape(explorer_link(explorer, each.body, versions))}">request {each.request_id}</a></td>'
+        f"<td>{each.kendall:.3f}</td><td>{each.best[0]} → {each.best[1]}</td></tr>"
         for each in comparison.changed
     )
     title = escape(f"{left} → {right}")
@@ -95,7 +97,7 @@ def _page(pair: tuple[Manifest, Manifest], comparison: Comparison, explorer: str
         f"src='data:image/png;base64,{_plot(comparison, left, right)}'></p>"
         f"<h2>Actions</h2>{_table(['action', 'share', 'correlation', 'mean', 'calibration error', 'log-loss'], actions)}"
         "<h2>The requests that changed most</h2><p>By Kendall's τ of both orders. Each opens in the page of a "
-        "running server, ranked by the checkpoint that it serves.</p>"
+        "running server, by both checkpoints side by side where it holds them, else ranked by the one that it serves.</p>"
         f"<table><tr><th>request</th><th>τ</th><th>best post</th></tr>{changed}</table></html>\n"
     )
 

@@ -1,0 +1,236 @@
+"""G1 to G3: several processes behind HAProxy: which users move when one more comes, and what is lost when one dies or is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import orjson
+from phoenix_ranker_client.call import routing_key
+
+from loadtest.generate.http_client import Client
+from loadtest.generate.payload import rank_request
+from loadtest.matrix import Row
+from loadtest.servers.balancer import SERVED_BY, balancer
+from loadtest.servers.launch import HOST, Server, free_port
+from loadtest.servers.target import Target
+from loadtest.soak.servers import real
+
+Changes = Sequence[tuple[str, str]]
+
+AT_RANDOM: Changes = ((r"balance hdr\(x-routing-key\)", "    balance random"),)
+SENT_ONCE: Changes = (
+    ("retry-on .*", "    retry-on conn-failure"),
+)  # a request that may have been read is not sent again
+CANDIDATES = 8
+CLIENTS = 8
+HOP_REQUESTS = 300
+SETTLED_SECONDS = 2.5  # the health checks and the slow start of the tests
+
+
+class Processes:
+    """Processes of the demo on ports that they keep, whether they run or not."""
+
+    def __init__(self, count: int) -> None:
+        self.ports = [free_port() for _ in range(count)]
+        self.running: dict[int, Server] = {}
+        self._stacks: dict[int, ExitStack] = {}
+
+    def start(self, number: int) -> None:
+        """Start one, and wait until it is ready."""
+        stack = ExitStack()
+        server = stack.enter_context(real(port=self.ports[number], threads=1, drain__delay_seconds=0.5))
+        self.running[number], self._stacks[number] = server, stack
+
+    def end(self, number: int, by: signal.Signals = signal.SIGTERM) -> int:
+        """Its exit code."""
+        server = self.running.pop(number)
+        server.process.send_signal(by)
+        code = server.process.wait(60)
+        self._stacks.pop(number).close()
+        return code
+
+    def close(self) -> None:
+        """End all."""
+        for number in list(self.running):
+            self.end(number)
+
+
+@contextmanager
+def two_processes() -> Iterator[Processes]:
+    """Two processes run, and a third may come."""
+    processes = Processes(3)
+    try:
+        processes.start(0)
+        processes.start(1)
+        yield processes
+    finally:
+        processes.close()
+
+
+@contextmanager
+def behind(processes: Processes, changes: Changes = ()) -> Iterator[Target]:
+    """The balancer in front of them, after the slow start of those that run."""
+    with balancer(processes.ports, *changes) as target:
+        time.sleep(SETTLED_SECONDS)
+        yield target
+
+
+@dataclass
+class Placed:
+    """Where each user's request went, with what scores, and the share that found its context in a cache."""
+
+    servers: dict[int, bytes] = field(default_factory=dict)
+    scores: dict[int, bytes] = field(default_factory=dict)
+    hits: float = 0.0
+
+
+def asked(user: int) -> bytes:
+    """A user's request, always the same, with the key that the client library sends."""
+    return rank_request(user, CANDIDATES, {"X-Routing-Key": routing_key(user)})
+
+
+async def place(target: Target, processes: Processes, users: Sequence[int]) -> Placed:
+    """Ask once for each user, one after the other: with many in flight, some go elsewhere for the sake of the load."""
+    placed, before = Placed(), _hits(processes)
+    async with Client(HOST, target.port, max_connections=1, keep_bodies=True) as client:
+        for user in users:
+            reply = await client.ask(asked(user))
+            assert reply.status == 200, (reply.status, reply.failure)
+            placed.servers[user] = reply.headers.get(SERVED_BY.encode(), b"")
+            placed.scores[user] = orjson.dumps(orjson.loads(reply.body)["candidates"])
+    placed.hits = (_hits(processes) - before) / len(users)
+    return placed
+
+
+def _hits(processes: Processes) -> float:
+    scraped = (server.target.scrape() for server in processes.running.values())
+    return sum(each.total("ranker_context_cache_lookups_total", result="hit") for each in scraped)
+
+
+def one_more(processes: Processes, users: int, changes: Changes = ()) -> list[Row]:
+    """G1: two processes become three. Few users move, most find their contexts, and the scores are those of before."""
+    with behind(processes, changes) as target:
+
+        def once() -> Placed:
+            return asyncio.run(place(target, processes, range(1, users + 1)))
+
+        once()
+        steady = once()
+        processes.start(2)
+        time.sleep(SETTLED_SECONDS)
+        after, settled = once(), once()
+        processes.end(2)
+    moved = sum(after.servers[user] != server for user, server in steady.servers.items()) / users
+    other = sum(after.scores[user] != scores for user, scores in steady.scores.items())
+    return [
+        Row("G1", "two processes become three: users that move", users, 0, moved, 1.25 / 3, ""),
+        Row("G1", "cache hits before", users, 0, steady.hits, 0.98, "of the requests", True),
+        Row("G1", "cache hits right after", users, 0, after.hits, 0.95 * 2 / 3 * steady.hits, "of the requests", True),
+        Row("G1", "cache hits once every user was back", users, 0, settled.hits, 0.98, "of the requests", True),
+        Row("G1", "users whose scores depend on the process", users, other, other, 0, "users"),
+    ]
+
+
+def hop(processes: Processes, requests: int = HOP_REQUESTS) -> Row:
+    """What the balancer adds to a request at one connection: asked through it and directly, in turns."""
+
+    async def measure(target: Target) -> float:
+        seconds: dict[int, list[float]] = {target.port: [], processes.ports[0]: []}
+        async with (
+            Client(HOST, target.port, max_connections=1) as through,
+            Client(HOST, processes.ports[0], max_connections=1) as direct,
+        ):
+            for user in range(requests):
+                for client in (through, direct):
+                    reply = await client.ask(asked(user % 20 + 1))
+                    assert reply.status == 200
+                    seconds[client.port].append(reply.done_at - reply.sent_at)
+        return statistics.median(seconds[target.port]) - statistics.median(seconds[processes.ports[0]])
+
+    with balancer(processes.ports[:1]) as target:
+        added = asyncio.run(measure(target))
+    return Row("G1", "what the balancer adds, p50", requests, 0, 1e3 * added, 0.3, "ms")
+
+
+@dataclass
+class Load:
+    """Clients that ask, each for one user after the other, until `stop`; what they did not get."""
+
+    target: Target
+    answered: int = 0
+    lost: int = 0
+    stop: bool = False
+
+    async def run(self) -> None:
+        """Until `stop` is set."""
+        users = itertools.count(1)
+        async with Client(HOST, self.target.port, max_connections=CLIENTS) as client:
+            await asyncio.gather(*(self._client(client, users) for _ in range(CLIENTS)))
+
+    async def _client(self, client: Client, users: Iterator[int]) -> None:
+        while not self.stop:
+            reply = await client.ask(asked(next(users) % 1000 + 1))
+            self.answered += reply.status == 200
+            self.lost += reply.status != 200
+
+
+async def _under_load(target: Target, harm: Callable[[], None]) -> Load:
+    """Do `harm` in a thread while clients ask, with as many requests in flight as there are clients."""
+    load = Load(target)
+    running = asyncio.create_task(load.run())
+    await asyncio.sleep(1)
+    await asyncio.to_thread(harm)
+    await asyncio.sleep(1)
+    load.stop = True
+    await running
+    return load
+
+
+def deaths(processes: Processes, runs: int, changes: Changes = ()) -> Row:
+    """G2: `kill -9` of one process under load, and another one started in its place: nothing is lost, since a ranking is asked again."""
+    with behind(processes, changes) as target:
+
+        def harm() -> None:
+            for run in range(runs):
+                processes.end(run % 2, signal.SIGKILL)
+                time.sleep(0.5)
+                processes.start(run % 2)
+                time.sleep(SETTLED_SECONDS)
+
+        load = asyncio.run(_under_load(target, harm))
+    what = f"a process killed under load, {load.answered} answered"
+    return Row("G2", what, runs, 0, load.lost / runs, 0, "requests lost a kill")
+
+
+def rolling(
+    processes: Processes, numbers: Sequence[int], by: signal.Signals = signal.SIGTERM, changes: Changes = ()
+) -> Row:
+    """G3: these processes replaced in turn, by SIGTERM and a new one, under load: nothing is lost. `by`: a control's other signal."""
+    codes: list[int] = []
+    with behind(processes, changes) as target:
+
+        def harm() -> None:
+            for number in numbers:
+                codes.append(processes.end(number, by))
+                processes.start(number)
+                time.sleep(SETTLED_SECONDS)
+
+        load = asyncio.run(_under_load(target, harm))
+    failed = sum(code != 0 for code in codes)
+    return Row(
+        "G3", f"rolling update under load, {load.answered} answered", len(codes), failed, load.lost, 0, "requests lost"
+    )
+
+
+def all_rows(runs: int) -> list[Row]:
+    """The long form."""
+    with two_processes() as processes:
+        rows = [*one_more(processes, 2000), hop(processes), deaths(processes, runs)]
+        return [*rows, rolling(processes, (0, 1) * runs)]

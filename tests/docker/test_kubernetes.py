@@ -1,0 +1,143 @@
+"""The Kubernetes objects: valid by the published schemas, in both overlays, and in agreement with the service and with each other."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonpatch
+import kubernetes_validate
+import pytest
+import yaml
+
+from app.settings import names
+from tests.docker.dockerfile import ROOT
+
+HERE = ROOT / "docker/kubernetes"
+OVERLAYS = ("cpu", "gpu")
+CUSTOM = {"ServiceMonitor"}  # has no schema among Kubernetes' own
+VERSION = "1.31"
+
+Objects = dict[str, dict[str, Any]]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    # anchors are shared objects, which a patch would change in both places
+    return [copy.deepcopy(each) for each in map(unshared, yaml.safe_load_all(path.read_text()))]
+
+
+def unshared(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: unshared(inner) for name, inner in value.items()}
+    return [unshared(inner) for inner in value] if isinstance(value, list) else value
+
+
+def built(overlay: str) -> Objects:
+    """What `kubectl kustomize` makes of an overlay, as far as these use it: resources, tags of images, patches."""
+    [above] = read(HERE / "overlays" / overlay / "kustomization.yaml")
+    [base] = read(HERE / "base/kustomization.yaml")
+    objects = {
+        f"{each['kind']}/{each['metadata']['name']}": each
+        for file in base["resources"]
+        for each in read(HERE / "base" / file)
+    }
+    [image] = above["images"]
+    pod = objects["Deployment/ranker"]["spec"]["template"]["spec"]
+    for container in pod["initContainers"] + pod["containers"]:
+        assert container["image"].partition(":")[0] == image["name"]
+        container["image"] = f"{image['name']}:{image['newTag']}"
+    for patch in above.get("patches", []):
+        place = f"{patch['target']['kind']}/{patch['target']['name']}"
+        objects[place] = jsonpatch.apply_patch(objects[place], yaml.safe_load(patch["patch"]))
+    return objects
+
+
+@pytest.fixture(params=OVERLAYS)
+def objects(request: pytest.FixtureRequest) -> Objects:
+    return built(request.param)
+
+
+def pod_of(objects: Objects) -> dict[str, Any]:
+    spec: dict[str, Any] = objects["Deployment/ranker"]["spec"]["template"]["spec"]
+    return spec
+
+
+def test_every_file_is_listed() -> None:
+    [base] = read(HERE / "base/kustomization.yaml")
+    assert sorted(base["resources"]) == sorted(p.name for p in (HERE / "base").iterdir() if p.stem != "kustomization")
+
+
+def test_objects_are_valid_by_the_published_schemas(objects: Objects) -> None:
+    for each in objects.values():
+        if each["kind"] not in CUSTOM:
+            kubernetes_validate.validate(each, VERSION, strict=True)
+
+
+def test_a_field_that_does_not_exist_is_found(objects: Objects) -> None:
+    pod_of(objects)["terminationGracePeriod"] = 45
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(objects["Deployment/ranker"], VERSION, strict=True)
+
+
+def test_settings_exist_and_the_grace_period_is_longer_than_a_drain(objects: Objects) -> None:
+    pod = pod_of(objects)
+    chosen = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+    assert set(chosen) <= set(names())
+    drain = float(chosen["RANKER_DRAIN__DELAY_SECONDS"]) + float(chosen["RANKER_DRAIN__TIMEOUT_SECONDS"])
+    assert pod["terminationGracePeriodSeconds"] > drain
+    ready = pod["containers"][0]["readinessProbe"]
+    assert ready["periodSeconds"] * ready["failureThreshold"] < float(chosen["RANKER_DRAIN__DELAY_SECONDS"])
+
+
+def test_probes_ask_what_the_service_has(objects: Objects) -> None:
+    container = pod_of(objects)["containers"][0]
+    paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert paths == {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
+    assert container["ports"][0]["containerPort"] == 8000
+
+
+def test_pods_are_hardened_as_the_image_expects(objects: Objects) -> None:
+    pod = pod_of(objects)
+    assert pod["securityContext"]["runAsUser"] == 10001
+    assert pod["automountServiceAccountToken"] is False
+    for container in pod["initContainers"] + pod["containers"]:
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        written = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert written == {"/tmp", "/home/ranker/.cache"}  # noqa: S108
+
+
+def test_everything_speaks_of_the_same_pods(objects: Objects) -> None:
+    labels = objects["Deployment/ranker"]["spec"]["template"]["metadata"]["labels"]
+    chosen = [
+        objects["Deployment/ranker"]["spec"]["selector"]["matchLabels"],
+        objects["Service/ranker"]["spec"]["selector"],
+        objects["Service/ranker-pods"]["spec"]["selector"],
+        objects["PodDisruptionBudget/ranker"]["spec"]["selector"]["matchLabels"],
+        objects["NetworkPolicy/ranker"]["spec"]["podSelector"]["matchLabels"],
+    ]
+    assert all(selector == labels for selector in chosen)
+    monitored = objects["ServiceMonitor/ranker"]["spec"]["selector"]["matchLabels"]
+    assert (
+        objects["Service/ranker"]["metadata"]["labels"] == monitored
+    )  # and not both services, or each pod counts twice
+    assert objects["Service/ranker-pods"]["metadata"]["labels"] != monitored
+
+
+def test_the_autoscaler_reads_what_the_adapter_makes_of_metrics_that_exist(objects: Objects) -> None:
+    [rule] = yaml.safe_load((HERE / "adapter.yaml").read_text())["rules"]
+    [metric] = objects["HorizontalPodAutoscaler/ranker"]["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+    named = set(re.findall(r"`(ranker_[a-z_]+)`", (ROOT / "docs/scaling.md").read_text()))  # are looked up
+    assert set(re.findall(r"ranker_[a-z_]+", rule["seriesQuery"] + rule["metricsQuery"])) == named
+
+
+def test_a_card_is_asked_for_in_the_gpu_overlay_alone() -> None:
+    cards = {
+        overlay: pod_of(built(overlay))["containers"][0]["resources"]["limits"].get("nvidia.com/gpu")
+        for overlay in OVERLAYS
+    }
+    assert cards == {"cpu": None, "gpu": 1}
+    assert pod_of(built("gpu"))["containers"][0]["image"].endswith(":cuda")
