@@ -46,11 +46,15 @@ class DirectEndpoint(ABC):
         try:
             self.ranking.enter(fields, exchange)
         except ServiceError as error:
-            problem = self.recorder.problem(error, exchange)
-            exchange.status, found, body = problem_reply(problem, exchange)
-            self.recorder.end(exchange, fields)
-            return exchange.status, _named(found, body, exchange), body, problem.may_wait
+            return self._refusal(error, exchange, fields)
         return None
+
+    def _refusal(self, error: ServiceError, exchange: Exchange, headers: Headers) -> tuple[int, Fields, bytes, bool]:
+        """Apart from where the error is caught: a second name for it there would be a circle of error and frame."""
+        problem = self.recorder.problem(error, exchange)
+        exchange.status, fields, body = problem_reply(problem, exchange)
+        self.recorder.end(exchange, headers)
+        return exchange.status, _named(fields, body, exchange), body, problem.may_wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The same over ASGI."""

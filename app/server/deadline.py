@@ -35,7 +35,8 @@ class Deadline:
         self.at = math.inf
 
     def close(self) -> None:
-        """None any more."""
+        """None any more, and nothing kept of what it would have called."""
+        self._act, self._arguments = _nothing, ()
         self.clear()
         self._set_timer(None)
 

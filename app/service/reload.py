@@ -151,7 +151,9 @@ class Reloader:
             ]  # one that is refused is not tried again until it changes
             if changed[0] and await asyncio.to_thread(_digest, self.current) != self.service.model.manifest.digest:
                 await self._try(self.reload())
-            if changed[1]:
+            held = self.service.second
+            digest = None if held is None or held.model is None else held.model.manifest.digest
+            if changed[1] and self.second is not None and await asyncio.to_thread(_digest, self.second) != digest:
                 await self._try(self.reload(second=True))
 
     async def _everything(self) -> None:

@@ -33,6 +33,13 @@ from model.synthetic import random_ranker, random_request
 Record = dict[str, Any]
 DTYPES = (torch.bfloat16, torch.float32)
 HOST_TARGET_MS = 0.5
+# what a search for differing bits does without, each on top of the one before
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "dependent launches": {"dependent": False},
+    "library products": {"dependent": False, "library": False},
+    "graphs": {"dependent": False, "library": False, "replay": False},
+    "Triton": {"kernels": "portable"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +134,29 @@ def products(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def _product_records(card: Card, kernels: Kernels, weight: Tensor, rows: int, name: str) -> Iterator[Record]:
+    from model.split.kernels.products import LIBRARY, PRODUCT_TILES, REFERENCE
+
     counts = torch.full((8,), rows, dtype=torch.int32, device=card.device)
     shared = {"geometry": name, "shape": shape_name(weight), "rows": rows}
+    own = getattr(kernels, "products", None)
 
     def product(kind: str) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
             out = torch.full((len(x), weight.shape[1]), torch.nan, dtype=weight.dtype, device=card.device)
-            if kind == "library":
+            if kind == LIBRARY:
                 torch.mm(x, weight, out=out)
-            elif hasattr(kernels, "multiply_as"):
-                kernels.multiply_as(kind, counts, ROWS, x, weight, out, len(x))
+            elif own is not None:
+                own.multiply_as(kind, counts, ROWS, x, weight, out, len(x))
             else:
                 kernels.multiply(None, x, weight, out, len(x))  # type: ignore[arg-type]
             return out
 
         return run
 
-    reference = product("narrow")
+    reference = product(REFERENCE)
     x = torch.randn(rows, weight.shape[0], device=card.device).to(weight.dtype)
     flops = 2.0 * rows * weight.numel()
-    for kind in ("narrow", "wide", "library"):
+    for kind in (*PRODUCT_TILES, LIBRARY):
         run = product(kind)
         first, again, expected = run(x), run(x), x.float() @ weight.float()
         record = shared | {"kind": kind, "repeatable": torch.equal(first, again)}
@@ -182,8 +192,7 @@ def bits(card: Card, geometry: str) -> Iterator[Record]:
     except Exception as error:
         yield {"problem": f"{type(error).__name__}: {error}"[:500]}
         recorder = {} if card.is_cuda else {"recorder": PlainRecorder(), "capacity": 256}
-        for left_out, options in (("library products", {"library": False}), ("graphs", {"library": False, "replay": False}),
-                                  ("Triton", {"kernels": "portable"})):  # fmt: skip
+        for left_out, options in LEFT_OUT.items():
             engine = SplitEngine(ranker, card.device, torch.bfloat16, cache_bytes=2**26, **recorder, **options)  # type: ignore[arg-type]
             try:
                 engine.warm_up()

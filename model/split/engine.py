@@ -37,7 +37,8 @@ class SplitEngine:
     A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; longer work
     takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU. `placement` says where the embedding
     tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. Without `library` no product of
-    cuBLAS is used, without `replay` no CUDA graph. Raises EngineError where the device or the checkpoint cannot be served.
+    cuBLAS is used, without `replay` no CUDA graph; without `dependent` no kernel starts before the one before it has ended.
+    Raises EngineError where the device or the checkpoint cannot be served.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SplitEngine:
         recorder: Recorder | None = None,
         library: bool = True,
         replay: bool = True,
+        dependent: bool = True,
     ) -> None:
         config = ranker.config
         softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
@@ -71,7 +73,9 @@ class SplitEngine:
         with self._on_device():
             weights = split_weights(ranker, self._device, dtype, dtype if fused else torch.float32)
             self._kernels: Kernels = (
-                _fused_kernels(config, weights, dtype, library) if fused else PortableKernels(config, weights.rope)
+                _fused_kernels(config, weights, dtype, library=library, dependent=dependent)
+                if fused
+                else PortableKernels(config, weights.rope)
             )
             source = table_source(ranker, self._device, capacity, placement)
             self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
@@ -285,9 +289,12 @@ def default_capacity(config: ModelConfig) -> int:
     return max(rows, -(-(1 + config.history_length) // TILE_ROWS) * TILE_ROWS)
 
 
-def _fused_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, library: bool) -> Kernels:
+def _fused_kernels(
+    config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, *, library: bool, dependent: bool
+) -> Kernels:
     try:
-        from model.split.kernels.fused import FusedKernels
+        from model.split.kernels.fused import FusedKernels, can_be_dependent
     except ImportError as error:
         raise EngineError(f"the CUDA engine needs triton: {error}") from error
-    return FusedKernels(config, weights, dtype, library=library)
+    dependent = dependent and can_be_dependent(weights.heads.device)
+    return FusedKernels(config, weights, dtype, library=library, dependent=dependent)

@@ -52,8 +52,8 @@ def cuda_rungs(
 
     return [
         Rung("recorded, library products", split(kernels="fused", recorded=True)),
-        Rung("recorded", split(kernels="fused", recorded=True, library=False)),
-        Rung("unrecorded", split(kernels="fused", library=False)),
+        Rung("recorded", split(kernels="fused", recorded=True, library=False, dependent=False)),
+        Rung("unrecorded", split(kernels="fused", library=False, dependent=False)),
         Rung("portable", split(kernels="portable")),
         Rung("dense", lambda: DenseEngine(ranker.to(device), dtype, positions)),
     ]

@@ -41,6 +41,7 @@ from model.tolerances import PARITY
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
+products_module = pytest.importorskip("model.split.kernels.products")
 
 CAPACITY = 256
 
@@ -225,27 +226,30 @@ def test_product_equals_its_definition(kind: str, dtype: torch.dtype, inner: int
     close(out[:used], naive.multiply(x, weight)[:used], dtype)
 
 
-class OffByOneBit(fused.FusedKernels):  # type: ignore[misc]
-    """The library's product changes one bit of one row, as one that splits the inner axis would."""
-
-    def multiply_as(
-        self, kind: str, counts: Tensor, row_count: int, x: Tensor, weight: Tensor, out: Tensor, rows: int
-    ) -> None:
-        super().multiply_as("narrow", counts, row_count, x, weight, out, rows)
-        if kind == "library":
-            out[7] = torch.nextafter(out[7], out[7] + 1)
+def make_products(*, library: bool = True) -> Any:
+    return products_module.Products(
+        lambda *given, **named: fused.launch(*given, **named, DEPENDENT=False), library=library
+    )
 
 
 def test_only_products_with_the_reference_bits_are_used() -> None:
-    bench = make_bench("fused")
-    weight = torch.randn(32, 32, generator=bench.generator)
-    kernels = OffByOneBit(bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.float32), torch.float32)
-    assert kernels.choose_products([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "narrow"}}
-    same = fused.FusedKernels(
-        bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.float32), torch.float32
-    )
-    same._equals_narrow = lambda kind, weight, size: True  # what a library with equal bits would answer
-    assert same.choose_products([weight], [64, 256]) == {"32x32": {"64": "narrow", "256": "library"}}
+    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    products = make_products()
+    honest = products.multiply_as
+
+    def off_by_one_bit(
+        kind: str, counts: Tensor, row_count: int, x: Tensor, weight: Tensor, out: Tensor, rows: int
+    ) -> None:
+        """The library's product changes one bit of one row, as one that splits the inner axis would."""
+        honest("64x64", counts, row_count, x, weight, out, rows)
+        if kind == "library":
+            out[7] = torch.nextafter(out[7], out[7] + 1)
+
+    products.multiply_as = off_by_one_bit
+    assert products.choose([weight], [64, 256]) == {"32x32": {"64": "64x64", "256": "64x64"}}
+    same = make_products()
+    same.equals_reference = lambda kind, weight, size: True  # what a library with equal bits would answer
+    assert same.choose([weight], [64, 256]) == {"32x32": {"64": "64x64", "256": "library"}}
 
 
 def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,41 +257,63 @@ def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = (True, True)
-    fused.settle_library()
+    products_module.settle_library()
     assert not matmul.allow_bf16_reduced_precision_reduction
     assert not matmul.allow_bf16_reduced_precision_reduction_split_k
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "7", "what an operator has set stays"
 
 
-def test_without_the_library_only_own_products_are_tried() -> None:
-    bench = make_bench("fused", torch.bfloat16)
-    weights = split_weights(bench.ranker, torch.device("cpu"), torch.bfloat16)
-    for library, kinds in ((True, ["library", "wide"]), (False, ["wide"])):
-        kernels = fused.FusedKernels(bench.config, weights, torch.bfloat16, library=library)
-        tried: list[str] = []
-        kernels._equals_narrow = lambda kind, weight, size, tried=tried: bool(tried.append(kind))
-        assert kernels.choose_products([torch.zeros(32, 32).bfloat16()], [256]) == {"32x32": {"256": "narrow"}}
-        assert tried == kinds
+SMALL, LARGE = ["64x32", "64x16"], ["128x128", "128x256"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "library", "kinds"),
+    [
+        (64, torch.bfloat16, True, SMALL),
+        (256, torch.bfloat16, True, [*SMALL, "library", *LARGE]),
+        (1024, torch.bfloat16, True, ["library", *LARGE]),
+        (1024, torch.bfloat16, False, LARGE),
+        (64, torch.float32, True, []),
+        (1024, torch.float32, True, ["library"]),
+    ],
+)
+def test_small_tiles_are_tried_for_few_rows_and_large_ones_for_many(
+    rows: int, dtype: torch.dtype, library: bool, kinds: list[str]
+) -> None:
+    products = make_products(library=library)
+    tried: list[str] = []
+    products.equals_reference = lambda kind, weight, size: bool(tried.append(kind))
+    assert products.choose([torch.zeros(32, 32, dtype=dtype)], [rows]) == {"32x32": {str(rows): "64x64"}}
+    assert tried == kinds
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", products_module.PRODUCT_TILES)
+def test_a_product_of_any_kind_equals_its_definition(kind: str, dtype: torch.dtype) -> None:
+    bench = make_bench("fused", dtype)
+    x, weight = bench.random(176), (torch.randn(176, 144, generator=bench.generator) / 13).to(dtype)
+    out = torch.full((len(x), 144), torch.nan, dtype=dtype)
+    counts = torch.tensor([101], dtype=torch.int32)
+    make_products().multiply_as(kind, counts, 0, x, weight, out, 128)
+    close(out[:101], naive.multiply(x, weight)[:101], dtype)
+    assert out[101:].isnan().all(), "rows that the step does not have"
 
 
 def test_of_the_products_with_equal_bits_the_fastest_is_used() -> None:
-    bench = make_bench("fused", torch.bfloat16)
     weight = torch.zeros(32, 32).bfloat16()
-    kernels = fused.FusedKernels(
-        bench.config, split_weights(bench.ranker, torch.device("cpu"), torch.bfloat16), torch.bfloat16
-    )
-    assert 0 < kernels._seconds("library", weight, 256) < kernels._seconds("narrow", weight, 256), "interpreted"
-    seconds = {"narrow": 3.0, "wide": 2.0, "library": 1.0}
-    kernels._seconds = lambda kind, weight, size: seconds[kind]
-    for slow, fastest in ((None, "library"), ("library", "wide"), ("wide", "narrow")):
-        seconds[slow or "narrow"] = 9.0 if slow else 3.0
-        kernels._equals_narrow = lambda kind, weight, size: True
-        assert kernels.choose_products([weight], [256]) == {"32x32": {"256": fastest}}
-        assert kernels.products == {((32, 32), 256): fastest}
+    products = make_products()
+    assert 0 < products.seconds("library", weight, 256) < products.seconds("64x64", weight, 256), "interpreted"
+    seconds = {"64x64": 3.0, "128x256": 2.0, "library": 1.0}
+    products.seconds = lambda kind, weight, size: seconds.get(kind, 4.0)
+    products.equals_reference = lambda kind, weight, size: True
+    for slow, fastest in (("64x64", "library"), ("library", "128x256"), ("128x256", "64x64")):
+        seconds[slow] = 9.0 if slow != "64x64" else 3.0
+        assert products.choose([weight], [512]) == {"32x32": {"512": fastest}}
+        assert products.chosen == {((32, 32), 512): fastest}
     seconds["library"] = 0.1
-    kernels._equals_narrow = lambda kind, weight, size: kind != "library"
-    assert kernels.choose_products([weight], [256]) == {"32x32": {"256": "narrow"}}, "fast and wrong is not a choice"
+    products.equals_reference = lambda kind, weight, size: kind != "library"
+    assert products.choose([weight], [512]) == {"32x32": {"512": "64x64"}}, "fast and wrong is not a choice"
 
 
 def numbered(bench: Bench, tables: Tables) -> Tables:

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 ROOT = Path(__file__).resolve().parents[2]
 
 COMPILE = """
-import json, sys, torch
+import json, re, sys, torch
 from triton.backends.compiler import GPUTarget
 from model.split.kernels.build import collect, compile_launch, describe, distinct, launches_a_forward
 from model.presets import with_preset
@@ -39,13 +39,19 @@ else:
         (attention, {"head_width": 32}),
         (attention, {"head_width": 128}),
     ]
+def first_of(ptx):
+    # waiting for the kernel before, starting the next, or a look at memory that others write
+    seen = re.findall(r"griddepcontrol\\.\\w+|(?:ld|st|atom|red|cp)\\.\\w+", ptx)
+    return [each for each in seen if each not in ("ld.param", "ld.shared", "st.shared")][:3]
+
 found = []
 for kernels, overrides in cases:
     preset = overrides.pop("preset", "grok")
     shape = {"width": 128, "layers": 1, "query_heads": 2, "kv_heads": 1}
-    for launch in distinct(collect(with_preset(random_config(**shape | overrides), preset), dtype)):
+    for launch in distinct(collect(with_preset(random_config(**shape | overrides), preset), dtype, dependent=capability >= 90)):
         if kernels is None or launch.kernel.fn.__name__ in kernels:
-            found.append(describe(launch, compile_launch(launch, GPUTarget("cuda", capability, 32))))
+            compiled = compile_launch(launch, GPUTarget("cuda", capability, 32))
+            found.append(describe(launch, compiled) | {"first": first_of(compiled.asm["ptx"])})
 counts = [launches_a_forward(random_config(layers=layers)) for layers in (4, 24)]
 print(json.dumps({"kernels": found, "launches": counts}))
 """
@@ -118,6 +124,9 @@ def test_every_kernel_compiles_and_keeps_its_numbers_in_registers(
         assert kernel["stack_bytes"] <= allowed, kernel
         assert allowed or kernel["spills"] == 0, kernel
         assert 8 < kernel["registers"] <= 255
+        order = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] if capability >= 90 else []
+        assert [each for each in kernel["first"] if each.startswith("griddepcontrol")] == order, kernel
+        assert kernel["first"][: len(order)] == order, "nothing may be read before the kernel before has ended"
         if kernel["kernel"] in PRODUCTS:
             assert kernel["matrix_old" if capability == 80 else "matrix"] > 0, "products must use the matrix units"
             assert kernel["wide_copies"] > 0, "operands must be loaded 16 bytes at a time"

@@ -27,9 +27,9 @@ NAMES = ["recorded, library products", "recorded", "unrecorded", "portable", "de
 class Triton(PortableKernels):
     """Torch's kernels under Triton's name, with a planted fault."""
 
-    def __init__(self, fault: str, library: bool, *arguments: Any) -> None:
+    def __init__(self, fault: str, library: bool, dependent: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.fault, self.library = fault, library
+        self.fault, self.library, self.dependent = fault, library, dependent
 
     def choose_products(self, *arguments: Any) -> Any:
         if self.fault == "library" and self.library:
@@ -42,6 +42,8 @@ class Triton(PortableKernels):
         super().embed(*arguments)
 
     def gate(self, *arguments: Any, **options: Any) -> None:
+        if self.fault == "dependent" and self.dependent:
+            raise RuntimeError("programmatic dependent launch is not supported")
         if self.fault == "launch":
             raise RuntimeError("out of resource: shared memory")
         super().gate(*arguments, **options)
@@ -82,8 +84,8 @@ def climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], La
     """A ladder with a fault, on the CPU."""
 
     def make(fault: str) -> LadderEngine:
-        def kernels(config: Any, weights: Any, dtype: Any, library: bool) -> Triton:
-            return Triton(fault, library, config, weights.rope)
+        def kernels(config: Any, weights: Any, dtype: Any, *, library: bool, dependent: bool) -> Triton:
+            return Triton(fault, library, dependent, config, weights.rope)
 
         monkeypatch.setattr(split_engine, "_fused_kernels", kernels)
         monkeypatch.setattr(Recorder, "fault", fault)
@@ -100,6 +102,7 @@ def climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], La
     [
         ("", 0, ""),
         ("library", 1, "CUBLAS_STATUS"),
+        ("dependent", 1, "dependent launch"),
         ("capture", 2, "capturing"),
         ("replay", 2, "when it is replayed"),
         ("memory", 2, "planted"),

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,17 +181,50 @@ def test_sizes_with_other_bits_are_not_used(bad_rows: int, kept: list[int]) -> N
     assert same_bits(alone.scores, among.scores)
 
 
-def test_engines_that_chose_other_products_give_equal_bits() -> None:
+CHOICE = """
+import hashlib, json, sys, torch
+from model.engine import Item
+from model.split.engine import SplitEngine
+from model.split.row_check import shape_name
+from tests.model.builders import random_config, random_ranker, random_request
+torch.set_num_threads(1)
+place, skew = int(sys.argv[1]), float(sys.argv[2])
+digests, chosen = [], {}
+for dtype in (torch.float32, torch.bfloat16):
+    engine = SplitEngine(random_ranker(random_config()), "cpu", dtype, capacity=512)
+    engine.warm_up()
+    kernels = engine._kernels
+    kernels.row_sizes = {shape: sizes[place:] for shape, sizes in kernels.row_sizes.items()}
+    chosen |= {f"{dtype} {shape}": sizes for shape, sizes in kernels.row_sizes.items()}
+    engine._trunk.weights.heads[0, 0] *= 1 + skew
+    for history, count in ((30, 400), (3, 65)):
+        scores = engine.forward([Item(*random_request(engine.config, history, count))])[0].scores
+        digests.append(hashlib.sha256(scores.logits.tobytes() + scores.continuous.tobytes()).hexdigest())
+print(json.dumps([digests, chosen]))
+"""
+
+
+def test_two_processes_that_chose_other_products_give_equal_bits(tmp_path: Path) -> None:
     """What a timing decides in one process, it may decide otherwise in another: every choice passed the same check."""
-    first, second = make_engine(), make_engine()
-    for engine in (first, second):
-        engine.warm_up()
-    kernels = second._kernels
-    assert isinstance(kernels, PortableKernels)
-    assert any(len(sizes) > 1 for sizes in kernels.row_sizes.values()), "there must be a choice"
-    kernels.row_sizes = {shape: sizes[-1:] for shape, sizes in kernels.row_sizes.items()}
-    for asked in (item(first, 30, 400), item(first, 3, 65, 1)):
-        assert same_bits(first.forward([asked])[0].scores, second.forward([asked])[0].scores)
+    script = tmp_path / "choice.py"
+    script.write_text(CHOICE)
+    root = Path(__file__).resolve().parents[2]
+
+    def run(place: int, skew: float) -> Any:
+        command = [sys.executable, str(script), str(place), str(skew)]
+        environment = os.environ | {"PYTHONPATH": str(root)}
+        finished = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
+        assert finished.returncode == 0, finished.stderr[-2000:]
+        return json.loads(finished.stdout)
+
+    fast, slow, other = run(0, 0.0), run(-1, 0.0), run(-1, 1e-6)
+    assert fast[1] != slow[1], "there must be a choice"
+    assert set(map(len, slow[1].values())) == {1}
+    assert fast[0] == slow[0]
+    assert fast[0][0] != other[0][0], "one weight in its last bits would be seen"
+
+
+def test_a_step_of_a_common_size_is_hardly_padded() -> None:
     assert row_sizes(2048) == list(range(64, 2049, 64)), "seed with 1537 rows takes 1600"
 
 

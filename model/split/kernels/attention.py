@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from model.split.kernels.order import wait_for_previous
 from model.split.step import COUNTS, RECORD
 
 _HEAD, _RECORD = tl.constexpr(COUNTS), tl.constexpr(RECORD)
@@ -168,6 +169,7 @@ def attend_tiles(
     WIDEN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """`out = Σ p·v / Σ p`, `p = exp(soft_cap(multiplier · q·k) − shift)`: softmax with soft-capped logits (Grok-1;
     spec section 1). The cap bounds every logit, so no running maximum is kept but where FORM is `none` (Milakov and Gimelshein
@@ -179,6 +181,7 @@ def attend_tiles(
     all; candidates (place −1) see all keys, whole tiles of them without a mask, and their own key and value, which stand in
     `own` `[rows, 2, G, K]`. WIDEN is for the interpreter, which cannot multiply bf16.
     """
+    wait_for_previous(DEPENDENT)
     head = tl.program_id(0)
     tile = tl.program_id(1)
     if tile >= tl.load(counts + TILE_COUNT):
@@ -260,12 +263,14 @@ def rotate_rows(
     QUERY_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """RoPE (Su et al. 2021), half-split pairs: `x1 ← x1·cos − x2·sin`, `x2 ← x2·cos + x1·sin`, in place, in fp32.
 
     One program a row. `rope` fp32 `[2, rope_positions, K/2]`. QUERY_HEADS or KV_HEADS may be 0. The keys and values of
     context rows are also written to their request's state.
     """
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(counts + ROW_COUNT):
         return

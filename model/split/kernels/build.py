@@ -23,13 +23,14 @@ from triton.compiler import ASTSource
 from model.config import HashSpec, ModelConfig
 from model.ranker import Ranker
 from model.split.kernels.contract import Step, Tables
-from model.split.kernels.fused import FusedKernels, ProductKind
+from model.split.kernels.fused import FusedKernels
+from model.split.kernels.products import PRODUCT_TILES, REFERENCE, ProductKind
 from model.split.step import TILE_ROWS, step_arrays, step_bytes
 from model.split.trunk import SplitTrunk
 from model.split.weights import split_weights
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SCHEDULING = ("num_warps", "num_stages")
+SCHEDULING = ("num_warps", "num_stages", "launch_pdl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +78,33 @@ def _type_name(value: Any) -> str:
 
 
 def collect(
-    config: ModelConfig, dtype: torch.dtype, products: Iterable[ProductKind] = ("narrow", "wide")
+    config: ModelConfig,
+    dtype: torch.dtype,
+    products: Iterable[ProductKind] = tuple(PRODUCT_TILES),
+    *,
+    dependent: bool = True,
 ) -> list[Launch]:
-    """The launches of a whole forward of this architecture, once with each kind of bf16 matrix product. Holds no weights."""
+    """The launches of a whole forward of this architecture, once with each kind of bf16 matrix product; `dependent` as on Hopper
+    and later. Holds no weights."""
     collector = Collector()
-    _forward(config, dtype, collector, products)
+    _forward(config, dtype, collector, products, dependent=dependent)
     return list(collector.launches)
 
 
-def _forward(config: ModelConfig, dtype: torch.dtype, collector: Collector, products: Iterable[ProductKind]) -> None:
+def _forward(
+    config: ModelConfig, dtype: torch.dtype, collector: Collector, products: Iterable[ProductKind], *, dependent: bool
+) -> None:
     with torch.device("meta"):
         ranker = Ranker(config)
     weights = split_weights(ranker, torch.device("meta"), dtype, dtype)
-    kernels = FusedKernels(config, weights, dtype, collector)
+    kernels = FusedKernels(config, weights, dtype, collector, dependent=dependent)
     table = torch.empty(1, config.width, device="meta")
     trunk = SplitTrunk(config, weights, Tables(table, table, table), kernels, TILE_ROWS, dtype)
     buffer = torch.zeros(step_bytes(config, TILE_ROWS), dtype=torch.uint8, device="meta")
     arrays = step_arrays(buffer, config, TILE_ROWS)
     step = Step(trunk.mixed, arrays, arrays, ())
     for kind in products:
-        kernels.products = {
+        kernels.products.chosen = {
             (tuple(w.shape), TILE_ROWS): kind for w in trunk.linear_weights() if w.dtype == torch.bfloat16
         }
         trunk.body(step, TILE_ROWS)
@@ -195,7 +203,7 @@ def _activations(launch: Launch) -> str:
 def launches_a_forward(config: ModelConfig) -> int:
     """How many kernels one forward starts, products of the library counted as one each."""
     collector = Collector()
-    _forward(config, torch.bfloat16, collector, ("narrow",))
+    _forward(config, torch.bfloat16, collector, (REFERENCE,), dependent=False)
     return collector.started
 
 
@@ -213,13 +221,17 @@ def main(given: list[str] | None = None) -> None:
             has_post_age=True,
         ) for width in options.head_width
     ]  # fmt: skip
-    found = [each for dtype in (torch.bfloat16, torch.float32) for config in configs for each in collect(config, dtype)]
     numbers = [field.name for field in fields(Code)]
     print(
         f"{'kernel':<16}{'sm':>4} {'dtype':<5} {'tile':<12}{'shared':>8}" + "".join(f"{name:>14}" for name in numbers)
     )
     for capability in options.capability:
-        for launch in distinct(found):
+        for launch in distinct(
+            each
+            for dtype in (torch.bfloat16, torch.float32)
+            for config in configs
+            for each in collect(config, dtype, dependent=capability >= 90)
+        ):
             row = describe(launch, compile_launch(launch, GPUTarget("cuda", capability, 32)))
             constants = row["constants"]
             tile = "x".join(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from model.split.kernels.order import wait_for_previous
+
 
 @triton.jit
 def multiply_inner(
@@ -67,11 +69,13 @@ def multiply_tiles(
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """`out = x @ weight`, accumulated in fp32. x `[rows, IN]`, weight `[IN, OUT]` contiguous.
 
     One program a tile of the result, the whole of IN in it. Tiles past `counts[ROW_COUNT]` end at once.
     """
+    wait_for_previous(DEPENDENT)
     row_tile = tl.program_id(1)
     row_count = tl.load(counts + ROW_COUNT)
     if row_tile * TILE_ROWS >= row_count:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from model.split.kernels.order import wait_for_previous
+
 
 @triton.jit
 def normed(x, scale, bias, columns, there, epsilon, WIDTH: tl.constexpr, CENTRED: tl.constexpr):
@@ -36,12 +38,14 @@ def norm_rows(
     CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """`r ← r + post(m)`, then `out = norm(r)`; see `normed`. Without HAS_POST `r ← r + m`, without HAS_MIXED not even that.
     residual fp32 `[rows, D]` in place.
 
     One program a row: a row's sums are always taken in the same order.
     """
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(counts + ROW_COUNT):
         return
@@ -68,8 +72,10 @@ def norm_head_rows(
     ROW_COUNT: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """RMSNorm in place of each head of a row, scale `[K]`. One program a row and head."""
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(counts + ROW_COUNT):
         return
@@ -91,12 +97,14 @@ def gate_rows(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """`out = activation(g) · v`; gate_value `[rows, 2·F]` holds g and v side by side. Not GATED: `activation(g)` of `[rows, F]`.
 
     `gelu_tanh` (Hendrycks and Gimpel 2016): `g / (1 + exp(−2u))`, `u = sqrt(2/π) · (g + 0.044715 g³)`; `gelu`:
     `g · (1 + erf(g / √2)) / 2`; `silu`: `g / (1 + exp(−g))`.
     """
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(counts + ROW_COUNT):
         return

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from model.split.kernels.matmul import multiply_inner
+from model.split.kernels.order import wait_for_previous
 from model.split.step import CANDIDATES, COUNTS, FIRST_USER, RECORD, ROWS
 
 _ROWS, _CANDIDATES, _FIRST_USER = tl.constexpr(ROWS), tl.constexpr(CANDIDATES), tl.constexpr(FIRST_USER)
@@ -43,6 +44,7 @@ def gather_rows(
     DWELL_WIDTH: tl.constexpr,
     SMALL: tl.constexpr,
     SMALL_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """The inputs of tokens, see `TokenWeights`, to out `[rows, inputs]`; embedding row 0 reads as zero.
 
@@ -50,6 +52,7 @@ def gather_rows(
     slots int64 `[E + U, 5]`: where the embedding's table starts, in elements from `table`, and its hash function. NUMBERED:
     rows of the tables stand in `numbers` `[rows, ROW_SLOTS]`.
     """
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1)
     if row >= tl.load(counts + _ROWS):
@@ -119,11 +122,13 @@ def project_tiles(
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """`token = inputs @ projection of its kind + surface + age`, see `TokenWeights`; out fp32 `[rows, D]`.
 
     One program a tile of rows of one kind and of columns, the whole inner axis in it: see `matmul.multiply_tiles`.
     """
+    wait_for_previous(DEPENDENT)
     first, stop, kind = tile_of_kind(counts, tl.program_id(1), TILE_ROWS)
     if first >= stop:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,22 @@ def test_a_want_of_memory_or_threads_is_told_in_a_sentence(
     monkeypatch.setattr(loading, where, fail)
     with pytest.raises(EngineError, match=r"small cannot be loaded: (not enough memory|CUDA out|\[enforce.*allocate$)"):
         checkpoint_loader(small, CPU)(Steps(lambda: None))
+
+
+@pytest.mark.parametrize("stands_back", [False, True])
+def test_the_threads_of_a_shadow_stand_back_behind_all_others(small: Path, stands_back: bool) -> None:
+    """Of the kernel's own threads, as the system has them; none of those that were there before."""
+    pytest.importorskip("model.native.kernel")
+
+    def nice() -> dict[str, int]:
+        tasks = Path("/proc/self/task")
+        return {task.name: os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks.iterdir()}
+
+    before = nice()
+    settings = Settings(device="cpu", threads=3, backend="native")
+    model = checkpoint_loader(small, settings, stands_back=stands_back)(Steps(lambda: None))
+    new = {task: value for task, value in nice().items() if task not in before}
+    assert len(new) >= 2
+    assert (max(new.values()) == loading.NICE) == stands_back
+    assert {task: value for task, value in nice().items() if task in before} == before
+    model.engine.close()

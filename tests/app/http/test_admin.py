@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from app.http.admin import create_admin_app
 from app.interface import CheckpointNotFound, ReloadInProgress
 from app.service.reload import Reloader
 from app.service.service import RankingService
-from app.settings import Admin, Settings
+from app.settings import Admin, Settings, Shadow
 from app.telemetry.metrics import Metrics
 from tests.app import retrieving
-from tests.app.fakes import FakeEngine, loaded, loader
+from tests.app.fakes import FakeEngine, loaded, loader, until
 from weights.checkpoint import CheckpointError
 
 TOKEN = "correct horse"
@@ -247,6 +248,60 @@ def retrieving_client(tmp_path: Path) -> Iterator[tuple[TestClient, RankingServi
         client.portal.call(start)
         yield client, service
         client.portal.call(service.stop, 1.0)
+
+
+def test_the_second_checkpoint_is_changed_by_name_by_signal_and_by_watching(tmp_path: Path) -> None:
+    """And a first one of the same root stays what it is. Without a second one that is a sentence."""
+    for name in ("v1", "b", "c", "refused"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    settings = Settings(shadow=Shadow(checkpoint=tmp_path / "b"))
+    service = RankingService(loader(FakeEngine()), settings, Metrics(), second=by_name(tmp_path / "b"))
+    reloader = Reloader(
+        service, tmp_path, tmp_path / "v1", by_name, second=tmp_path / "b", second_loader=by_name
+    )  # fmt: skip
+
+    def held() -> str:
+        assert service.second is not None
+        return "" if service.second.model is None else service.second.model.manifest.version
+
+    async def begin() -> None:
+        service.start()
+        await service.wait_ready()
+        await until(lambda: held() == "b")
+
+    async def replaced(begin: Callable[[], None], later: Callable[[], object] = lambda: None) -> None:
+        """The same name again is another model, by identity."""
+        assert service.second is not None
+        before = service.second.model
+        begin()
+        await asyncio.sleep(0.1)
+        later()
+        await until(lambda: service.second is not None and service.second.model is not before)
+        reloader.stop()
+
+    with TestClient(create_admin_app(SETTINGS, reloader, service), base_url="http://localhost:9000") as client:
+        assert client.portal is not None
+        client.portal.call(begin)
+        reply = client.post("/admin/reload", json={"second": "c"}, headers=GOOD)
+        assert (reply.status_code, reply.json()["second"]["version"], held()) == (200, "c", "c")
+        reply = client.post("/admin/reload", json={"second": "refused"}, headers=GOOD)
+        assert (reply.status_code, held()) == (422, "c")
+        assert "digest differs" in reply.json()["detail"]
+        assert client.post("/admin/reload", json={"second": "elsewhere"}, headers=GOOD).status_code == 404
+        assert client.post("/admin/reload", json={"second": "b", "checkpoint": "v1"}, headers=GOOD).status_code == 422
+        assert service.model.manifest.version == "v1"
+        client.portal.call(replaced, reloader.reload_soon)
+
+        touch = partial((tmp_path / "c" / "manifest.json").write_text, "{} ")
+        client.portal.call(replaced, partial(reloader.watch, 0.01), touch)
+        client.portal.call(service.stop, 1.0)
+
+
+def test_without_a_second_checkpoint_none_is_changed(client: TestClient) -> None:
+    reply = client.post("/admin/reload", json={"second": "v1"}, headers=GOOD)
+    assert (reply.status_code, reply.json()["code"]) == (422, "checkpoint_refused")
+    assert "RANKER_SHADOW__CHECKPOINT" in reply.json()["detail"]
 
 
 def test_towers_and_corpus_are_changed_as_one(retrieving_client: tuple[TestClient, RankingService]) -> None:

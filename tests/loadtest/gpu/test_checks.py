@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def test_the_whole_bench_runs_with_tiny_shapes(tmp_path: Path) -> None:
     ("fault", "phases", "named"),
     [
         ("kernel", ["kernels"], "kernels: gate in layer 0 (body), tile 1, row 70 differs from its definition"),
-        ("product", ["products"], "products: product narrow of 64 rows with 64x96 gives other bits every time"),
+        ("product", ["products"], "products: product 64x64 of 64 rows with 64x96 gives other bits every time"),
         ("access", ["parity"], "bisect: RuntimeError: gate in layer 0: CUDA error: an illegal memory access"),
         ("hang", ["products", "kernel_times"], "products: hung: not done after 60 s"),
     ],
@@ -87,12 +86,17 @@ def test_the_bench_names_a_planted_fault_in_its_last_line(
 def test_a_bench_that_is_stopped_still_says_what_it_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "loadtest.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     running = subprocess.Popen(
-        [*command, "--fault", "hang", "--phases", "products"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [*command, "--fault", "hang", "--phases", "environment", "products"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    time.sleep(8)
+    assert running.stdout is not None
+    assert running.stdout.readline().startswith("environment")  # the next phase hangs
     running.terminate()
     last = json.loads(running.communicate(timeout=60)[0].splitlines()[-1])
     assert (running.returncode, last["ok"]) == (143, False)
+    assert last["phases"] == {"environment": "ok", "products": "stopped"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_a_planted_fault_is_named(fault: str, name: str, named: str, tmp_path: P
     assert named in problems[0]
     assert all(record["phase"] == name for record in records)
     if name == "bits":
-        assert [record["different"] for record in records if record.get("without")] == [0, 0, 0], (
+        assert [record["different"] for record in records if record.get("without")] == [0, 0, 0, 0], (
             "none of ours is to blame"
         )
 
