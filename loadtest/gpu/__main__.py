@@ -65,6 +65,7 @@ def main(given: list[str] | None = None) -> int:
         for name, phase in all_phases(options.geometries).items():
             if not options.phases or name.startswith(tuple(options.phases)):
                 late = time.monotonic() - started > options.seconds
+                ended[name] = "stopped"  # unless it comes back
                 ended[name] = "left out" if late else run_apart(options, name, phase)
         if any(end != "ok" and end != "left out" for end in ended.values()):
             ended["bisect"] = run_apart(options, "bisect", BISECT, CUDA_LAUNCH_BLOCKING="1")
