@@ -15,8 +15,9 @@ from app.scheduling.forecast import Running
 from app.scheduling.job import Clock
 from app.service.shadow import Shadow
 from app.settings import Settings
-from app.telemetry.metrics import BatchReport, Metrics
+from app.telemetry.metrics import BatchReport, Metrics, add_stats
 from app.telemetry.shadow import CHECKPOINTS, ShadowMetrics
+from model.engine import CacheStats
 
 LOADING = "The second checkpoint is being loaded."
 
@@ -86,6 +87,11 @@ class SecondCheckpoint:
             one.context_tokens + other.context_tokens,
             max(one.seconds, other.seconds),
         )
+
+    def cache_stats(self) -> CacheStats:
+        """Of the engines that answer callers."""
+        stats = self._first.cache_stats()
+        return add_stats(stats, self.versions.cache_stats(), keep_gauges=True) if self.is_split else stats
 
     # life
 

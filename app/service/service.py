@@ -327,7 +327,7 @@ class RankingService:
             ready=self.health().ready,
             queue_requests=self.admission.requests,
             queue_candidates=self.admission.candidates,
-            cache=self.versions.cache_stats(),
+            cache=self.second_checkpoint.cache_stats(),
             model=None if current is None else current.model.labels(),
             last_forward_timestamp_seconds=self._last_forward_unix,
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),

@@ -97,7 +97,7 @@ class ReplyProbabilities(Collector):
 
     def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
         """Count a reply's probabilities, float32 `[C, A]`."""
-        if action_names is not self._action_names or len(self._pending) >= MOST_PENDING_REPLIES:
+        if action_names != self._action_names or len(self._pending) >= MOST_PENDING_REPLIES:
             self._count()
             self._action_names = action_names
         self._pending.append(np.add.reduce(probabilities, 0) / len(probabilities))

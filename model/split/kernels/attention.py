@@ -233,6 +233,13 @@ def attend_tiles(
 
 
 @triton.jit
+def store_halves(target, first, second, there, HALF: tl.constexpr):
+    """The two halves of each head, HALF elements apart."""
+    tl.store(target, first, mask=there)
+    tl.store(target + HALF, second, mask=there)
+
+
+@triton.jit
 def rotate_heads(source, cos, sin, there, HALF: tl.constexpr):
     """Turn the pairs `(x1, x2) = (source, source + HALF)` in place: `x1·cos − x2·sin`, `x2·cos + x1·sin`; returns both."""
     dtype: tl.constexpr = source.dtype.element_ty
@@ -240,8 +247,7 @@ def rotate_heads(source, cos, sin, there, HALF: tl.constexpr):
     second = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
     turned_first = (first * cos - second * sin).to(dtype)
     turned_second = (second * cos + first * sin).to(dtype)
-    tl.store(source, turned_first, mask=there)
-    tl.store(source + HALF, turned_second, mask=there)
+    store_halves(source, turned_first, turned_second, there, HALF)
     return turned_first, turned_second
 
 
@@ -296,8 +302,6 @@ def rotate_rows(
         if place >= 0:
             start, _, capacity = state_of(counts, tl.load(record + 6))
             target = anchor + start + (layer.to(tl.int64) * 2 * capacity + place) * token + inner
-            tl.store(target, turned_first, mask=there)
-            tl.store(target + half, turned_second, mask=there)
-            value_target = target + capacity.to(tl.int64) * token
-            tl.store(value_target, tl.load(source + token, mask=there), mask=there)
-            tl.store(value_target + half, tl.load(source + token + half, mask=there), mask=there)
+            store_halves(target, turned_first, turned_second, there, half)
+            value_first, value_second = tl.load(source + token, mask=there), tl.load(source + token + half, mask=there)
+            store_halves(target + capacity.to(tl.int64) * token, value_first, value_second, there, half)

@@ -14,6 +14,7 @@ import pytest
 
 from app.engine.loading import LoadedModel, Loader, Steps
 from app.errors import EngineDown
+from app.interface import ranked
 from app.service import watchdog
 from app.service.service import RankingService
 from app.settings import Batching, Queue, Settings, Shadow, Split
@@ -75,7 +76,7 @@ async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
         assert sorted(user for forward in second.forwards for user in forward) == list(range(1, 9))
         assert counted(service, "candidates_scored_total") == 160, "the second's forwards are not the service's"
         assert counted(service, "shadow_candidates_total") == 160
-        assert service.versions.cache_stats().misses == 8
+        assert counted(service, 'context_cache_lookups_total{result="miss"}') == 8, "nor are its lookups"
 
 
 async def test_the_figures_are_those_of_compare() -> None:
@@ -219,6 +220,19 @@ async def test_one_that_hangs_is_given_up_and_readiness_stays(monkeypatch: pytes
         assert right(await rank(service, 2), 2)
         gate.opened.set()
         assert lost == []
+
+
+async def test_where_it_answers_users_its_work_is_the_services() -> None:
+    async with both(FakeEngine(), FakeEngine(2), split=HALF) as service:
+        second = service.second
+        assert second is not None
+        assert second.model is not None
+        for user, model in ((1, service.model), (2, second.model)):
+            ticket = service.admit(model, candidates=4, history=2, deadline=None)
+            assert right((await ranked(service, ticket, *request(user))).scores, user, user)
+        await until(lambda: counted(service, "candidates_scored_total") == 8)
+        assert counted(service, 'context_cache_lookups_total{result="miss"}') == 2
+        assert results(service) == {}, "and it shadows nothing"
 
 
 async def test_callers_of_a_lost_second_checkpoint_are_told_and_the_next_ones_have_the_first() -> None:
