@@ -50,10 +50,13 @@ emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests t
 	  { apt-get -qq update && apt-get -qq install -y --no-install-recommends g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; } \
 	  || echo "the emulators could not be installed"
 
+# What needs the machine to itself; everything else runs two files at a time.
+ALONE := $(filter-out $(addprefix tests/reliability/test_,cluster.py f9_excess.py fronts.py posts.py),$(wildcard tests/reliability/test_*.py))
+
 test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy ## every test that needs no GPU
 	@failed=0; \
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/reliability || failed=1; \
-	$(BIN)/python -m pytest tests/reliability || failed=1; exit $$failed
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ALONE:%=--ignore=%) || failed=1; \
+	$(BIN)/python -m pytest $(ALONE) || failed=1; exit $$failed
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
 	$(PYTHON) .ci/test-light
