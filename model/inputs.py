@@ -129,10 +129,13 @@ class Scores:
         )
 
 
-def age_bucket(impression_ts: int, created_at: NDArray[np.int64], config: ModelConfig) -> NDArray[np.int64]:
-    """Row of the post-age table for posts created at the given Unix seconds; 0 where a time is 0 or the age is negative."""
+def age_bucket(
+    impression_ts: int | NDArray[np.int64], created_at: NDArray[np.int64], config: ModelConfig
+) -> NDArray[np.int64]:
+    """Row of the post-age table for posts created at the given Unix seconds, shown at one time or each at its own; 0 where a time is 0
+    or the age is negative."""
     seconds = impression_ts - created_at
-    buckets = seconds // (60 * config.post_age_granularity_minutes) + 1
+    buckets: NDArray[np.int64] = seconds // (60 * config.post_age_granularity_minutes) + 1
     np.minimum(buckets, config.post_age_buckets - 1, out=buckets)
     buckets *= (seconds >= 0) & (created_at != 0) & (impression_ts != 0)
     return buckets

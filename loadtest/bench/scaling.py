@@ -35,19 +35,16 @@ class Scaling:
                 ranking_server(*NULL, fronts=count, logs__level="info", logs__format="json", queue__max_wait_seconds=0)
             )
             self.servers[count] = server
-            server.pause()
 
     def read(self) -> None:
         """One reading of each."""
         for count, server in self.servers.items():
-            server.resume()
             fronts = pin(server)
             before = sum(map(processor_seconds, fronts))
             reading = wrk.read(
                 f"{server.url}/rank", [self.body], CONNECTIONS * count, self.seconds, core=(os.cpu_count() or 1) - 1
             )
             spent = sum(map(processor_seconds, fronts)) - before
-            server.pause()
             self.rates[count].append(reading.good_per_s)
             self.costs[count].append(spent / (reading.good_per_s * reading.seconds))
 

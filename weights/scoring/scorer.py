@@ -74,8 +74,8 @@ class Scorer:
         """Score the requests of a log from `since_ts` on, by time, then request; the log's columns are in docs/training.md.
 
         All earlier engagements of a user have to be in the table, since they are the history, and what was shown together in the order
-        of the log, since events of one time are read in it. `progress` is told how many rows are
-        scored. Raises LogError or EngineError, whose sentences call the log `where`.
+        of the log, since events of one time are read in it. `progress` is told how many rows are scored. Raises LogError or EngineError,
+        whose sentences call the log `where`.
         """
         examples = Examples(aligned(log_of(table, where), self.manifest.action_names), self.manifest.config)
         log, wanted = examples.log, np.flatnonzero(examples.times >= since_ts)
@@ -85,13 +85,13 @@ class Scorer:
         continuous = np.empty((len(log), len(self.manifest.continuous)), np.float32)
         score, done = np.empty(len(log), np.float64), 0
         for forward in self._forwards(examples, by_user):
-            for rows, outcome in zip(forward.rows, forward.outcomes.result(), strict=True):
-                scores: Scores = outcome.scores
-                if not scores.is_finite():
-                    raise EngineError(f"{where}: request {log.request_id[rows[0]]} gives scores that are no numbers")
-                score[rows] = combine(scores.probabilities, self._weights)
-                actions[rows], continuous[rows] = scores.probabilities[:, self._wanted], scores.continuous
-            done += sum(map(len, forward.rows))
+            rows, found = forward.rows, [outcome.scores for outcome in forward.outcomes.result()]
+            if broken := [shown[0] for shown, scores in zip(rows, found, strict=True) if not scores.is_finite()]:
+                raise EngineError(f"{where}: request {log.request_id[broken[0]]} gives scores that are no numbers")
+            scores, taken = Scores.concatenate(found), np.concatenate(rows)
+            score[taken] = combine(scores.probabilities, self._weights)
+            actions[taken], continuous[taken] = scores.probabilities[:, self._wanted], scores.continuous
+            done += len(taken)
             progress(done)
         kept = (
             np.concatenate([examples.rows(index) for index in wanted.tolist()])
@@ -124,11 +124,14 @@ def batches(examples: Examples, requests: NDArray[np.int64]) -> Iterator[tuple[l
     """Forwards for the given requests, in their order: each request's rows of the log, and its item."""
     rows: list[NDArray[np.int64]] = []
     items: list[Item] = []
+    count = 0
     for index in requests.tolist():
-        if rows and sum(map(len, rows)) + examples.stops[index] - examples.starts[index] > BATCH_CANDIDATES:
+        shown = examples.rows(index)
+        if rows and count + len(shown) > BATCH_CANDIDATES:
             yield rows, items
-            rows, items = [], []
-        rows.append(examples.rows(index))
-        items.append(Item(examples.context(index), examples.candidates(index, rows[-1])))
+            rows, items, count = [], [], 0
+        rows.append(shown)
+        items.append(Item(examples.context(index), examples.candidates(index, shown)))
+        count += len(shown)
     if rows:
         yield rows, items

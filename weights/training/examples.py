@@ -48,6 +48,11 @@ class Examples:
         self.stops = np.append(self.starts[1:], len(log))
         self.times = log.impression_ts[self.starts]
         self._index_history()
+        # A user's history is a slice of these columns, and a request's candidates one of the log's.
+        self._posts, self._authors = log.post_id[self.events], log.author_id[self.events]
+        self._actions = log.actions[self.events].astype(np.float32)
+        self._surfaces, self._dwell = log.product_surface[self.events], log.dwell_seconds[self.events]
+        self._ages = age_bucket(log.impression_ts, log.created_at, config)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -67,15 +72,15 @@ class Examples:
 
     def context(self, index: int) -> Context:
         """The user and the newest `history_length` events before request `index`."""
-        log = self.log
-        rows = self.events[max(self.first[index], self.last[index] - self.config.history_length) : self.last[index]]
+        last = self.last[index]
+        kept = slice(max(self.first[index], last - self.config.history_length), last)
         return Context(
-            int(log.user_id[self.starts[index]]),
-            log.post_id[rows],
-            log.author_id[rows],
-            log.actions[rows].astype(np.float32),
-            log.product_surface[rows],
-            log.dwell_seconds[rows],
+            int(self.log.user_id[self.starts[index]]),
+            self._posts[kept],
+            self._authors[kept],
+            self._actions[kept],
+            self._surfaces[kept],
+            self._dwell[kept],
         )
 
     def rows(self, index: int) -> NDArray[np.int64]:
@@ -85,8 +90,7 @@ class Examples:
     def candidates(self, index: int, rows: NDArray[np.int64]) -> Candidates:
         """The posts that the given rows of the log showed."""
         log = self.log
-        ages = age_bucket(int(self.times[index]), log.created_at[rows], self.config)
-        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], ages)
+        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows])
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """What happened on the given rows, one list a request, padded to the longest."""
