@@ -58,7 +58,7 @@ class Examples:
         return len(self.starts)
 
     def _index_history(self) -> None:
-        """`events` are engaged rows by user, then time; `first … last` are those before each request."""
+        """`events` are engaged rows by user, then time; `first … last` are those before each request, `oldest … last` its history."""
         log = self.log
         _, user = np.unique(log.user_id, return_inverse=True)
         engaged = np.flatnonzero(log.actions.any(1))
@@ -69,25 +69,27 @@ class Examples:
         request_user = user[self.starts]
         self.first = np.searchsorted(keys, request_user * span)
         self.last = np.searchsorted(keys, request_user * span + (self.times - origin))
+        self.oldest = np.maximum(self.first, self.last - self.config.history_length)
+        self.users = log.user_id[self.starts]
 
-    def context(self, index: int) -> Context:
+    def context(self, index: int, is_kept: bool = True) -> Context:
         """The user and the newest `history_length` events before request `index`."""
-        last = self.last[index]
-        kept = slice(max(self.first[index], last - self.config.history_length), last)
+        kept = slice(self.oldest[index], self.last[index])
         return Context(
-            int(self.log.user_id[self.starts[index]]),
+            int(self.users[index]),
             self._posts[kept],
             self._authors[kept],
             self._actions[kept],
             self._surfaces[kept],
             self._dwell[kept],
+            is_kept,
         )
 
     def rows(self, index: int) -> NDArray[np.int64]:
         """The rows of the log that request `index` showed."""
         return np.arange(self.starts[index], self.stops[index])
 
-    def candidates(self, index: int, rows: NDArray[np.int64]) -> Candidates:
+    def candidates(self, index: int, rows: NDArray[np.int64] | slice) -> Candidates:
         """The posts that the given rows of the log showed."""
         log = self.log
         return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows])

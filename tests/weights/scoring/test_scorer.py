@@ -75,7 +75,7 @@ def test_requests_may_come_in_any_order_and_forwards_may_be_of_any_size(
     scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = by_key(scorer.score_table(table))
-    monkeypatch.setattr(module, "BATCH_CANDIDATES", 7)  # less than one request has
+    monkeypatch.setattr(module, "BATCH_TOKENS", 7)  # less than one request has
     _, request = np.unique(table["request_id"].to_numpy(), return_inverse=True)
     place = np.random.default_rng(3).permutation(request.max() + 1)[request]
     moved = table.take(np.argsort(place, kind="stable"))
