@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from model.create import EngineOptions, create_engine
 from model.engine import EngineError, Item
-from model.inputs import Scores
 from model.ranking import combine
 from weights.checkpoint import Checkpoint
 from weights.errors import CheckpointError
@@ -55,7 +54,7 @@ class Scorer:
         if unknown := sorted(set(wanted) - set(names)):
             raise CheckpointError(f"{checkpoint.path} has no action {unknown[0]}: it has {', '.join(names)}.")
         self._wanted = [names.index(name) for name in wanted]
-        self._scales = np.array([[output.scale] for output in self.manifest.continuous], np.float32).reshape(-1, 1)
+        self._scales = np.array([output.scale for output in self.manifest.continuous], np.float32)
         self._weights = np.array([self.manifest.score_weights.get(name, 0.0) for name in names])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")  # an engine belongs to one thread
         self.engine = self._thread.submit(create_engine, checkpoint.ranker, options).result()
@@ -94,25 +93,28 @@ class Scorer:
     def score(self, prepared: Prepared, progress: Callable[[int], None] = lambda rows: None) -> pa.Table:
         """The second half. `progress` is told how many rows are scored."""
         log, rows = prepared.examples.log, prepared.rows
-        actions = np.empty((len(self._wanted), len(rows)), np.float32)
-        continuous = np.empty((len(self._scales), len(rows)), np.float32)
+        is_wanted = np.zeros(len(log), np.bool_)
+        is_wanted[rows] = True
+        place = (np.cumsum(is_wanted) - 1)[rows]  # in the order of the log
+        actions = np.empty((len(rows), len(self._wanted)), np.float32)
+        continuous = np.empty((len(rows), len(self._scales)), np.float32)
         score, done = np.empty(len(rows), np.float64), 0
         forwards = (partial(self.engine.forward, items) for items in batches(prepared))
         for outcomes in one_ahead(self._thread, forwards):
-            scores = Scores.concatenate([outcome.scores for outcome in outcomes])
-            if not scores.is_finite():
-                broken = np.flatnonzero(~np.isfinite(np.hstack((scores.logits, scores.continuous))).all(1))[0]
-                request = log.request_id[rows[done + broken]]
+            found = [outcome.scores for outcome in outcomes]
+            probabilities = np.concatenate([scores.probabilities for scores in found])
+            mine = place[done : done + len(probabilities)]
+            broken = next((number for number, scores in enumerate(found) if not scores.is_finite()), None)
+            if broken is not None:
+                request = log.request_id[rows[done + sum(map(len, found[:broken]))]]
                 raise EngineError(f"{prepared.where}: request {request} gives scores that are no numbers")
-            mine = slice(done, done + len(scores))
-            score[mine] = combine(scores.probabilities, self._weights)
-            actions[:, mine] = scores.probabilities.T[self._wanted]
-            np.multiply(scores.continuous.T, self._scales, out=continuous[:, mine])
-            done = mine.stop
+            score[mine] = combine(probabilities, self._weights)
+            actions[mine] = probabilities[:, self._wanted]
+            continuous[mine] = np.concatenate([scores.continuous for scores in found]) * self._scales
+            done += len(mine)
             progress(done)
-        order = np.argsort(rows)
-        columns = [getattr(log, name)[rows[order]] for name in NAMING]
-        columns += [column[order] for column in (score, *actions, *continuous)]
+        columns = [getattr(log, name)[is_wanted] for name in NAMING]
+        columns += [score, *actions.T.copy(), *continuous.T.copy()]
         return pa.table([pa.array(column) for column in columns], schema=self.schema)
 
     def close(self) -> None:
@@ -136,15 +138,16 @@ def one_ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]]) -
 def batches(prepared: Prepared) -> Iterator[list[Item]]:
     """The forwards of what is to be scored."""
     examples, items, tokens = prepared.examples, list[Item](), 0
-    for index, is_kept in zip(prepared.requests.tolist(), prepared.is_kept.tolist(), strict=True):
-        shown = slice(examples.starts[index], examples.stops[index])
-        item = Item(examples.context(index, is_kept), examples.candidates(index, shown))
-        mine = len(item.context) + len(item.candidates)
-        if items and tokens + mine > BATCH_TOKENS:
+    columns = (examples.starts, examples.stops, examples.last - examples.oldest)
+    each = (column[prepared.requests].tolist() for column in columns)
+    for index, is_kept, start, stop, events in zip(
+        prepared.requests.tolist(), prepared.is_kept.tolist(), *each, strict=True
+    ):
+        if items and tokens + stop - start + events > BATCH_TOKENS:
             yield items
             items, tokens = [], 0
-        items.append(item)
-        tokens += mine
+        items.append(Item(examples.context(index, is_kept), examples.candidates(index, slice(start, stop))))
+        tokens += stop - start + events
     if items:
         yield items
 

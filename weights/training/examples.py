@@ -74,7 +74,7 @@ class Examples:
 
     def context(self, index: int, is_kept: bool = True) -> Context:
         """The user and the newest `history_length` events before request `index`."""
-        kept = slice(self.oldest[index], self.last[index])
+        kept = slice(int(self.oldest[index]), int(self.last[index]))
         return Context(
             int(self.users[index]),
             self._posts[kept],
