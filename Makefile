@@ -53,10 +53,13 @@ emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests t
 # What needs the machine to itself; everything else runs two files at a time.
 ALONE := $(filter-out $(addprefix tests/reliability/test_,cluster.py f9_excess.py fronts.py posts.py),$(wildcard tests/reliability/test_*.py))
 
+# A failure is tried once more, with its traceback kept; .ci/run names what passed only then, as a fault to mend.
+PYTEST := $(BIN)/python -m pytest --reruns 1 --rerun-show-tracebacks
+
 test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy ## every test that needs no GPU
 	@failed=0; \
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ALONE:%=--ignore=%) || failed=1; \
-	$(BIN)/python -m pytest $(ALONE) || failed=1; exit $$failed
+	$(PYTEST) --numprocesses 2 --dist loadfile $(ALONE:%=--ignore=%) || failed=1; \
+	$(PYTEST) $(ALONE) || failed=1; exit $$failed
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
 	$(PYTHON) .ci/test-light
