@@ -8,7 +8,9 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -42,6 +44,18 @@ def alive(process: int) -> bool:
 def processes(server: Server) -> list[int]:
     """The fronts and the engine process."""
     return [process_of(server, front) for front in (1, 2, None)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """One that runs, with gRPC where that is installed, and the directory of its temporary files, which is empty afterwards."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    ports = {"grpc__port": free_port()} if find_spec("grpc") else {}
+    with started(*FRONTED, environment={"TMPDIR": str(temporary)}, **ports) as server:
+        server.wait_ready()
+        yield server, temporary
+        assert server.stop() == 0
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_start_a_drain_and_exit_0() -> None:
@@ -118,14 +132,18 @@ def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
         assert event(server, "cannot_listen")["reason"] == "Address already in use"
 
 
-def test_every_front_serves_grpc_on_one_port() -> None:
+def test_every_front_serves_grpc_on_one_port(whole: tuple[Server, Path]) -> None:
     grpc = pytest.importorskip("grpc")
-    with started(*FRONTED, grpc__port=(port := free_port())) as server:
-        server.wait_ready()
-        wait_until(lambda: sum(line["event"] == "listening" and line["port"] == port for line in server.lines) == 2)
-        for _ in range(4):
-            with grpc.insecure_channel(f"{HOST}:{port}") as channel:
-                grpc.channel_ready_future(channel).result(10)
+    server, _ = whole
+
+    def others() -> list[object]:
+        return [line["port"] for line in server.lines if line["event"] == "listening" and line["port"] != server.port]
+
+    wait_until(lambda: len(others()) == 2)
+    [port] = set(others())
+    for _ in range(4):
+        with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+            grpc.channel_ready_future(channel).result(10)
 
 
 def test_port_0_is_one_free_port_for_all_fronts() -> None:
@@ -162,18 +180,15 @@ def test_sighup_reads_the_checkpoint_again() -> None:
         assert event(server, "reloaded")["checkpoint"] == "weights/demo"
 
 
-def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(tmp_path: Path) -> None:
-    with started(*FRONTED, environment={"TMPDIR": str(tmp_path)}) as server:
-        server.wait_ready()
-        [directory] = tmp_path.glob("ranker-*")
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.settimeout(5)
-            stranger.connect(str(directory / "engine"))
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-        event(server, "link_broken")
-        assert server.answers()
-        assert server.stop() == 0
-        assert list(tmp_path.iterdir()) == []
+def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(whole: tuple[Server, Path]) -> None:
+    server, temporary = whole
+    [directory] = temporary.glob("ranker-*")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(20)
+        stranger.connect(str(directory / "engine"))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    event(server, "link_broken")
+    assert server.answers()
