@@ -107,7 +107,6 @@ def test_an_engine_process_that_says_nothing_does_not_hold_callers(monkeypatch: 
     async def main() -> None:
         async with linked(FakeEngine()) as found:
             [front] = found.fronts
-            monkeypatch.setattr(found.host, "_rank", lambda front, frame: None)
             found.host._take = {kind: lambda front, frame: None for kind in found.host._take}
             with pytest.raises(DeadlineExceeded):
                 await begin(front, 1, deadline=front.clock() + 0.05)[1]
