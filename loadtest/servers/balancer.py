@@ -29,13 +29,14 @@ Change = tuple[str, str]
 class Balancer:
     """A program and its configuration. `here`: changes for this machine; there, `{port}` is where it listens.
 
-    `at_random`, `sent_once`: changes for the controls.
+    `settled_seconds`: until it has noticed what changed. `at_random`, `sent_once`: changes for the controls.
     """
 
     name: str
     config: Path
     flags: tuple[str, ...]
     here: tuple[Change, ...]
+    settled_seconds: float
     at_random: Change
     sent_once: Change  # a request that may have been read is not sent again
 
@@ -66,6 +67,7 @@ HAPROXY = Balancer(
         ("backend rankers", f"backend rankers\n    http-response set-header {SERVED_BY} %s"),
         ("(default-server .*) slowstart 10s (.*)", r"    \1 slowstart 1s \2"),
     ),
+    2.5,  # the health checks and the slow start
     (r"balance hdr\(x-routing-key\)", "    balance random"),
     ("retry-on .*", "    retry-on conn-failure"),
 )
@@ -82,6 +84,7 @@ NGINX = Balancer(
             + "".join(f"{of}_temp_path .;\n" for of in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")),
         ),
     ),
+    1.2,  # the second for which it leaves alone who failed
     ("hash .* consistent;", "random;"),
     ("proxy_next_upstream .*", "proxy_next_upstream error timeout;"),
 )

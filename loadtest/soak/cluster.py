@@ -25,7 +25,6 @@ from loadtest.soak.servers import real
 CANDIDATES = 8
 CLIENTS = 8
 HOP_REQUESTS = 300
-SETTLED_SECONDS = 2.5  # the health checks and the slow start of the tests
 
 
 class Processes:
@@ -70,9 +69,9 @@ def two_processes() -> Iterator[Processes]:
 
 @contextmanager
 def behind(processes: Processes, count: int, kind: Balancer, *changes: Change) -> Iterator[Target]:
-    """The balancer in front of the first `count`, after the slow start of those that run."""
+    """The balancer in front of the first `count`, once it knows which of them run."""
     with balancer(processes.ports[:count], *changes, kind=kind) as target:
-        time.sleep(SETTLED_SECONDS)
+        time.sleep(kind.settled_seconds)
         yield target
 
 
@@ -118,7 +117,7 @@ def one_more(processes: Processes, users: int, kind: Balancer, *changes: Change)
         once()
         steady = once()
         processes.start(2)
-        time.sleep(SETTLED_SECONDS)
+        time.sleep(kind.settled_seconds)
         after, settled = once(), once()
         processes.end(2)
     moved = sum(after.servers[user] != server for user, server in steady.servers.items()) / users
@@ -214,7 +213,7 @@ def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change) ->
                 processes.end(run % 2, signal.SIGKILL)
                 time.sleep(0.5)
                 processes.start(run % 2)
-                time.sleep(SETTLED_SECONDS)
+                time.sleep(kind.settled_seconds)
 
         load = asyncio.run(_under_load(target, harm))
     what = f"{kind.name}: a process killed under load, {load.answered} answered"
@@ -232,7 +231,7 @@ def rolling(
             for number in numbers:
                 codes.append(processes.end(number, by))
                 processes.start(number)
-                time.sleep(SETTLED_SECONDS)
+                time.sleep(kind.settled_seconds)
 
         load = asyncio.run(_under_load(target, harm))
     failed = sum(code != 0 for code in codes)

@@ -67,6 +67,7 @@ def test_g3_a_rolling_update_loses_no_request(processes: cluster.Processes, kind
     assert row.ok, row
 
 
+@pytest.mark.long  # half a minute of a core; that a lost request is seen is the control of G2
 @kinds(HAPROXY)
 def test_g3_is_red_when_a_process_does_not_drain(processes: cluster.Processes, kind: Balancer) -> None:
     assert not cluster.rolling(processes, (0,), kind, kind.sent_once, by=signal.SIGKILL).ok
