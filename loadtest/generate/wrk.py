@@ -30,31 +30,39 @@ end
 
 
 class Reading(NamedTuple):
-    """Replies below 400 and others a second, the median latency of all in ms, and how long it took."""
+    """Replies below 400 and others a second, percentiles of the latency of all in ms, and how long it took."""
 
     good_per_s: float
     bad_per_s: float
     p50_ms: float
+    p99_ms: float
     seconds: float
 
 
 def read(url: str, bodies: Sequence[bytes], connections: int, seconds: float, *, core: int | None = None) -> Reading:
     """Post the bodies in turn, JSON without line breaks, for so many seconds; on this core alone, if one is given.
 
-    Raises RuntimeError where a connection broke or a reply took longer than wrk waits, 2 s.
+    Raises ValueError for a body that holds a line break, RuntimeError where a connection broke or a reply took longer than wrk waits, 2 s.
     """
+    if any(b"\n" in body for body in bodies):
+        raise ValueError("A body holds a line break, and wrk is given one body a line.")
     with tempfile.TemporaryDirectory() as folder:
         (lines := Path(folder) / "bodies").write_bytes(b"\n".join(bodies) + b"\n")
         (script := Path(folder) / "post.lua").write_text(SCRIPT % lines)
         pinned = [] if core is None else ["taskset", "-c", str(core)]
         options = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency", "-s", str(script)]
         text = subprocess.run([*pinned, "wrk", *options, url], check=True, capture_output=True, text=True).stdout
-    half = re.search(r"50%\s+([\d.]+)(us|ms|s)\b", text)
+    p50, p99 = (_milliseconds(text, percent) for percent in (50, 99))
     counted = re.search(r"counted (\d+) of (\d+) in (\d+)\nbroken (\d+)", text)
-    assert half is not None
     assert counted is not None
     bad, requests, microseconds, broken = map(int, counted.groups())
     if broken:
         raise RuntimeError(f"not every request was answered:\n{text}")
     seconds = microseconds / 1e6
-    return Reading((requests - bad) / seconds, bad / seconds, float(half[1]) * UNITS_MS[half[2]], seconds)
+    return Reading((requests - bad) / seconds, bad / seconds, p50, p99, seconds)
+
+
+def _milliseconds(text: str, percent: int) -> float:
+    found = re.search(rf"{percent}%\s+([\d.]+)(us|ms|s)\b", text)
+    assert found is not None, text
+    return float(found[1]) * UNITS_MS[found[2]]
