@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: emulators chromium haproxy nginx screenshots wrk soak hostile-plot overload-plot help install serve test test-light demo bench bench-front bench-retrieve bench-offline bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: emulators chromium haproxy nginx screenshots wrk soak hostile-plot overload-plot help install serve test test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -66,6 +66,17 @@ test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy nginx 
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
 	$(PYTHON) .ci/test-light
+
+# Ray beside what is installed: an environment of its own that sees the other one, since Ray is a fifth of a gigabyte.
+.cache/ray/.installed: pyproject.toml $(LOCKS) | $(VENV)/.installed
+	$(BIN)/python -m venv .cache/ray
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' >"$$(.cache/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/service.pth"
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"], sep="\n")' >.cache/ray/wanted
+	.cache/ray/bin/python -m pip install --quiet --no-input --disable-pip-version-check -r .cache/ray/wanted
+	@touch $@
+
+test-ray: .cache/ray/.installed ## the service on a real Ray Serve, two replicas: a few minutes, half a gigabyte a process; prints its figures
+	PYTHONPATH="$(CURDIR)" .cache/ray/bin/python -m pytest tests/app/ray $(ARGS)
 
 demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one machine: minutes of one core
 	$(BIN)/python -m weights train-demo --out weights/demo
