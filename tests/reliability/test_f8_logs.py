@@ -24,7 +24,7 @@ from loadtest.servers.launch import HOST, Server, ranking_server
 from loadtest.soak.servers import FAULTY, RAISE
 from tests.reliability.live import connect, one_reply, statuses, wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 FAULTS = ["dead", "stalled", "no space"]
 LINES: dict[str, Any] = {"logs__success_sample": 1, "logs__format": "json"}
