@@ -111,7 +111,8 @@ class DirectCall(ABC):
             self.exchange.status, self.exchange.code = answered
         elif not self._tickets:
             self.ranking.metrics.cancelled.labels("body").inc()
-        self._end()
+        self._leave()
+        self.recorder.end(self.exchange, self.headers)
 
     def fail(self, error: Exception) -> None:
         """Answer with a problem."""
@@ -123,15 +124,17 @@ class DirectCall(ABC):
         reply, exchange = self._reply, self.exchange
         assert reply is not None
         exchange.status = status
-        self._end()
-        reply(status, _named(headers, body, exchange), body, may_wait)
+        self._leave()
+        try:
+            reply(status, _named(headers, body, exchange), body, may_wait)
+        finally:  # the caller need not wait for what is told of it
+            self.recorder.end(exchange, self.headers)
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         """Nothing more is said, nothing more is computed."""
         self._reply = None
         for ticket in self._tickets:
             ticket.release()
-        self.recorder.end(self.exchange, self.headers)
 
 
 class RankEndpoint(DirectEndpoint):

@@ -201,8 +201,8 @@ class RecommendCall(PostsCall):
         stages["forward"] = result.forward_seconds
         try:
             names = self._model.manifest.action_names
-            self.ranking.metrics.reply_probabilities.record(names, result.scores.probabilities)
             self._write(result.scores, cached=result.cache == "hit")
+            self.ranking.metrics.reply_probabilities.record(names, result.scores.probabilities)
         except Exception as error:
             self.fail(error)
 
