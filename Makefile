@@ -50,13 +50,19 @@ emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests t
 	  { apt-get -qq update && apt-get -qq install -y --no-install-recommends g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; } \
 	  || echo "the emulators could not be installed"
 
-# What needs the machine to itself; everything else runs two files at a time.
-ALONE := $(filter-out $(addprefix tests/reliability/test_,cluster.py f9_excess.py fronts.py posts.py),$(wildcard tests/reliability/test_*.py))
+# What compares speeds, and so needs the machine to itself; everything else runs several files at a time.
+ALONE := $(addprefix tests/reliability/test_,b11_budgets.py b3_long_bodies.py b4_slow.py rows.py)
+
+# A failure is tried once more, with its traceback kept; .ci/run names what passed only then, as a fault to mend.
+PYTEST := $(BIN)/python -m pytest --reruns 1 --rerun-show-tracebacks
+
+# A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
+WORKERS ?= 3
 
 test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy ## every test that needs no GPU
 	@failed=0; \
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ALONE:%=--ignore=%) || failed=1; \
-	$(BIN)/python -m pytest $(ALONE) || failed=1; exit $$failed
+	OMP_NUM_THREADS=1 $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%) || failed=1; \
+	$(PYTEST) $(ALONE) || failed=1; exit $$failed
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
 	$(PYTHON) .ci/test-light

@@ -120,15 +120,21 @@ class DirectCall(ABC):
             problem = self.recorder.problem(error, self.exchange)
             self._answer(*problem_reply(problem, self.exchange), may_wait=problem.may_wait)
 
-    def _answer(self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False, at_once: bool = False
+    ) -> None:
+        """`at_once`: before it is counted and logged."""
         reply, exchange = self._reply, self.exchange
         assert reply is not None
         exchange.status = status
         self._leave()
+        if not at_once:
+            self.recorder.end(exchange, self.headers)
         try:
             reply(status, _named(headers, body, exchange), body, may_wait)
-        finally:  # the caller need not wait for what is told of it
-            self.recorder.end(exchange, self.headers)
+        finally:
+            if at_once:
+                self.recorder.end(exchange, self.headers)
 
     def _leave(self) -> None:
         """Nothing more is said, nothing more is computed."""

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import tempfile
 import threading
@@ -20,11 +21,13 @@ from pathlib import Path
 import httpx
 
 from loadtest.generate.payload import rank_body
+from loadtest.machine import ROOT
 from loadtest.matrix import Row
 from loadtest.servers.launch import Server
 from loadtest.soak.oracle import NAMES, admin_settings, swap, two_checkpoints
 from loadtest.soak.servers import real
 from model.config import ModelConfig
+from model.native.build import build_kernel
 from weights.format.layout import expected_shapes, file_of
 from weights.format.manifest import FileEntry, Manifest, TensorEntry
 from weights.synthetic.random_weights import mini_config
@@ -203,12 +206,13 @@ def excess(runs: int) -> list[Row]:
 
 @contextmanager
 def kernel_at_home() -> Iterator[tuple[Path, Path]]:
-    """A home directory with a compiled kernel in it."""
+    """A home directory with what is compiled in it, and the kernel's file there."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
-        with real(environment={"OMP_NUM_THREADS": "1", "HOME": directory}):
-            [library] = (home / ".cache" / "phoenix-ranking-server").glob("kernel-*.so")
-        yield home, library
+        kept = home / ".cache" / "phoenix-ranking-server"
+        kept.mkdir(parents=True, mode=0o700)
+        shutil.copy2(build_kernel(source=ROOT / "app/request/native/codec.cpp").path, kept)
+        yield home, Path(shutil.copy2(build_kernel().path, kept))
 
 
 def _replace(library: Path, content: bytes) -> None:

@@ -29,6 +29,7 @@ ASLEEP_SECONDS = 0.2
 BACK_SECONDS = 1.0
 TOLD_SECONDS = 0.1
 SERVES_SECONDS = 30.0
+ENGINE_LIVED_SECONDS = 6.0  # one that lived less is not started again
 LOGGED: dict[str, Any] = {"fronts": 2, "logs__level": "info", "logs__format": "json"}
 ANSWERED = re.compile(rb"HTTP/1\.1 (\d{3}) .*?content-length: (\d+)", re.DOTALL)
 
@@ -191,20 +192,24 @@ def _listening_at(server: Server, front: int, after: int) -> float | None:
     return None
 
 
-def engine_kills(kills: int, serves_seconds: float = SERVES_SECONDS, **settings: object) -> list[Row]:
+def engine_kills(
+    kills: int, serves_seconds: float = SERVES_SECONDS, lived_seconds: float = ENGINE_LIVED_SECONDS, **settings: object
+) -> list[Row]:
     """P2: `kill -9` of the engine process. Whoever waits gets 503 at once, and another engine process serves."""
     with fake("--forward-ms=20", **LOGGED, **settings) as server, asyncio.Runner() as runner:
-        clients, slowest, missing = runner.run(_kill_engines(server, kills, serves_seconds))
+        clients, slowest, missing = runner.run(_kill_engines(server, kills, serves_seconds, lived_seconds))
     lost = sum(asked.status == 0 for asked in clients.asked)
     refused = sum(asked.status == 503 for asked in clients.asked)
     return [Row("P2", f"engine processes killed: {refused} × 503", kills, lost + missing, slowest, TOLD_SECONDS, "s")]
 
 
-async def _kill_engines(server: Server, kills: int, serves_seconds: float) -> tuple[Clients, float, int]:
+async def _kill_engines(
+    server: Server, kills: int, serves_seconds: float, lived_seconds: float
+) -> tuple[Clients, float, int]:
     clients, slowest, missing = Clients(server.port, patient=True), 0.0, 0
     running = asyncio.create_task(clients.run(CLIENTS))
     for _ in range(kills):
-        await asyncio.sleep(6)  # one that lived less is not started again
+        await asyncio.sleep(lived_seconds)
         process, first = process_of(server, None), len(clients.asked)
         os.kill(process, signal.SIGKILL)
         killed = time.monotonic()

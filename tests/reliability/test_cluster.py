@@ -50,5 +50,6 @@ def test_g3_a_rolling_update_loses_no_request(processes: cluster.Processes) -> N
     assert row.ok, row
 
 
+@pytest.mark.long  # half a minute of a core; that a lost request is seen is the control of G2
 def test_g3_is_red_when_a_process_does_not_drain(processes: cluster.Processes) -> None:
     assert not cluster.rolling(processes, (0,), signal.SIGKILL, cluster.SENT_ONCE).ok

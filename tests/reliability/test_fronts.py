@@ -36,7 +36,7 @@ def test_p2_a_killed_engine_process_is_told_at_once_and_another_one_serves() -> 
 
 
 def test_p2_is_red_when_no_other_one_comes() -> None:
-    assert fronts.engine_kills(1, serves_seconds=1.0, engine_loss="exit")[0].failed
+    assert fronts.engine_kills(1, serves_seconds=1.0, lived_seconds=0.5, engine_loss="exit")[0].failed
 
 
 def test_p3_a_stopped_front_is_felt_by_no_other() -> None:
