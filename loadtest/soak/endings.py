@@ -129,7 +129,7 @@ def stuck_loop(runs: int, *faults: str, **settings: object) -> Row:
 
 async def _stuck_loop(server: Server) -> tuple[bool, float, int | None]:
     """Whether it lasts through a stop, then has a loop that hangs; seconds until it ends, and its exit code."""
-    async with Client(HOST, server.port, timeout_seconds=STALL_EXIT_SECONDS) as client:
+    async with Client(HOST, server.port, timeout_seconds=10) as client:
         first = await client.ask(search_request(1, "/retrieve"))  # from then on it is known how long one takes
         server.pause()
         await asyncio.sleep(STALL_EXIT_SECONDS + 1)
@@ -144,7 +144,7 @@ async def _stuck_loop(server: Server) -> tuple[bool, float, int | None]:
         except subprocess.TimeoutExpired:
             server.process.kill()  # it hears no other signal
             code = None
-        await waiting
+        await waiting  # its connection has been reset
     return (first.status, second.status, is_deaf) == (200, 200, True), time.monotonic() - began, code
 
 
