@@ -97,13 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for (name, path, user), times in found.items():
         cells = [f"{Figure.of(times[key]).median:.3f}" for key in (*STAGES, "outside", "total")]
         against = found.get(("before", path, user)) if name == "now" else None
-        share = "" if against is None else f"{ratio(times['rest'], against['rest']):.2f}"
-        table.add_row(f"{path}, {user}, {name}", *cells, f"{Figure.of(times['rest']):.3f}", share)
+        share = "" if against is None else _spread(ratio(times["rest"], against["rest"]))
+        table.add_row(f"{path}, {user}, {name}", *cells, _spread(Figure.of(times["rest"])), share)
     Console(width=190).print(table)
     rows = [{"commit": name, "path": path, "user": user, **times} for (name, path, user), times in found.items()]
     run = machine() | ({"before": commit(options.before)} if options.before else {})
     print(json.dumps({**run, "target_ms": TARGET_MS, "rows": rows}))
     return 0
+
+
+def _spread(figure: Figure) -> str:
+    return f"{figure.median:.2f} ({figure.low:.2f} … {figure.high:.2f})"
 
 
 if __name__ == "__main__":
