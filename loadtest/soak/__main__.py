@@ -44,6 +44,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "fronts_terminations": (0.03, lambda seconds: [endings.terminations(_count(seconds, 1 / 8, 4), fronts=2)]),
     "stuck": (0.04, lambda seconds: [endings.stuck(_count(seconds, 1 / 12, 1))]),
     "stuck_search": (0.02, lambda seconds: [endings.stuck_search(_count(seconds, 1 / 12, 1))]),
+    "stuck_loop": (0.01, lambda seconds: [endings.stuck_loop(_count(seconds, 1 / 20, 1))]),
     "raising": (0.03, lambda seconds: endings.raising(_count(seconds, 50, 200))),
     "slow": (0.02, lambda seconds: slow.slow(_count(seconds, 20, 200))),
     "dear": (0.03, lambda seconds: [hostile.dear(seconds)]),

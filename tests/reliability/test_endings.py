@@ -61,6 +61,18 @@ def test_f5_is_red_when_nobody_watches_the_search(stuck_soon: dict[str, float]) 
     assert endings.stuck_search(1, **stuck_soon, queue__stall_exit_seconds=3600, drain__timeout_seconds=1).failed
 
 
+def test_f5_a_search_that_hangs_the_loop_ends_the_process(
+    stuck_soon: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "LATE_EXIT_SECONDS", 30.0)
+    row = endings.stuck_loop(1)
+    assert row.ok, row
+
+
+def test_f5_is_red_when_nobody_watches_the_loop(stuck_soon: dict[str, float]) -> None:
+    assert endings.stuck_loop(1, "--no-loop-watch").failed
+
+
 def test_f6_the_innocent_get_their_scores_and_a_lost_device_ends_the_process() -> None:
     for row in endings.raising(100):
         assert row.ok, row
