@@ -263,5 +263,4 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
             sock.sendall(b"".join(map(rank_request, range(9))) + rank_request(9, headers={"Connection": "close"}))
             assert statuses(read_all(sock)) == [200] * 10
             took[rest[0]] = time.monotonic() - began
-    assert took[0.05] > 18 * 0.05
-    assert took[0.0] < 9 * 0.05
+    assert took[0.0] < 18 * 0.05 < took[0.05]
