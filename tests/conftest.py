@@ -1,10 +1,58 @@
-"""Coroutine tests run on asyncio, the loop that the service has."""
+"""For all tests: the loop of coroutines, the order of files, and as much time for a second try as for the first."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+LONG = (  # the files that take longest, the longest first
+    "reliability/test_endings.py",
+    "reliability/test_fronts.py",
+    "reliability/test_f8_logs.py",
+    "app/fronts/test_supervisor.py",
+    "reliability/test_cluster.py",
+    "model/test_kernels_build.py",
+    "reliability/test_posts.py",
+    "reliability/test_f9_excess.py",
+    "model/test_sanitizers.py",
+    "ops/test_live.py",
+    "weights/commands/test_training.py",
+    "test_distribution.py",
+    "test_project.py",
+    "weights/training/test_towers.py",
+    "model/test_emulated.py",
+    "model/test_native_failures.py",
+    "model/test_engines.py",
+    "e2e/test_explore.py",
+    "loadtest/gpu/test_checks.py",
+    "weights/training/test_demo_taste.py",
+    "weights/training/test_demo_retrieval.py",
+    "weights/training/test_world.py",
+    "weights/training/test_evaluate.py",
+    "ci/test_mutants.py",
+    "ops/test_rules.py",
+    "weights/test_excessive_checkpoints.py",
+    "loadtest/test_locustfile.py",
+    "e2e/test_client_package.py",
+)
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers take files in this order: none of them is left with a long one at the end."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """pytest-timeout begins once for all tries, and stops at the first failure: a second try could hang for ever."""
+    if getattr(item, "execution_count", 1) > 1:
+        from pytest_timeout import _get_item_settings
+
+        item.ihook.pytest_timeout_set_timer(item=item, settings=_get_item_settings(item))

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ CLOSE_SECONDS = 1.0
 log = structlog.get_logger("app.fronts.uplink")
 
 
-class Asked:
+class Asked(ABC):
     """What the engine process was asked, until it answers. `deadline`: seconds of CLOCK_MONOTONIC."""
 
     __slots__ = ("deadline",)
@@ -38,9 +39,9 @@ class Asked:
         """What an answer says. Raises ValueError for one that makes no sense, which ends the link."""
         return frame
 
+    @abstractmethod
     def end(self, result: Any) -> None:
         """Called once, with what was read or with the ServiceError that it ended with."""
-        raise NotImplementedError
 
 
 class Question(Asked):
@@ -141,12 +142,12 @@ class Uplink:
         return number
 
     def forget(self, number: int) -> None:
-        """Nobody waits for this any more."""
+        """Its caller is gone: no answer is needed."""
         if self.asked.pop(number, None) is not None:
             self.send(frames.Cancel(number))
 
     def end(self, number: int, result: Any) -> None:
-        """Tell who asked; nothing where nobody waits any more."""
+        """Give the answer to whoever asked, unless it was forgotten."""
         asked = self.asked.pop(number, None)
         if asked is None:
             return

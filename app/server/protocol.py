@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from enum import Enum, auto
-from typing import Any, cast
+from typing import Any
 
 import httptools
 from uvicorn._types import ASGI3Application
@@ -34,26 +34,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
+from app.server.cycle import disconnect, fit
 from app.server.deadline import Deadline
 from app.server.direct import SHORT_BYTES, Call, Routes
+from app.server.leftover import Leftover
 from app.server.observer import Observer
 from app.server.patience import REPEAT_SECONDS
-from app.server.refusals import REFUSALS, refusal_reply, without_upgrade
+from app.server.refusals import MAX_HEADERS, REFUSALS, Refused, check_head, refusal_reply, without_upgrade
 from app.server.sockets import has_unread, set_write_deadline
 from app.settings import Connections
 
-MAX_HEADERS = 100
 MAX_PIPELINED = 16
 LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
 LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
-
-LINGER_BYTES = 64 * 2**20  # thrown away of what comes after a reply: several times what honest clients send by mistake
-LINGER_SECONDS = 2.0  # in each such span the client has to send LINGER_LEAST_BYTES, or it is done
-LINGER_LEAST_BYTES = 64 * 2**10
-LINGER_MOST_SECONDS = 30.0
-LINGER_DRAIN_SECONDS = 5.0  # the same while the process drains, which waits for lingering connections
 
 
 class State(Enum):
@@ -65,10 +60,6 @@ class State(Enum):
     ENDING = auto()
     LINGERING = auto()
     CLOSED = auto()
-
-
-class Refused(Exception):
-    """Raised inside a parser callback, to stop parsing at once; its argument is the key of a refusal."""
 
 
 class StrictProtocol(HttpToolsProtocol):
@@ -102,8 +93,6 @@ class StrictProtocol(HttpToolsProtocol):
         self.header_bytes = 0  # received while the headers were not complete
         self.field_bytes = 0  # of the request's own header fields; one read may hold its body as well
         self.header_count = 0
-        self.dropped_bytes = 0  # received after the reply
-        self.linger_until = 0.0
         self.held: dict[Any, int] = {}  # bytes of bodies that are being read, by cycle, as they were counted
         self.body_bytes = 0  # received of the present body
         self.body_until = 0.0
@@ -116,6 +105,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.leftover = Leftover(self.loop, transport, self.deadline, self._cut)
         if self.is_counted and not self.observer.connections.take(1):
             self.is_counted = False
             self._cut("too_many")
@@ -128,6 +118,7 @@ class StrictProtocol(HttpToolsProtocol):
         if isinstance(exc, TimeoutError):
             self.observer.closed("slow_reader")
         self._enter(State.CLOSED)
+        self.leftover.close()
         for cycle in self.pending:
             _disconnect(cycle)
         self.observer.body_bytes.give(sum(self.held.values()))
@@ -151,9 +142,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.state in (State.ENDING, State.LINGERING) or self._is_answered():
-            self.dropped_bytes += len(data)
-            if self.dropped_bytes > LINGER_BYTES:
-                self._cut("endless_body")
+            self.leftover.drop(len(data))
         if self.state in (State.ENDING, State.LINGERING, State.CLOSED):
             return
         is_first = self.state is State.IDLE
@@ -215,7 +204,9 @@ class StrictProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._check_headers()
+        check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        if len(self.pending) >= MAX_PIPELINED:
+            raise Refused("bad_request")
         if self.parser.should_upgrade():
             return  # llhttp would take the body for another protocol: see `_decline`
         endpoint = self.routes(self.parser.get_method(), self.url)
@@ -247,8 +238,7 @@ class StrictProtocol(HttpToolsProtocol):
         super().on_message_begin()  # makes the scope
         self.url, self.scope["headers"], self.expect_100_continue = read
         super().on_headers_complete()
-        self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
-        self.cycle.receive = _Receive(self.cycle)
+        fit(self.cycle, self.end_with_reply, self._is_ending)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
         if isinstance(cycle, Call):
@@ -331,7 +321,7 @@ class StrictProtocol(HttpToolsProtocol):
             self.deadline.set(self.limits.keep_alive_seconds, self._cut, "keep_alive")
 
     def _reset_counts(self) -> None:
-        self.header_bytes = self.field_bytes = self.header_count = self.dropped_bytes = 0
+        self.header_bytes = self.field_bytes = self.header_count = self.leftover.bytes = 0
 
     def _count_header(self, length: int) -> None:
         self.header_count += 1
@@ -339,52 +329,14 @@ class StrictProtocol(HttpToolsProtocol):
         if self.field_bytes > self.limits.max_header_bytes or self.header_count > MAX_HEADERS:
             raise Refused("headers")
 
-    def _check_headers(self) -> None:
-        version, method = self.parser.get_http_version(), self.parser.get_method()
-        if version not in ("1.1", "1.0"):
-            raise Refused("version")
-        names = [name for name, _ in self.headers]
-        hosts, codings = names.count(b"host"), []
-        if b"transfer-encoding" in names:
-            codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
-        if (
-            method == b"CONNECT"
-            or hosts > 1
-            or (version == "1.1" and not hosts)
-            or (codings and (version == "1.0" or codings != [b"chunked"]))
-            or len(self.pending) >= MAX_PIPELINED
-        ):
-            raise Refused("bad_request")
-
     # ends
 
     def end_with_reply(self) -> None:
-        """The last reply is written. Closing with unread input would be a reset that destroys it, so only our half closes yet."""
-        if self.state in (State.LINGERING, State.CLOSED) or self.transport.is_closing():
-            return
-        self._enter(State.LINGERING)
-        most = LINGER_DRAIN_SECONDS if self.observer.draining else LINGER_MOST_SECONDS
-        self.linger_until = self.loop.time() + most
-        self.flow.resume_reading()  # paused where the application took no more of the body
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self._linger()
-
-    def _linger(self) -> None:
-        left = self.linger_until - self.loop.time()
-        self.deadline.set(
-            min(left, LINGER_SECONDS) if left > 0 else LINGER_SECONDS, self._check_lingering, self.dropped_bytes
-        )
-
-    def _check_lingering(self, dropped_before: int) -> None:
-        is_sending = self.dropped_bytes - dropped_before >= LINGER_LEAST_BYTES
-        is_over = self.loop.time() >= self.linger_until
-        if self.transport.get_write_buffer_size() or (is_sending and not is_over):
-            self._linger()
-        elif is_sending:
-            self._cut("endless_body")
-        else:
-            self.transport.close()
+        """The last reply is written."""
+        if not self._is_ending():
+            self._enter(State.LINGERING)
+            self.flow.resume_reading()  # paused where the application took no more of the body
+            self.leftover.linger(draining=self.observer.draining)
 
     def is_impatient(self) -> bool:
         """Told of a request that is refused: whether the one before it was, a moment ago."""
@@ -415,7 +367,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """End the connection as soon as nothing is pending on it. uvicorn's name for it."""
-        self.linger_until = min(self.linger_until, self.loop.time() + LINGER_DRAIN_SECONDS)
+        self.leftover.hurry()
         self._close_after_last()
         self._end_if_silent()
 
@@ -442,6 +394,9 @@ class StrictProtocol(HttpToolsProtocol):
         self._enter(State.CLOSED)
         self.transport.abort()
 
+    def _is_ending(self) -> bool:
+        return self.state in (State.LINGERING, State.CLOSED) or self.transport.is_closing()
+
     def _is_answered(self) -> bool:
         """Whether a body still arrives whose reply is out, on a connection that stays."""
         return self.state is State.BODY and self.cycle.response_complete
@@ -454,35 +409,9 @@ class StrictProtocol(HttpToolsProtocol):
             self.deadline.clear()
 
 
-class _ReplyTransport:
-    """The transport as one request sees it: closing it lets the client read the reply first."""
-
-    def __init__(self, protocol: StrictProtocol) -> None:
-        self.write = protocol.transport.write
-        self.close = protocol.end_with_reply
-        self._protocol = protocol
-
-    def is_closing(self) -> bool:
-        return self._protocol.state in (State.LINGERING, State.CLOSED) or self._protocol.transport.is_closing()
-
-
-class _Receive:
-    """A request's messages; the last says what the connection has answered in the application's place."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.answered: tuple[int, str] | None = None
-        self._receive = cycle.receive
-
-    async def __call__(self) -> dict[str, Any]:
-        message: Any = await self._receive()
-        return {**message, "answered": self.answered} if message["type"] == "http.disconnect" else message
-
-
 def _disconnect(cycle: RequestResponseCycle | Call, answered: tuple[int, str] | None = None) -> None:
     """The application is told that the client disconnected, or was answered by the connection, with status and code."""
     if isinstance(cycle, Call):
         cycle.disconnect(answered)
     else:
-        cast(_Receive, cycle.receive).answered = answered
-        cycle.disconnected = True
-        cycle.message_event.set()
+        disconnect(cycle, answered)

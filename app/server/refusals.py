@@ -1,4 +1,4 @@
-"""What the protocol writes without an application: refusals, and the same request's head where an upgrade is declined."""
+"""What the protocol refuses, and writes without an application: refusals, and the same request's head where an upgrade is declined."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ REFUSALS = {  # status, code, title, sentence
     "crowded": (429, "overloaded", "Too Many Requests", "There is no room to read this request now."),
     "version": (505, "http_version", "HTTP Version Not Supported", "This server speaks HTTP/1.1 and HTTP/1.0."),
 }  # fmt: skip
+MAX_HEADERS = 100
+
+
+class Refused(Exception):
+    """Raised inside a parser callback, to stop parsing at once; its argument is the key of a refusal."""
+
+
+def check_head(method: bytes, version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """What llhttp lets through and a proxy may read otherwise. Raises Refused."""
+    if version not in ("1.1", "1.0"):
+        raise Refused("version")
+    names = [name for name, _ in headers]
+    hosts, codings = names.count(b"host"), []
+    if b"transfer-encoding" in names:
+        codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if (
+        method == b"CONNECT"
+        or hosts > 1
+        or (version == "1.1" and not hosts)
+        or (codings and (version == "1.0" or codings != [b"chunked"]))
+    ):
+        raise Refused("bad_request")
 
 
 def refusal_reply(refusal: str) -> bytes:

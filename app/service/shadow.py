@@ -82,6 +82,8 @@ class Shadow:
             return done
         if second is None or not self._reads_alike((job.worker, second)):
             return done
+        if self._is_full():
+            return done
         pair = job.worker, second
 
         def answered(result: Ranked | ServiceError) -> None:
@@ -111,19 +113,23 @@ class Shadow:
         return not self.reason
 
     def _offer(self, request: _Shadowed) -> None:
+        if not self._is_full():
+            self._waiting.append(request)
+            self.soon()
+
+    def _is_full(self) -> bool:
+        """Whether as many wait as may; a request that finds it so is counted."""
         self._drop_late()
-        if len(self._waiting) >= self.settings.max_waiting:
-            self._metrics.requests.labels(FULL).inc()
-            return
-        self._waiting.append(request)
-        self.soon()
+        if full := len(self._waiting) >= self.settings.max_waiting:
+            self._metrics.ended[FULL].inc()
+        return full
 
     def _drop_late(self) -> None:
         """Forget what has waited too long, or for a second checkpoint that is gone."""
         worker, oldest = self._second.current, self._clock() - self.settings.max_wait_seconds
         while self._waiting and (self._waiting[0].arrived < oldest or self._waiting[0].pair[1] is not worker):
             self._waiting.popleft()
-            self._metrics.requests.labels(LATE).inc()
+            self._metrics.ended[LATE].inc()
 
     def _go_on(self) -> None:
         """Begin the next chunk of the oldest request, unless others are there to be served."""
@@ -150,7 +156,7 @@ class Shadow:
         request, self._running = self._running, None
         assert request is not None
         if isinstance(result, ServiceError):
-            self._metrics.requests.labels(FAILED).inc()
+            self._metrics.ended[FAILED].inc()
         else:
             request.found.append(result.scores)
             request.seconds += result.forward_seconds
@@ -164,7 +170,7 @@ class Shadow:
         """The figures of `weights compare`, of one request; each score with its own checkpoint's weights."""
         metrics, (first, second) = self._metrics, (worker.model.served.manifest for worker in request.pair)
         pair = (first, request.scores), (second, Scores.concatenate(request.found))
-        metrics.requests.labels(SCORED).inc()
+        metrics.ended[SCORED].inc()
         metrics.seconds.observe(request.seconds)
         metrics.candidates.inc(len(request.candidates))
         for name, (manifest, scores) in zip(("first", "second"), pair, strict=True):

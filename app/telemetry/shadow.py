@@ -45,7 +45,10 @@ class ShadowMetrics:
             return made
 
         self.answers = counter("answers", "Requests given to each of both checkpoints to be answered.", "checkpoint")
-        self.requests = counter("shadow_requests", "Answered requests drawn for the second checkpoint.", "result")
+        requests = counter(
+            "shadow_requests", "Requests drawn for the second checkpoint too, by what became of that.", "result"
+        )
+        self.ended = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
         self.seconds = histogram("seconds", "Time of the second checkpoint's forwards for one request.", SECONDS)
         self.correlation = histogram(
             "correlation_distance", "(1 - r) / 2 of Pearson's r of both scores within a request.", DISTANCES
@@ -59,8 +62,6 @@ class ShadowMetrics:
         self.candidates = Counter(
             "shadow_candidates", "Candidates that both have scored.", namespace="ranker", registry=registry
         )
-        for outcome in OUTCOMES:
-            self.requests.labels(outcome)
         for checkpoint in CHECKPOINTS:
             self.answers.labels(checkpoint)
         registry.register(_Held(held))

@@ -62,11 +62,16 @@ def main(given: list[str] | None = None) -> int:
             print("no CUDA device here: nothing was measured (try --device cpu --tiny)", file=sys.stderr)
             return 2
         options.out.mkdir(parents=True, exist_ok=True)
-        for name, phase in all_phases(options.geometries).items():
-            if not options.phases or name.startswith(tuple(options.phases)):
-                late = time.monotonic() - started > options.seconds
-                ended[name] = "stopped"  # unless it comes back
-                ended[name] = "left out" if late else run_apart(options, name, phase)
+        chosen = {
+            name: phase
+            for name, phase in all_phases(options.geometries).items()
+            if not options.phases or name.startswith(tuple(options.phases))
+        }
+        ended |= dict.fromkeys(chosen, "stopped")  # what a signal leaves of it
+        for name, phase in chosen.items():
+            late = time.monotonic() - started > options.seconds
+            ended[name] = "left out" if late else run_apart(options, name, phase)
+            print(f"{name:<16} {ended[name]}, {time.monotonic() - started:.1f} s since the start", flush=True)
         if any(end != "ok" and end != "left out" for end in ended.values()):
             ended["bisect"] = run_apart(options, "bisect", BISECT, CUDA_LAUNCH_BLOCKING="1")
     finally:
@@ -90,7 +95,6 @@ def run_apart(options: argparse.Namespace, name: str, phase: Phase, **environmen
     ]
     command += ["--tiny"] * options.tiny + (["--fault", options.fault] if options.fault else [])
     limit = options.phase_seconds or phase.seconds
-    start = time.monotonic()
     # what is measured is compiled, whatever the caller was trying before
     inherited = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     try:
@@ -107,7 +111,6 @@ def run_apart(options: argparse.Namespace, name: str, phase: Phase, **environmen
         )
     if end.startswith(("hung", "died", "failed")):
         write(options.log, {"phase": name, "problem": end})
-    print(f"{name:<16} {time.monotonic() - start:6.1f} s  {end}", flush=True)
     return end
 
 

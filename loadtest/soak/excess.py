@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import tempfile
 import threading
@@ -20,11 +21,13 @@ from pathlib import Path
 import httpx
 
 from loadtest.generate.payload import rank_body
+from loadtest.machine import ROOT
 from loadtest.matrix import Row
 from loadtest.servers.launch import Server
 from loadtest.soak.oracle import NAMES, admin_settings, swap, two_checkpoints
 from loadtest.soak.servers import real
 from model.config import ModelConfig
+from model.native.build import build_kernel
 from weights.format.layout import expected_shapes, file_of
 from weights.format.manifest import FileEntry, Manifest, TensorEntry
 from weights.synthetic.random_weights import mini_config
@@ -78,9 +81,10 @@ def scores(server: Server) -> bytes:
     return reply.content.partition(b'"timings_ms"')[0] if reply.status_code == 200 else b""
 
 
-def reload(port: object, name: str, seconds: float = PATIENCE_SECONDS) -> int:
-    """The status of a reload, 409 only where it stays so for that long; 0 without a reply."""
-    until, status = time.monotonic() + seconds, 409
+def reload(port: object, name: str) -> int:
+    """The status of a reload, 409 only where it stays so for `PATIENCE_SECONDS`; 0 without a reply."""
+    seconds, status = PATIENCE_SECONDS, 409
+    until = time.monotonic() + seconds
     while status == 409 and time.monotonic() < until:
         try:
             status = asyncio.run(asyncio.wait_for(swap(port, name), seconds))
@@ -203,12 +207,13 @@ def excess(runs: int) -> list[Row]:
 
 @contextmanager
 def kernel_at_home() -> Iterator[tuple[Path, Path]]:
-    """A home directory with a compiled kernel in it."""
+    """A home directory with what is compiled in it, and the kernel's file there."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
-        with real(environment={"OMP_NUM_THREADS": "1", "HOME": directory}):
-            [library] = (home / ".cache" / "phoenix-ranking-server").glob("kernel-*.so")
-        yield home, library
+        kept = home / ".cache" / "phoenix-ranking-server"
+        kept.mkdir(parents=True, mode=0o700)
+        shutil.copy2(build_kernel(source=ROOT / "app/request/native/codec.cpp").path, kept)
+        yield home, Path(shutil.copy2(build_kernel().path, kept))
 
 
 def _replace(library: Path, content: bytes) -> None:

@@ -8,7 +8,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -29,6 +29,7 @@ ASLEEP_SECONDS = 0.2
 BACK_SECONDS = 1.0
 TOLD_SECONDS = 0.1
 SERVES_SECONDS = 30.0
+ENGINE_LIVED_SECONDS = 6.0  # one that lived less is not started again
 LOGGED: dict[str, Any] = {"fronts": 2, "logs__level": "info", "logs__format": "json"}
 ANSWERED = re.compile(rb"HTTP/1\.1 (\d{3}) .*?content-length: (\d+)", re.DOTALL)
 
@@ -191,20 +192,24 @@ def _listening_at(server: Server, front: int, after: int) -> float | None:
     return None
 
 
-def engine_kills(kills: int, serves_seconds: float = SERVES_SECONDS, **settings: object) -> list[Row]:
+def engine_kills(
+    kills: int, serves_seconds: float = SERVES_SECONDS, lived_seconds: float = ENGINE_LIVED_SECONDS, **settings: object
+) -> list[Row]:
     """P2: `kill -9` of the engine process. Whoever waits gets 503 at once, and another engine process serves."""
     with fake("--forward-ms=20", **LOGGED, **settings) as server, asyncio.Runner() as runner:
-        clients, slowest, missing = runner.run(_kill_engines(server, kills, serves_seconds))
+        clients, slowest, missing = runner.run(_kill_engines(server, kills, serves_seconds, lived_seconds))
     lost = sum(asked.status == 0 for asked in clients.asked)
     refused = sum(asked.status == 503 for asked in clients.asked)
     return [Row("P2", f"engine processes killed: {refused} × 503", kills, lost + missing, slowest, TOLD_SECONDS, "s")]
 
 
-async def _kill_engines(server: Server, kills: int, serves_seconds: float) -> tuple[Clients, float, int]:
+async def _kill_engines(
+    server: Server, kills: int, serves_seconds: float, lived_seconds: float
+) -> tuple[Clients, float, int]:
     clients, slowest, missing = Clients(server.port, patient=True), 0.0, 0
     running = asyncio.create_task(clients.run(CLIENTS))
     for _ in range(kills):
-        await asyncio.sleep(6)  # one that lived less is not started again
+        await asyncio.sleep(lived_seconds)
         process, first = process_of(server, None), len(clients.asked)
         os.kill(process, signal.SIGKILL)
         killed = time.monotonic()
@@ -220,11 +225,15 @@ async def _kill_engines(server: Server, kills: int, serves_seconds: float) -> tu
     return clients, slowest, missing
 
 
-def stopped_front(seconds: float, stopped: signal.Signals = signal.SIGSTOP) -> Row:
-    """P3: SIGSTOP of a front. The other's clients get every reply, and no later than before; then the first goes on."""
+def stopped_front(seconds: float, by: Sequence[signal.Signals] = (signal.SIGSTOP,)) -> list[Row]:
+    """P3: SIGSTOP of a front. The other's clients get every reply, and no later than before; then the first goes on.
+
+    A row for each signal, one after the other: the control's is another.
+    """
     with fake("--forward-ms=2", **LOGGED) as server, asyncio.Runner() as runner:
-        failed, tried, ratio = runner.run(_stop_front(server, seconds, stopped))
-    return Row("P3", "a front stopped: p99 of the other's clients", tried, failed, ratio, 1.5, "× before")
+        seen = [runner.run(_stop_front(server, seconds, stopped)) for stopped in by]
+    what = "a front stopped: p99 of the other's clients"
+    return [Row("P3", what, tried, failed, ratio, 1.5, "× before") for failed, tried, ratio in seen]
 
 
 async def _stop_front(server: Server, seconds: float, stopped: signal.Signals) -> tuple[int, int, float]:

@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.soak.servers import real
 from weights.checkpoint import load_manifest
 from weights.format.manifest import MANIFEST_NAME
+from weights.synthetic.small_checkpoint import write_small_checkpoint
 
 NAMES = ("v0", "v1")
 TOKEN = "soak"
@@ -50,8 +49,7 @@ def two_checkpoints() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         shutil.copytree(ROOT / "weights" / "demo", root / NAMES[0])
-        command = [sys.executable, "-m", "weights", "random", "--out", str(root / NAMES[1]), "--seed", "1"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        write_small_checkpoint(root / NAMES[1], seed=1)
         rename_actions(root / NAMES[1])
         yield root
 

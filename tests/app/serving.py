@@ -71,14 +71,15 @@ def served(
 
 
 @contextmanager
-def listening(engine: Any = None, settings: Settings | None = None) -> Iterator[RankingServer]:
-    """A ready server on real sockets, in a thread, over HTTP and gRPC."""
+def listening(engine: Any = None, settings: Settings | None = None, second: Any = None) -> Iterator[RankingServer]:
+    """A ready server on real sockets, in a thread, over HTTP and gRPC; with the loader of a second checkpoint where one is given."""
     settings = settings or Settings(port=0, grpc=Grpc(port=0))
-    server = build_server(settings, RankingService(loader(engine or FakeEngine()), settings, Metrics()))
+    service = RankingService(loader(engine or FakeEngine()), settings, Metrics(), second=second)
+    server = build_server(settings, service)
     thread = threading.Thread(target=server.run)
     thread.start()
     for _ in range(1000):
-        if server.started and server.service.health().ready:
+        if server.started and service.health().ready and (second is None or service.second.answers):
             break
         time.sleep(0.01)
     try:

@@ -12,7 +12,8 @@ def test_f9_what_asks_for_too_much_is_refused_and_locks_nobody_out() -> None:
     assert row.ok, row
 
 
-def test_f9_is_red_when_a_load_has_no_deadline() -> None:
+def test_f9_is_red_when_a_load_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(excess, "PATIENCE_SECONDS", 2.0)
     assert excess.checkpoints(1, reload__timeout_seconds=900).failed
 
 
@@ -26,6 +27,6 @@ def test_f10_shows_nothing_where_there_is_room() -> None:
 
 
 def test_f11_a_wrong_kernel_file_is_no_reason_not_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third start finds a file without a fault, and so has nothing to tell: the row must be red for that one."""
+    """Half a library, mapped, would be a SIGBUS. The second start finds a whole one and has nothing to tell: red for that one."""
     monkeypatch.setitem(excess.KERNEL_FAULTS, "whole", lambda library: None)
-    assert excess.kernels(("cut", "unwritable", "whole")).failed == 1
+    assert excess.kernels(("cut", "whole")).failed == 1

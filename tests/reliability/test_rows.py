@@ -1,17 +1,15 @@
-"""The short form of the rows that need a process of their own: overload, swaps, endings, vanishing clients, leaks.
+"""The short form of the rows that compare speeds or memory, each in a process of its own: overload, leaks, hostile clients.
 
-Limits in milliseconds are not asserted here, where others share the machine; `make soak` asserts them.
+They have the machine to themselves. Limits in milliseconds are asserted by `make soak` alone.
 """
 
 from __future__ import annotations
-
-import signal
 
 import pytest
 
 from loadtest.generate import wrk
 from loadtest.matrix import Row
-from loadtest.soak import endings, hostile, leak, lines, overload, protocol, shadow, swaps
+from loadtest.soak import hostile, leak, overload, shadow
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -83,62 +81,6 @@ def test_l4_a_planted_leak_is_seen_and_without_it_memory_is_flat() -> None:
     assert sound.figure < leaking.figure / 2
 
 
-def test_f1_c2_swaps_under_load_drop_nothing_and_cross_nothing() -> None:
-    for row in swaps.swaps(3.0, payload_count=20):
-        assert row.ok, row
-
-
-def test_c2_is_red_when_scores_are_crossed() -> None:
-    assert swaps.crossing(1.5).ok
-    assert swaps.crossing(1.5, "--cross").failed
-
-
-def test_f3_sigterm_loses_nothing_and_exits_0() -> None:
-    assert endings.terminations(2).ok
-
-
-def test_f3_is_red_when_the_end_comes_at_once() -> None:
-    assert not endings.terminations(1, signals=2).ok
-
-
-def test_f4_kill_hangs_nobody() -> None:
-    assert not endings.kills(1).failed
-
-
-def test_f4_is_red_when_the_process_stops_answering() -> None:
-    assert endings.kills(1, signal.SIGSTOP).failed
-
-
-def test_f5_a_stuck_engine_is_seen_answered_and_ended() -> None:
-    row = endings.stuck(1, queue__stall_seconds=1.0, queue__stall_exit_seconds=2.0)
-    assert row.ok, row
-
-
-@pytest.fixture
-def stuck_soon(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Settings, and how soon the process must end with them."""
-    monkeypatch.setattr(endings, "STALL_EXIT_SECONDS", 2.0)
-    return {"queue__stall_seconds": 1.0}
-
-
-def test_f5_a_stuck_search_is_seen_answered_and_ended(stuck_soon: dict[str, float]) -> None:
-    row = endings.stuck_search(1, **stuck_soon)
-    assert row.ok, row
-
-
-def test_f5_is_red_when_nobody_watches_the_search(stuck_soon: dict[str, float]) -> None:
-    assert endings.stuck_search(1, **stuck_soon, queue__stall_exit_seconds=3600, drain__timeout_seconds=1).failed
-
-
-def test_f6_the_innocent_get_their_scores_and_a_lost_device_ends_the_process() -> None:
-    for row in endings.raising(100):
-        assert row.ok, row
-
-
-def test_f7_clients_may_vanish() -> None:
-    assert endings.vanishing(150).ok
-
-
 def test_b10_one_connection_with_dear_bodies_does_not_slow_others_down() -> None:
     row = hostile.dear(6.0)
     assert not row.failed
@@ -158,27 +100,3 @@ def test_b11_hostile_clients_by_the_hundred_take_no_more_memory_than_is_stated()
 
 def test_b11_is_red_without_budgets() -> None:
     assert not hostile.memory(7.0, "--no-budgets", **SMALL).ok
-
-
-@pytest.mark.parametrize("kind", hostile.KINDS)
-def test_b11_sigterm_under_hostile_clients_exits_0_in_time(kind: str) -> None:
-    row = hostile.terminations([kind])
-    assert row.ok, row
-
-
-def test_b5_no_broken_request_brings_a_second_reply() -> None:
-    assert protocol.protocol(1.0).ok
-
-
-def test_b5_is_red_with_the_stock_protocol() -> None:
-    row = protocol.protocol(1.0, "--stock-protocol")
-    assert row.failed
-    assert row.figure > 0
-
-
-def test_b8_whatever_is_sent_is_one_line_of_json() -> None:
-    assert lines.lines(1.0).ok
-
-
-def test_b8_is_red_when_lines_are_written_for_people() -> None:
-    assert lines.lines(0.5, "console").failed

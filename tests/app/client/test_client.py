@@ -108,7 +108,7 @@ def test_retry_after_is_honoured() -> None:
     client, seen = scripted(refusal(429, "overloaded", "1"), ok())
     started = time.monotonic()
     client.rank(1, CANDIDATES, timeout_seconds=5)
-    assert 1.0 <= time.monotonic() - started < 2.0
+    assert time.monotonic() - started >= 1.0
     assert len(seen) == 2
 
 
@@ -116,8 +116,8 @@ def test_no_retry_that_the_deadline_forbids() -> None:
     client, seen = scripted(refusal(503, "draining", "30"), ok())
     started = time.monotonic()
     with pytest.raises(Unavailable) as caught:
-        client.rank(1, CANDIDATES, timeout_seconds=1)
-    assert time.monotonic() - started < 0.5
+        client.rank(1, CANDIDATES, timeout_seconds=20)
+    assert time.monotonic() - started < 10
     assert (caught.value.retry_after_seconds, caught.value.request_id, len(seen)) == (30.0, "theirs", 1)
 
 
@@ -213,20 +213,20 @@ def answering(*pieces: bytes, pause_seconds: float = 0.0) -> Iterator[str]:
 
 
 BOTH = pytest.mark.parametrize("kind", [RankerClient, AsyncRankerClient])
-SLACK_SECONDS = 0.3  # the grace, and a busy machine
+SLACK_SECONDS = 1.5  # the grace, and a busy machine
 BUSY = b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
 
 
 @BOTH
 def test_the_deadline_bounds_a_reply_that_comes_in_drops(kind: type) -> None:
     drops = [b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n", *[b" "] * 12]
-    with answering(*drops, pause_seconds=0.1) as url:
+    with answering(*drops, pause_seconds=0.2) as url:
         seconds, error = elapsed(either(url, kind))
         assert isinstance(error, DeadlineExceeded)
         assert 0.45 < seconds < 0.5 + SLACK_SECONDS
         started = time.monotonic()
         httpx.get(url, timeout=0.5)  # the control: httpx bounds each read alone
-        assert time.monotonic() - started > 1
+        assert time.monotonic() - started > 0.5 + SLACK_SECONDS
 
 
 @BOTH
@@ -242,13 +242,13 @@ def test_the_deadline_bounds_the_wait_for_a_connection_too() -> None:
         answering(b"", b"", b"", pause_seconds=1) as url,
         RankerClient(url, http=httpx.Client(limits=httpx.Limits(max_connections=1))) as client,
     ):
-        first = threading.Thread(target=lambda: elapsed(lambda: client.rank(1, CANDIDATES, timeout_seconds=0.4)))
+        first = threading.Thread(target=lambda: elapsed(lambda: client.rank(1, CANDIDATES, timeout_seconds=0.9)))
         first.start()
         time.sleep(0.1)
-        seconds, error = elapsed(lambda: client.rank(1, CANDIDATES, timeout_seconds=0.6))  # 0.35 of it in the pool
+        seconds, error = elapsed(lambda: client.rank(1, CANDIDATES, timeout_seconds=1.2))  # 0.8 of it in the pool
         first.join()
     assert isinstance(error, DeadlineExceeded)
-    assert seconds < 0.6 + 0.2
+    assert seconds < 1.2 + 0.6
 
 
 @BOTH

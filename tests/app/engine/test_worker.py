@@ -82,7 +82,7 @@ async def test_a_busy_engine_lets_the_batch_grow_and_sleeps_meanwhile() -> None:
         looks += threading.current_thread().name == "engine"
         return time.monotonic()
 
-    window = Batching(window_seconds=0.3)
+    window = Batching(window_seconds=1.0)
     async with busy(clock=clock, batching=window) as (service, engine, gate, first):
         second = asyncio.ensure_future(rank(service, 2))
         await asyncio.sleep(0.01)

@@ -84,7 +84,9 @@ def test_a_released_place_is_not_computed_and_leaves_nothing() -> None:
     run(main())
 
 
-def test_a_deadline_in_the_queue_is_kept_by_the_engine_process() -> None:
+def test_a_deadline_in_the_queue_is_kept_by_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "GRACE_SECONDS", 3600.0)  # the front alone would not end it
+
     async def main() -> None:
         gate = Gate()
         engine = FakeEngine(before=gate)
@@ -92,10 +94,8 @@ def test_a_deadline_in_the_queue_is_kept_by_the_engine_process() -> None:
             [front] = found.fronts
             _, first = begin(front, 1)
             await gate.reached()
-            began = time.monotonic()
             with pytest.raises(DeadlineExceeded):
                 await begin(front, 2, deadline=front.clock() + 0.05)[1]
-            assert time.monotonic() - began < 0.05 + uplink.GRACE_SECONDS
             gate.opened.set()
             await first
             assert 2 not in [user for forward in engine.forwards for user in forward]
@@ -107,7 +107,6 @@ def test_an_engine_process_that_says_nothing_does_not_hold_callers(monkeypatch: 
     async def main() -> None:
         async with linked(FakeEngine()) as found:
             [front] = found.fronts
-            monkeypatch.setattr(found.host, "_rank", lambda front, frame: None)
             found.host._take = {kind: lambda front, frame: None for kind in found.host._take}
             with pytest.raises(DeadlineExceeded):
                 await begin(front, 1, deadline=front.clock() + 0.05)[1]
@@ -247,13 +246,12 @@ def test_a_lost_link_answers_at_once_and_comes_back() -> None:
             sent = [begin(front, user)[1] for user in (1, 2)]
             admitted = front.admit(front.model, candidates=4, history=2, deadline=None)
             await gate.reached()
-            began = time.monotonic()
             with structlog.testing.capture_logs() as lines:
                 found.cut()
                 for future in sent:
                     with pytest.raises(EngineDown):
                         await future
-            assert time.monotonic() - began < 0.1
+            assert not gate.opened.is_set()
             assert {"event": "engine_process_lost", "requests": 2, "log_level": "error"} in lines
             with pytest.raises(EngineDown):
                 front.check_open()

@@ -214,12 +214,10 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
         await asyncio.sleep(0.1)
         assert loads == []
         point("refused")
-        await asyncio.sleep(0.15)
-        assert loads == ["refused"]
+        await until(lambda: loads == ["refused"])
         point("v3")
-        await asyncio.sleep(0.15)
+        await until(lambda: service.model.manifest.version == "v3")
         assert loads == ["refused", "v3"]
-        assert service.model.manifest.version == "v3"
         reloader.stop()
         await service.stop(1.0)
 

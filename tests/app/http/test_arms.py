@@ -9,20 +9,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from starlette.testclient import TestClient
+from tritonclient.utils import InferenceServerException
 
 from app.engine.loading import RetrievalLoader
 from app.http.application import create_app
 from app.http.arms import Arms, is_second
 from app.interface import ranked
 from app.service.service import RankingService
-from app.settings import Settings, Shadow, Split
+from app.settings import Grpc, Settings, Shadow, Split
 from app.telemetry.metrics import Metrics
+from loadtest.generate.tensors import inference_of
 from tests.app import retrieving
 from tests.app.fakes import ACTIONS, FakeEngine, expected, loader, request, right, run, until
-from tests.app.serving import good, value_of
+from tests.app.serving import good, listening, port_of, value_of
+from tests.app.triton_inputs import inputs
 
 SECOND = Shadow(checkpoint=Path("second"))
 HALF = Split(users=0.5, experiment="march")
@@ -101,6 +106,23 @@ def test_each_user_has_its_checkpoint_on_every_wire() -> None:
             assert told["candidates"][0]["score"] == reply.json()["candidates"][0]["score"]
         said = client.get("/metrics").text
         assert value_of(said, 'ranker_answers_total{checkpoint="second"}') > 4
+
+
+def test_a_split_and_names_hold_over_grpc() -> None:
+    """Each user's scores are the bits that its checkpoint gives over HTTP, and a version may be named."""
+    settings = Settings(port=0, grpc=Grpc(port=0), shadow=SECOND, split=HALF)
+    with (
+        listening(FakeEngine(), settings, loader(FakeEngine(2), "v2")) as server,
+        triton.InferenceServerClient(f"127.0.0.1:{server.others[0].port}") as caller,
+        httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as client,
+    ):
+        for user, named, version in ((A, "", "v1"), (B, "", "v2"), (A, "v2", "v2"), (B, "v1", "v1")):
+            found = caller.infer("fake", inputs(inference_of(body(user), ACTIONS)), named)
+            reply = client.post("/rank", json=body(user), headers={"X-Model-Version": version}).json()
+            assert found.get_response().model_version == reply["model"]["version"] == version
+            assert found.as_numpy("score").tolist() == [each["score"] for each in reply["candidates"]]
+        with pytest.raises(InferenceServerException, match="No model of that name and version"):
+            caller.infer("fake", inputs(inference_of(body(A), ACTIONS)), "v3")
 
 
 @pytest.mark.parametrize("actions", [ACTIONS, OTHER])

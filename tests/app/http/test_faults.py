@@ -16,6 +16,7 @@ from app.service.service import RankingService
 from app.settings import Limits, Settings
 from tests.app.fakes import FakeEngine, loaded, running
 from tests.app.serving import ask, chunk, good, served, value_of
+from tests.reliability.live import wait_until
 
 
 def test_a_fault_of_ours_is_a_problem_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,8 +76,7 @@ def test_before_the_checkpoint_is_there_nothing_is_ranked() -> None:
             assert int(reply.headers["retry-after"]) >= 1
         assert client.get("/openapi.json").status_code == 200
         gate.set()
-        asyncio.run(asyncio.sleep(0.1))
-        assert client.get("/readyz").status_code == 200
+        wait_until(lambda: client.get("/readyz").status_code == 200)
         service.begin_drain()
         reply = client.get("/readyz")
         assert (reply.status_code, reply.json()["code"]) == (503, "draining")

@@ -30,6 +30,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.generate.tensors import Inference, datatype, inference_of
 from tests.app.fakes import ACTIONS, FakeEngine, loaded, loader
 from tests.app.serving import good, listening, port_of
+from tests.app.triton_inputs import inputs
 
 ASKED = inference_of(good(request_id=...), ACTIONS)
 SETTINGS = Settings(port=0, grpc=Grpc(port=0), limits=Limits(max_candidates=100, max_body_bytes=50_000))
@@ -57,14 +58,6 @@ def http(server: RankingServer) -> Iterator[httpx.Client]:
 
 def address(server: RankingServer) -> str:
     return f"127.0.0.1:{server.others[0].port}"
-
-
-def inputs(asked: Inference) -> list[triton.InferInput]:
-    made = []
-    for name, array in asked.inputs.items():
-        tensor = triton.InferInput(name, list(array.shape), datatype(array))
-        made.append(tensor.set_data_from_numpy(array))
-    return made
 
 
 def failure(call: Callable[[], Any]) -> tuple[str, str]:

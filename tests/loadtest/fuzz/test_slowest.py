@@ -15,7 +15,7 @@ SLOW = 8.0
 
 def parse(body: bytes) -> Any:
     """Strict JSON, with a planted word that takes long."""
-    for _ in range(10_000_000 if b"dwell_time" in body else 0):
+    for _ in range(2_000_000 if b"dwell_time" in body else 0):
         pass
     return strict_json.parse(body)
 

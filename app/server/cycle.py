@@ -1,0 +1,44 @@
+"""A request that an ASGI application answers: uvicorn's own way, but for how its connection ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+def fit(cycle: Any, close: Callable[[], None], is_closing: Callable[[], bool]) -> None:
+    """Have a RequestResponseCycle ask both in the transport's place, so that the client reads the reply first, and tell it who answered."""
+    cycle.transport = _ReplyTransport(cycle.transport.write, close, is_closing)
+    cycle.receive = _Receive(cycle)
+
+
+def disconnect(cycle: RequestResponseCycle, answered: tuple[int, str] | None = None) -> None:
+    """The application is told that the client disconnected, or was answered by the connection, with status and code."""
+    cast(_Receive, cycle.receive).answered = answered
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
+class _ReplyTransport:
+    """The transport as one request sees it."""
+
+    def __init__(
+        self, write: Callable[[bytes], None], close: Callable[[], None], is_closing: Callable[[], bool]
+    ) -> None:
+        self.write = write
+        self.close = close
+        self.is_closing = is_closing
+
+
+class _Receive:
+    """A request's messages; the last says what the connection has answered in the application's place."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.answered: tuple[int, str] | None = None
+        self._receive = cycle.receive
+
+    async def __call__(self) -> dict[str, Any]:
+        message: Any = await self._receive()
+        return {**message, "answered": self.answered} if message["type"] == "http.disconnect" else message
