@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: emulators chromium haproxy screenshots wrk soak hostile-plot overload-plot help install serve test test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-train bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: emulators chromium haproxy nginx screenshots wrk soak hostile-plot overload-plot help install serve test test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-train bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -59,7 +59,7 @@ PYTEST := $(BIN)/python -m pytest --reruns 1 --rerun-show-tracebacks
 # A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
 WORKERS ?= 3
 
-test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy ## every test that needs no GPU
+test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy nginx ## every test that needs no GPU
 	@failed=0; \
 	OMP_NUM_THREADS=1 $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%) || failed=1; \
 	$(PYTEST) $(ALONE) || failed=1; exit $$failed
@@ -96,7 +96,7 @@ bench-gpu: ## the first half hour on one card, in guarded phases, with torch, nu
 bench-front: $(VENV)/.installed wrk ## the table of the thin path in one alternated run, appended to the history: ARGS="--rounds 9 --before DIR"
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
 
-bench-cluster: $(VENV)/.installed haproxy ## two to three processes behind HAProxy: who moves, what is lost, what the hop costs
+bench-cluster: $(VENV)/.installed haproxy nginx ## two to three processes behind HAProxy and nginx: who moves, what is lost, what the hop costs
 	$(BIN)/python -m loadtest.soak --only cluster $(ARGS)
 
 bench-offline: $(VENV)/.installed ## scoring of logs beside the engine alone, and its memory: ARGS="--rows 10000000"
@@ -114,6 +114,10 @@ wrk: ## the C load generator, from Debian; without it what needs it says so
 haproxy: ## the balancer, from Debian; without it its tests are skipped
 	@{ command -v haproxy || test -x /usr/sbin/haproxy; } >/dev/null || apt-get install -y --no-install-recommends haproxy \
 	  || echo "haproxy could not be installed"
+
+nginx: ## the other balancer, from Debian; without it its tests are skipped
+	@{ command -v nginx || test -x /usr/sbin/nginx; } >/dev/null || apt-get install -y --no-install-recommends nginx-light \
+	  || echo "nginx could not be installed"
 
 chromium: ## the browser of the pages' tests, from Debian; without it they are skipped
 	@command -v chromium >/dev/null || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } \

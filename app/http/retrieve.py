@@ -136,7 +136,7 @@ class PostsCall(DirectCall):
         add_seconds(self.exchange, "serialize", time.perf_counter() - began)
         fields = self.ranking.told(version, "hit" if cached else "miss", self.exchange)
         corpus = (b"x-corpus-version", self._served.corpus.version.encode())
-        self._answer(200, [JSON_HEADER, corpus, *fields], body)
+        self._answer(200, [JSON_HEADER, corpus, *fields], body, at_once=True)
 
 
 class RetrieveCall(PostsCall):
@@ -201,8 +201,8 @@ class RecommendCall(PostsCall):
         stages["forward"] = result.forward_seconds
         try:
             names = self._model.manifest.action_names
-            self.ranking.metrics.reply_probabilities.record(names, result.scores.probabilities)
             self._write(result.scores, cached=result.cache == "hit")
+            self.ranking.metrics.reply_probabilities.record(names, result.scores.probabilities)
         except Exception as error:
             self.fail(error)
 

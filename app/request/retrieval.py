@@ -158,7 +158,7 @@ def _checked(
     for nobody: without any valid token every post scores 0."""
     excluded = read_ids(wishes.exclude) if wishes.exclude else NO_IDS
     if wishes.exclude_history is not False:
-        excluded = np.concatenate((excluded, history))
+        excluded = np.concatenate((excluded, history)) if len(excluded) else history
     impression_ts, after = wishes.impression_ts or 0, None
     if wishes.max_age_seconds is not UNSET:
         if not impression_ts:

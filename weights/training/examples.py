@@ -54,11 +54,13 @@ class Examples:
             raise LogError(f"product_surface must be below {config.product_surfaces}, got {index.surfaces - 1}")
         self.log = log
         self.config = config
-        self.starts, self.times = index.starts, index.times
+        self.starts, self.times, self.users = index.starts, index.times, index.users
         self.stops = np.append(self.starts[1:], len(log))
         self.first, self.last, self.events = index.first, index.last, index.events
-        # of a log on disk, ages are computed when they are asked for
+        self.oldest = np.maximum(self.first, self.last - config.history_length)
+        # of a log on disk, what is made of every row is made when it is asked for
         self._ages = None if log.index else age_bucket(log.impression_ts, log.created_at, config)
+        self._actions = self.events.actions if log.index else self.events.actions.astype(np.float32)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -68,25 +70,24 @@ class Examples:
         """As `log.fingerprint` of the whole log."""
         return self.log.index.fingerprint if self.log.index else fingerprint(self.log)
 
-    def context(self, index: int) -> Context:
+    def context(self, index: int, is_kept: bool = True) -> Context:
         """The user and the newest `history_length` events before request `index`."""
-        last = self.last[index]
-        kept = slice(max(self.first[index], last - self.config.history_length), last)
-        events = self.events
+        kept, events = slice(int(self.oldest[index]), int(self.last[index])), self.events
         return Context(
-            int(self.log.user_id[self.starts[index]]),
+            int(self.users[index]),
             events.post_id[kept],
             events.author_id[kept],
-            events.actions[kept].astype(np.float32),
+            np.asarray(self._actions[kept], np.float32),
             events.product_surface[kept],
             events.dwell_seconds[kept],
+            is_kept,
         )
 
     def rows(self, index: int) -> NDArray[np.int64]:
         """The rows of the log that request `index` showed."""
         return np.arange(self.starts[index], self.stops[index])
 
-    def candidates(self, index: int, rows: NDArray[np.int64]) -> Candidates:
+    def candidates(self, index: int, rows: NDArray[np.int64] | slice) -> Candidates:
         """The posts that the given rows of the log showed."""
         log, ages = self.log, self._ages
         found = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config) if ages is None else ages[rows]
@@ -111,11 +112,11 @@ class Examples:
 def index_of(log: Log) -> Index:
     """The requests and histories of a log in memory."""
     starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
-    times = log.impression_ts[starts]
+    times, users = log.impression_ts[starts], log.user_id[starts]
     engaged = np.flatnonzero(log.actions.any(1))
-    order, first, last = histories(log.user_id[engaged], log.impression_ts[engaged], log.user_id[starts], times)
+    order, first, last = histories(log.user_id[engaged], log.impression_ts[engaged], users, times)
     surfaces = int(log.product_surface.max()) + 1
-    return Index(starts, times, first, last, log.take(engaged[order]), surfaces, {})
+    return Index(starts, times, users, first, last, log.take(engaged[order]), surfaces, {})
 
 
 def histories(

@@ -33,12 +33,15 @@ class LogError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """Where the requests of a log are, in time order, int64 `[R]` each: request i begins at row `starts[i]`, is at `times[i]`, and has the
-    history `events[first[i] : last[i]]`. `events` are the rows with an action, by user, then time. `surfaces` is one more than
-    the largest `product_surface`; `fingerprint` has a checksum of each column."""
+    """Where the requests of a log are, in time order, each array `[R]`. Request i begins at row `starts[i]`, of `users[i]` at `times[i]`,
+    and has the history `events[first[i] : last[i]]`; `events` are the rows with an action, by user, then time.
+
+    `surfaces` is one more than the largest `product_surface`; `fingerprint` has a checksum of each column.
+    """
 
     starts: NDArray[np.int64]
     times: NDArray[np.int64]
+    users: NDArray[np.uint64]
     first: NDArray[np.int64]
     last: NDArray[np.int64]
     events: Log
@@ -125,8 +128,9 @@ def log_of(table: pa.Table, where: str) -> Log:
     log = unsorted(table, where)
     if not len(log):
         raise LogError(f"{where} holds no impressions")
+    log = log.take(np.lexsort((log.request_id, log.impression_ts)))
     check_requests(log, where)
-    return log.take(np.lexsort((log.request_id, log.impression_ts)))
+    return log
 
 
 def unsorted(table: pa.Table, where: str) -> Log:
@@ -186,9 +190,9 @@ def _check(log: Log, where: str) -> None:
 
 
 def check_requests(log: Log, where: str) -> None:
-    """Raises LogError where impressions of one request differ in what they must share."""
-    order = np.lexsort((log.impression_ts, log.user_id, log.request_id))
-    request, user, time = log.request_id[order], log.user_id[order], log.impression_ts[order]
-    same = request[1:] == request[:-1]
-    if (same & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))).any():
+    """Raises LogError where impressions of one request differ in what they must share. The log is sorted and holds some."""
+    request, user, time = log.request_id, log.user_id, log.impression_ts  # by time: those of one request lie together
+    begins = request[1:] != request[:-1]
+    differs = ~begins & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))
+    if differs.any() or len(np.unique(request[1:][begins])) < begins.sum() or (request[1:][begins] == request[0]).any():
         raise LogError(f"{where}: impressions of one request_id differ in user_id or impression_ts")

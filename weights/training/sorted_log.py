@@ -1,7 +1,7 @@
 """A log sorted on disk, for logs larger than memory: training maps it and reads a request at a time, with the bits of a log in memory.
 
-`impressions.bin` and `events.bin` are rows of one size, `starts.npy`, `times.npy`, `first.npy` and `last.npy` hold a number a request (see
-`log.Index`), `log.json` says what the rows are.
+`impressions.bin` and `events.bin` are rows of one size; `starts.npy`, `times.npy`, `users.npy`, `first.npy` and `last.npy` hold a
+number a request (see `log.Index`); `log.json` says what the rows are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARTITION_ROWS = 500_000
 """About so many rows are sorted at once: 79 bytes each with the world's actions, a few times over."""
 MAX_PARTITIONS = 500
 SAMPLE_ROWS = 200_000
-PER_REQUEST = ("starts", "times", "first", "last")
+PER_REQUEST = ("starts", "times", "users", "first", "last")
 Rows = NDArray[Any]  # of a structured dtype
 
 
@@ -141,6 +141,8 @@ def _write_impressions(
     with (work / "impressions.bin").open("wb") as file:
         for number in range(len(by_time)):
             rows = by_time.take(number)
+            if not len(rows):
+                continue
             rows = rows[np.lexsort((rows["request_id"], rows["impression_ts"]))]
             check_requests(_log_of(rows, names), where)
             rows.tofile(file)
@@ -176,7 +178,6 @@ def _write_events(work: Path, events: Ranges, user_cuts: NDArray[Any]) -> None:
             done += len(rows)
     np.save(work / "first.npy", first)
     np.save(work / "last.npy", last)
-    (work / "users.npy").unlink()
 
 
 def _rows_of(log: Log, kind: np.dtype[Any]) -> Rows:

@@ -49,13 +49,13 @@ def test_a_sorted_log_has_every_bit_of_one_in_memory(
     found = Examples(log, small_config())
     expected = Examples(read_log(shuffled), small_config())
     assert found.fingerprint == expected.fingerprint != Examples(world.log, small_config()).fingerprint
-    for name in ("starts", "stops", "times", "first", "last"):
+    for name in ("starts", "stops", "times", "users", "first", "last"):
         assert np.array_equal(getattr(found, name), getattr(expected, name)), name
     for name in (*COLUMNS, "actions"):
         assert np.array_equal(getattr(found.log, name), getattr(expected.log, name)), name
         assert np.array_equal(getattr(found.events, name), getattr(expected.events, name)), name
     assert {path.name for path in (tmp_path / "sorted").iterdir()} == {
-        "events.bin", "first.npy", "impressions.bin", "last.npy", "log.json", "starts.npy", "times.npy"
+        "events.bin", "first.npy", "impressions.bin", "last.npy", "log.json", "starts.npy", "users.npy", "times.npy"
     }  # fmt: skip
 
 
