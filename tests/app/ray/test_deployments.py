@@ -294,7 +294,7 @@ def test_what_ray_costs_a_request(url: str, rows: list[Row]) -> None:
     assert min(used) > 0
 
 
-def test_one_user_meets_one_replica(url: str, rows: list[Row]) -> None:
+def test_one_user_keeps_to_one_replica(url: str, rows: list[Row]) -> None:
     from ray.serve.config import RequestRouterConfig
 
     with deployed():
@@ -331,7 +331,9 @@ def test_a_full_queue_is_429_and_a_disconnect_frees_its_place(url: str) -> None:
         assert 'ranker_http_requests_total{code="499"' in scrape(url)
 
 
-def test_a_killed_replica_loses_nothing_and_without_the_retry_what_was_in_flight(url: str, rows: list[Row]) -> None:
+def test_what_meets_a_killed_replica_is_not_lost_and_without_the_second_attempt_it_is(
+    url: str, rows: list[Row]
+) -> None:
     from tests.app.ray.planted import SLOW
 
     lost = {}
