@@ -64,7 +64,7 @@ def url() -> Iterator[str]:
         "RAY_raylet_start_wait_time_s": "120",  # on a busy machine the usual 30 are short
         "RAY_agent_register_timeout_ms": "120000",
     }
-    ray.init("local", num_cpus=4, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": HOST, "port": port, "request_timeout_s": 65})
         yield f"http://{HOST}:{port}"
