@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: emulators chromium haproxy screenshots wrk soak hostile-plot overload-plot help install serve test test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: emulators chromium haproxy nginx envoy istio screenshots wrk soak hostile-plot overload-plot help install serve test test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -59,7 +59,7 @@ PYTEST := $(BIN)/python -m pytest --reruns 1 --rerun-show-tracebacks
 # A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
 WORKERS ?= 3
 
-test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy ## every test that needs no GPU
+test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy nginx envoy ## every test that needs no GPU
 	@failed=0; \
 	OMP_NUM_THREADS=1 $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%) || failed=1; \
 	$(PYTEST) $(ALONE) || failed=1; exit $$failed
@@ -71,12 +71,12 @@ test-light: ## what needs no torch, in an environment without it: PYTHON=python3
 .cache/ray/.installed: pyproject.toml $(LOCKS) | $(VENV)/.installed
 	$(BIN)/python -m venv .cache/ray
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' >"$$(.cache/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/service.pth"
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"], sep="\n")' >.cache/ray/wanted
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"], "ray[data]", sep="\n")' >.cache/ray/wanted
 	.cache/ray/bin/python -m pip install --quiet --no-input --disable-pip-version-check -r .cache/ray/wanted
 	@touch $@
 
-test-ray: .cache/ray/.installed ## the service on a real Ray Serve, two replicas: a few minutes, half a gigabyte a process; prints its figures
-	PYTHONPATH="$(CURDIR)" .cache/ray/bin/python -m pytest tests/app/ray $(ARGS)
+test-ray: .cache/ray/.installed ## the service on a real Ray Serve, two replicas, and offline scoring on Ray Data: a few minutes, half a gigabyte a process; prints its figures
+	PYTHONPATH="$(CURDIR)" .cache/ray/bin/python -m pytest tests/app/ray tests/weights/scoring/test_adapters.py $(ARGS)
 
 demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one machine: minutes of one core
 	$(BIN)/python -m weights train-demo --out weights/demo
@@ -96,7 +96,7 @@ bench-gpu: ## the first half hour on one card, in guarded phases, with torch, nu
 bench-front: $(VENV)/.installed wrk ## the table of the thin path in one alternated run, appended to the history: ARGS="--rounds 9 --before DIR"
 	$(BIN)/python -m loadtest.bench.front $(ARGS)
 
-bench-cluster: $(VENV)/.installed haproxy ## two to three processes behind HAProxy: who moves, what is lost, what the hop costs
+bench-cluster: $(VENV)/.installed haproxy nginx ## two to three processes behind HAProxy and nginx: who moves, what is lost, what the hop costs
 	$(BIN)/python -m loadtest.soak --only cluster $(ARGS)
 
 bench-offline: $(VENV)/.installed ## scoring of logs beside the engine alone, and its memory: ARGS="--rows 10000000"
@@ -111,6 +111,20 @@ wrk: ## the C load generator, from Debian; without it what needs it says so
 haproxy: ## the balancer, from Debian; without it its tests are skipped
 	@{ command -v haproxy || test -x /usr/sbin/haproxy; } >/dev/null || apt-get install -y --no-install-recommends haproxy \
 	  || echo "haproxy could not be installed"
+
+nginx: ## the other balancer, from Debian; without it its tests are skipped
+	@{ command -v nginx || test -x /usr/sbin/nginx; } >/dev/null || apt-get install -y --no-install-recommends nginx-light \
+	  || echo "nginx could not be installed"
+
+# Apart from the environment: its modules have names that other packages have too.
+envoy: $(VENV)/.installed ## Envoy's messages, from PyPI, which its file is read into; without them that test is skipped
+	@test -e .cache/envoy/.fetched || { $(BIN)/python -m pip install --quiet --no-input --no-deps --target .cache/envoy xds-protos==1.85.0 \
+	  && touch .cache/envoy/.fetched; } || echo "Envoy's messages could not be fetched"
+
+istio: ## the types of Istio's and Envoy Gateway's objects, from npm; without them their test is skipped, as it is in CI
+	@test -e .cache/istio/.fetched || { mkdir -p .cache/istio && npm install --silent --no-audit --no-fund --ignore-scripts --prefix .cache/istio typescript@5.9.3 \
+	  @kubernetes-models/istio@3.0.1 @kubernetes-models/gateway-api@2.0.0 @kubernetes-models/envoy-gateway@2.0.0 && touch .cache/istio/.fetched; } \
+	  || echo "the types of Istio's objects could not be fetched"
 
 chromium: ## the browser of the pages' tests, from Debian; without it they are skipped
 	@command -v chromium >/dev/null || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } \

@@ -49,6 +49,7 @@ def build_server(settings: Settings, service: RankingService | None = None) -> R
 def run(settings: Settings, role: Role | None = None, service: RankingService | None = None) -> int:
     """Serve until a signal or the loss of the engine, as the engine process of fronts where that is the role; the exit code."""
     service = build_service(settings, Metrics()) if service is None else service
+    service.watchdog.watch_loop()
     if role is None:
         return serve(build_server(settings, service))
     logs.configure(settings.logs)

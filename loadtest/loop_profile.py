@@ -16,7 +16,8 @@ import uvloop
 from app.assembly import build_server
 from app.engine.searches import Searches
 from app.engine.worker import EngineWorker
-from app.http.direct import DirectCall, RankCall, RankEndpoint
+from app.http.direct import RankCall, RankEndpoint
+from app.http.observe import Recorder
 from app.http.rank import Ranking
 from app.http.retrieve import PostsCall, PostsEndpoint, RecommendCall
 from app.server.direct import Call
@@ -45,7 +46,7 @@ RANK: Stations = {
     "forward, or its hand-over": ((Kernel, "forward"), (Kernel, "begin"), (Kernel, "finish")),
     "results to requests": ((EngineWorker, "_end"),),
     "reply": ((RankCall, "_render"),),
-    "metrics, log line": ((DirectCall, "_end"),),
+    "metrics, log line": ((Recorder, "end"),),
     "write": ((Call, "_reply"),),
 }
 RECOMMEND: Stations = {

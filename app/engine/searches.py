@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -263,36 +263,46 @@ class Searches:
         """Answer, and begin the next batch. A batch that raises is split, so that only the one to blame fails."""
         assert self._begun is not None
         begun, self._begun, self._running = self._begun, None, []
-        ended: list[Found | ServiceError] = []
+        found: list[Found] = []
+        ended: Sequence[Found | ServiceError] = found
         if not isinstance(result, BaseException):
-            ended.extend(self._found(batch, begun, result))
+            self._learn(batch, self.clock() - begun, result)
+            seconds = result.encode_seconds, result.search_seconds
+            found += [
+                Found(posts, begun - search.arrived, *seconds)
+                for search, posts in zip(batch, result.retrieved, strict=True)
+            ]
         else:
             log.error("a search failed", requests=len(batch), exc_info=result)
             if len(batch) == 1:
-                ended.append(EngineDown("The search failed on this request.", retry_after_seconds=1.0))
+                ended = [EngineDown("The search failed on this request.", retry_after_seconds=1.0)]
             else:
                 self._alone.extend(search for search in batch if search.done is not None)
         self.leave(batch[0].version)
         self._begin()
         for search, one in zip(batch, ended, strict=False):  # none where each is tried by itself
             search.finish(one)
+        if found:  # after the forward that these have asked for has begun
+            asyncio.get_running_loop().call_soon(self._count, found)
 
-    def _found(self, batch: Sequence[Search], begun: float, answers: Answers) -> Iterator[Found]:
-        seconds, metrics = self.clock() - begun, self.metrics
+    def _learn(self, batch: Sequence[Search], seconds: float, answers: Answers) -> None:
+        """What a batch takes, for the forecasts."""
         self._batch_seconds += SMOOTHING * (seconds - self._batch_seconds) if self._batch_seconds else seconds
         made = [search for search, posts in zip(batch, answers.retrieved, strict=True) if not posts.cached]
         self._encode_time.observe(sum(1 + len(search.query.context) for search in made), answers.encode_seconds)
         self._search_time.observe(_cost([search.query for search in batch]), answers.search_seconds)
-        metrics.searches.observe(len(batch))
-        metrics.stage["encode"].observe(answers.encode_seconds)
-        metrics.stage["search"].observe(answers.search_seconds)
-        for search, posts in zip(batch, answers.retrieved, strict=True):
-            waited = begun - search.arrived
-            metrics.stage["queue"].observe(waited)
-            metrics.visible_rows.observe(posts.visible)
-            metrics.scored_rows.observe(posts.scored)
-            metrics.user_vectors.labels("cache" if posts.cached else "tower").inc()
-            yield Found(posts, waited, answers.encode_seconds, answers.search_seconds)
+
+    def _count(self, found: Sequence[Found]) -> None:
+        """The metrics of a batch."""
+        metrics = self.metrics
+        metrics.searches.observe(len(found))
+        metrics.stage["encode"].observe(found[0].encode_seconds)
+        metrics.stage["search"].observe(found[0].search_seconds)
+        for one in found:
+            metrics.stage["queue"].observe(one.queue_seconds)
+            metrics.visible_rows.observe(one.posts.visible)
+            metrics.scored_rows.observe(one.posts.scored)
+            metrics.user_vectors.labels("cache" if one.posts.cached else "tower").inc()
 
     def keep(self, version: Version) -> None:
         """Somebody may still ask for it, until `leave`."""

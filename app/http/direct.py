@@ -111,7 +111,8 @@ class DirectCall(ABC):
             self.exchange.status, self.exchange.code = answered
         elif not self._tickets:
             self.ranking.metrics.cancelled.labels("body").inc()
-        self._end()
+        self._leave()
+        self.recorder.end(self.exchange, self.headers)
 
     def fail(self, error: Exception) -> None:
         """Answer with a problem."""
@@ -119,19 +120,27 @@ class DirectCall(ABC):
             problem = self.recorder.problem(error, self.exchange)
             self._answer(*problem_reply(problem, self.exchange), may_wait=problem.may_wait)
 
-    def _answer(self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False, at_once: bool = False
+    ) -> None:
+        """`at_once`: before it is counted and logged."""
         reply, exchange = self._reply, self.exchange
         assert reply is not None
         exchange.status = status
-        self._end()
-        reply(status, _named(headers, body, exchange), body, may_wait)
+        self._leave()
+        if not at_once:
+            self.recorder.end(exchange, self.headers)
+        try:
+            reply(status, _named(headers, body, exchange), body, may_wait)
+        finally:
+            if at_once:
+                self.recorder.end(exchange, self.headers)
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         """Nothing more is said, nothing more is computed."""
         self._reply = None
         for ticket in self._tickets:
             ticket.release()
-        self.recorder.end(self.exchange, self.headers)
 
 
 class RankEndpoint(DirectEndpoint):

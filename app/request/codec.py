@@ -126,8 +126,10 @@ class Codec:
         end = len(data) - rest
         start = end - 8 * (events - kept)
         context, _, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
-        older = np.frombuffer(data[start:end], np.uint64)
-        return Viewed(context, np.concatenate((older, context.post_ids)), data[end:] or b"{}")
+        posts = context.post_ids
+        if kept < events:
+            posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
+        return Viewed(context, posts, data[end:] or b"{}")
 
     def _wishes(self, text: bytes) -> tuple[Wishes | None, Any, list[int] | None]:
         try:

@@ -9,6 +9,8 @@ import orjson
 
 from app.errors import MalformedJson
 
+SHORT_BYTES = 256  # up to which `count`, whose time is the colons', is faster than numpy's calls
+
 
 def parse(body: bytes | bytearray) -> Any:
     """The one JSON value that the body holds.
@@ -44,4 +46,6 @@ def refuse_duplicates(body: bytes | bytearray, written: bytes) -> None:
 
 
 def _colons(text: bytes | bytearray) -> int:
+    if len(text) < SHORT_BYTES:
+        return text.count(b":")
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(":")))

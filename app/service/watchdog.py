@@ -1,16 +1,23 @@
-"""Looks now and then whether engines and searches still finish what they have, and collects garbage between two requests."""
+"""Looks now and then whether engines, searches and the event loop itself still go on, and collects garbage between two requests."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import math
+import os
+import threading
+import time
+
+import structlog
 
 from app.engine.searches import Searches
 from app.engine.versions import Versions
+from app.exits import EXIT_ENGINE_LOST
 from app.scheduling.job import Clock
 from app.service.second import SecondCheckpoint
 from app.settings import Queue
+from app.telemetry import logs
 
 WATCHDOG_SECONDS = 0.5
 STALL_LOOK_SECONDS = 0.01  # between two looks of requests, as long as all is well
@@ -19,7 +26,7 @@ COLLECT_TIMES = 10  # collections of a generation before the next older one has 
 
 
 class Watchdog:
-    """Belongs to the event loop."""
+    """Belongs to the event loop, but for the thread that watches the loop."""
 
     def __init__(
         self, queue: Queue, versions: Versions, searches: Searches, second: SecondCheckpoint, clock: Clock
@@ -31,14 +38,38 @@ class Watchdog:
         self._versions = versions
         self._searches = searches
         self._second = second
+        self._looks: int | None = None  # of `hang`; None before and after it
 
     async def hang(self) -> str:
         """Wait until something has hung for too long to come back; a sentence about it."""
-        while not (silence := self._silence(self._queue.stall_exit_seconds)):  # time is the event
-            await asyncio.sleep(WATCHDOG_SECONDS)
-            collect_garbage()
-            self._second.look()
+        self._looks = 0
+        try:
+            while not (silence := self._silence(self._queue.stall_exit_seconds)):  # time is the event
+                await asyncio.sleep(WATCHDOG_SECONDS)
+                self._looks += 1
+                collect_garbage()
+                self._second.look()
+        finally:
+            self._looks = None
         return silence
+
+    def watch_loop(self) -> None:
+        """From now on, end this process where the event loop hangs, in a forward or a search so short that it is computed there:
+        nothing in the loop could say so."""
+        threading.Thread(target=self._watch_loop, name="loop-watch", daemon=True).start()
+
+    def _watch_loop(self) -> None:
+        """It counts its own turns, not the time: a process that was stopped for a while is not stuck."""
+        seen, still = self._looks, 0
+        while still * WATCHDOG_SECONDS <= self._queue.stall_exit_seconds:
+            time.sleep(WATCHDOG_SECONDS)
+            still = 0 if self._looks is None or self._looks != seen else still + 1
+            seen = self._looks
+        structlog.get_logger("app").error(
+            "fatal", reason=f"The event loop has hung for {still * WATCHDOG_SECONDS:.1f} s."
+        )
+        logs.process_sink().drain()
+        os._exit(EXIT_ENGINE_LOST)
 
     def stall(self) -> str:
         """A sentence when work waits and nothing finishes, else nothing."""

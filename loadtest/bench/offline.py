@@ -8,11 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -21,17 +20,17 @@ from rich.console import Console
 
 from loadtest.bench.table import Row, show
 from loadtest.machine import ROOT, machine
-from loadtest.timing import Figure, alternate
+from loadtest.timing import Figure, ratio
 from model.create import EngineOptions
 from weights.checkpoint import load_checkpoint
+from weights.scoring.job import score_log
 from weights.scoring.scorer import Scorer, batches
-from weights.training.examples import Examples
-from weights.training.log import log_of, write_log
+from weights.training.log import write_log
 from weights.training.world.settings import WorldSettings
 from weights.training.world.simulate import simulate
 
 CHECKPOINT = ROOT / "weights" / "demo"
-CACHE_BYTES = 2**26  # less than the contexts of one round: a second round finds none of them
+PARTITIONS = 4
 JOB = """
 import re, sys, time
 from pathlib import Path
@@ -47,24 +46,39 @@ print(rows, seconds, most[1])
 """
 
 
-def speed_row(table: pa.Table, rounds: int, threads: int) -> Row:
-    """The engine's time for the forwards of a log ÷ the time of scoring the log."""
-    checkpoint = load_checkpoint(CHECKPOINT)
-    scorer = Scorer(checkpoint, EngineOptions(threads=threads, cache_bytes=CACHE_BYTES))
-    examples = Examples(log_of(table, "the log"), checkpoint.manifest.config)
-    order = np.argsort(examples.log.user_id[examples.starts], kind="stable")
-    forwards = [items for _, items in batches(examples, order)]
+def speed_rows(log: Path, rounds: int, threads: int) -> list[Row]:
+    """The engine's time for the forwards of a log ÷ the time of the whole job, from Parquet to Parquet: by the clock, and of processors."""
+    scorer = Scorer(load_checkpoint(CHECKPOINT), EngineOptions(threads=threads))
+    prepared = scorer.prepare(pq.read_table(log))
+    forwards = list(batches(prepared))
 
     def engine_alone() -> None:
         for items in forwards:
             scorer.engine.forward(items)
 
-    seconds = alternate({"engine": engine_alone, "job": lambda: scorer.score_table(table)}, rounds)
-    ratios = [engine / job for engine, job in zip(seconds["engine"], seconds["job"], strict=True)]
-    sides = {name: 1e3 * Figure.of(values).median for name, values in seconds.items()}
+    def job() -> None:
+        with tempfile.TemporaryDirectory() as out:
+            score_log(log, Path(out), scorer, partitions=PARTITIONS)
+
+    sides: dict[str, tuple[Callable[[], None], list[tuple[float, float]]]] = {
+        "engine": (engine_alone, []),
+        "job": (job, []),
+    }
+    for turn in range(rounds + 1):
+        for side, readings in sides.values():
+            scorer.engine.warm_up()  # empties its cache
+            began = time.perf_counter(), time.process_time()
+            side()
+            took = time.perf_counter() - began[0], time.process_time() - began[1]
+            readings += [took] * (turn > 0)
     scorer.close()
-    name = f"{len(table)} impressions: rows a second ÷ the engine's own"
-    return Row(name, Figure.of(ratios), "", 0.9, True, sides["job"], sides["engine"])
+    rows = []
+    for place, what in enumerate(("rows a second ÷ the engine's own", "rows a processor's second ÷ the engine's own")):
+        engine, whole = ([reading[place] for reading in readings] for _, readings in sides.values())
+        name = f"{len(prepared.rows)} impressions, {threads} threads: {what}"
+        medians = [1e3 * Figure.of(seconds).median for seconds in (whole, engine)]
+        rows.append(Row(name, ratio(engine, whole), "", 0.9, True, *medians))
+    return rows
 
 
 def job_of(log: Path, out: Path, partitions: int) -> dict[str, float]:
@@ -109,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, console = time.perf_counter(), Console(width=150)
     with tempfile.TemporaryDirectory() as directory:
         write_log(path := Path(directory) / "log.parquet", simulate(WorldSettings(users=200, new_users=0)).log)
-        done = [speed_row(pq.read_table(path), options.rounds, options.threads)]
+        done = speed_rows(path, options.rounds, options.threads)
     jobs: list[Any] = []
     if options.rows:
         further, jobs = memory_rows(options.rows)

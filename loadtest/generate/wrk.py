@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from loadtest.generate.samples import server_timing
 
 IS_INSTALLED = shutil.which("wrk") is not None
 UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
@@ -29,18 +32,35 @@ end
 """
 
 
+TIMINGS = """
+local timings = io.open("%s", "w")
+function response(status, headers) timings:write(headers["server-timing"] or "", "\\n") end
+"""
+
+
 class Reading(NamedTuple):
-    """Replies below 400 and others a second, percentiles of the latency of all in ms, and how long it took."""
+    """Replies below 400 and others a second, percentiles of the latency of all in ms, and how long it took. `stages_ms`: medians of
+    the stages that the replies name, where they were read."""
 
     good_per_s: float
     bad_per_s: float
     p50_ms: float
     p99_ms: float
     seconds: float
+    stages_ms: Mapping[str, float] = {}
 
 
-def read(url: str, bodies: Sequence[bytes], connections: int, seconds: float, *, core: int | None = None) -> Reading:
-    """Post the bodies in turn, JSON without line breaks, for so many seconds; on this core alone, if one is given.
+def read(
+    url: str,
+    bodies: Sequence[bytes],
+    connections: int,
+    seconds: float,
+    *,
+    core: int | None = None,
+    says_stages: bool = False,
+) -> Reading:
+    """Post the bodies in turn, JSON without line breaks, for so many seconds; on this core alone, if one is given. `says_stages`: read
+    the replies' `Server-Timing`, which takes wrk a little time after each latency.
 
     Raises ValueError for a body that holds a line break, RuntimeError where a connection broke or a reply took longer than wrk waits, 2 s.
     """
@@ -48,10 +68,12 @@ def read(url: str, bodies: Sequence[bytes], connections: int, seconds: float, *,
         raise ValueError("A body holds a line break, and wrk is given one body a line.")
     with tempfile.TemporaryDirectory() as folder:
         (lines := Path(folder) / "bodies").write_bytes(b"\n".join(bodies) + b"\n")
-        (script := Path(folder) / "post.lua").write_text(SCRIPT % lines)
+        timings = Path(folder) / "timings"
+        (script := Path(folder) / "post.lua").write_text(SCRIPT % lines + (TIMINGS % timings if says_stages else ""))
         pinned = [] if core is None else ["taskset", "-c", str(core)]
         options = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency", "-s", str(script)]
         text = subprocess.run([*pinned, "wrk", *options, url], check=True, capture_output=True, text=True).stdout
+        stages = _medians(timings.read_text().splitlines()) if says_stages else {}
     p50, p99 = (_milliseconds(text, percent) for percent in (50, 99))
     counted = re.search(r"counted (\d+) of (\d+) in (\d+)\nbroken (\d+)", text)
     assert counted is not None
@@ -59,7 +81,15 @@ def read(url: str, bodies: Sequence[bytes], connections: int, seconds: float, *,
     if broken:
         raise RuntimeError(f"not every request was answered:\n{text}")
     seconds = microseconds / 1e6
-    return Reading((requests - bad) / seconds, bad / seconds, p50, p99, seconds)
+    return Reading((requests - bad) / seconds, bad / seconds, p50, p99, seconds, stages)
+
+
+def _medians(headers: Sequence[str]) -> dict[str, float]:
+    stages: dict[str, list[float]] = {}
+    for header in headers:
+        for stage, milliseconds in server_timing(header).items():
+            stages.setdefault(stage, []).append(milliseconds)
+    return {stage: statistics.median(values) for stage, values in stages.items()}
 
 
 def _milliseconds(text: str, percent: int) -> float:

@@ -1,4 +1,4 @@
-"""Debian's HAProxy with the shipped configuration, in front of processes on this machine. Sends no load."""
+"""Debian's HAProxy or nginx with the shipped configuration, in front of processes on this machine. Sends no load."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -17,44 +18,93 @@ from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, free_port
 from loadtest.servers.target import Target, get
 
-CONFIG = ROOT / "docker" / "haproxy" / "haproxy.cfg"
-PROGRAM = shutil.which(
-    "haproxy", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin:" + str(ROOT / ".cache/haproxy/usr/sbin")
-)
+PLACES = "/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin:" + str(ROOT / ".cache/haproxy/usr/sbin")
 SERVED_BY = "x-served-by"
+
+Change = tuple[str, str]
+"""A line of a configuration, as a pattern, and what stands there in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Balancer:
+    """A program and its configuration. `here`: changes for this machine; there, `{port}` is where it listens.
+
+    `settled_seconds`: until it has noticed what changed. `at_random`, `sent_once`: changes for the controls.
+    """
+
+    name: str
+    config: Path
+    flags: tuple[str, ...]
+    here: tuple[Change, ...]
+    settled_seconds: float
+    at_random: Change
+    sent_once: Change  # a request that may have been read is not sent again
+
+    @property
+    def program(self) -> str | None:
+        """Where it is installed, if it is."""
+        return shutil.which(self.name, path=PLACES)
+
+    def configuration(self, ports: Sequence[int], port: int, changes: Sequence[Change]) -> str:
+        """What is shipped, with these ports of processes, as many as there are."""
+        text = self.config.read_text()
+        for number in range(1, len(re.findall(r"(?m)^ +server ranker-", text)) + 1):
+            at = ports[number - 1] if number <= len(ports) else None
+            place = rf"(?m)^( +server )((?:ranker-{number} )?)ranker-{number}:8000"
+            text = re.sub(place, rf"\1\g<2>{HOST}:{at}" if at else r"    # \g<0>", text)
+        for pattern, instead in (*self.here, *changes):
+            text, found = re.subn(rf"(?m)^ *{pattern}$", instead.replace("{port}", str(port)), text)
+            assert found, f"no line of the configuration is {pattern}"
+        return text
+
+
+HAPROXY = Balancer(
+    "haproxy",
+    ROOT / "docker" / "haproxy" / "haproxy.cfg",
+    ("-db", "-f"),
+    (
+        ("bind :8000", f"    bind {HOST}:{{port}}"),
+        ("backend rankers", f"backend rankers\n    http-response set-header {SERVED_BY} %s"),
+        ("(default-server .*) slowstart 10s (.*)", r"    \1 slowstart 1s \2"),
+    ),
+    2.5,  # the health checks and the slow start
+    (r"balance hdr\(x-routing-key\)", "    balance random"),
+    ("retry-on .*", "    retry-on conn-failure"),
+)
+NGINX = Balancer(
+    "nginx",
+    ROOT / "docker" / "nginx" / "nginx.conf",
+    ("-p", "./", "-e", "stderr", "-g", "daemon off;", "-c"),
+    (
+        ("error_log stderr warn;", "error_log stderr crit;\npid nginx.pid;"),
+        ("listen 8000;", f"listen {HOST}:{{port}};\n add_header {SERVED_BY} $upstream_addr always;"),
+        (
+            "access_log off;",
+            "access_log off;\n"
+            + "".join(f"{of}_temp_path .;\n" for of in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")),
+        ),
+    ),
+    1.2,  # the second for which it leaves alone who failed
+    ("hash .* consistent;", "random;"),
+    ("proxy_next_upstream .*", "proxy_next_upstream error timeout;"),
+)
 
 
 @contextmanager
-def balancer(ports: Sequence[int], *changes: tuple[str, str], slow_start: str = "1s") -> Iterator[Target]:
-    """In front of the processes that listen, or will, on these ports. Replies name the process: `x-served-by: ranker-1`.
-
-    `changes`: lines of the configuration, as patterns, and what stands there in their place.
-    """
+def balancer(ports: Sequence[int], *changes: Change, kind: Balancer = HAPROXY) -> Iterator[Target]:
+    """In front of the processes that listen, or will, on these ports. Replies name the process, last in `x-served-by`."""
     port = free_port()
-    text = (
-        CONFIG.read_text()
-        .replace("bind :8000", f"bind {HOST}:{port}")
-        .replace("slowstart 10s", f"slowstart {slow_start}")
-    )
-    text = text.replace("backend rankers\n", f"backend rankers\n    http-response set-header {SERVED_BY} %s\n")
-    for number in range(1, text.count(" server ranker-") + 1):
-        line = f"server ranker-{number} ranker-{number}:8000"
-        here = f"server ranker-{number} {HOST}:{ports[number - 1]}" if number <= len(ports) else f"# {line}"
-        text = text.replace(line, here)
-    for pattern, instead in changes:
-        text, found = re.subn(rf"(?m)^ *{pattern}$", instead, text)
-        assert found, f"no line of the configuration is {pattern}"
-    assert PROGRAM is not None, "haproxy is not installed"
+    assert kind.program is not None, f"{kind.name} is not installed"
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "haproxy.cfg"
-        path.write_text(text)
+        path = Path(directory) / kind.config.name
+        path.write_text(kind.configuration(ports, port, changes))
         process = subprocess.Popen(
-            [PROGRAM, "-f", str(path), "-db"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [kind.program, *kind.flags, str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=directory
         )
         try:
             target = Target(HOST, port)
             while not _is_up(target):
-                assert process.poll() is None, "haproxy ended"
+                assert process.poll() is None, f"{kind.name} ended"
                 time.sleep(0.05)
             yield target
         finally:

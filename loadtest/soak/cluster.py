@@ -1,4 +1,4 @@
-"""G1 to G3: several processes behind HAProxy: which users move when one more comes, and what is lost when one dies or is replaced."""
+"""G1 to G3: several processes behind HAProxy or nginx: who moves when one more comes, what is lost when one dies or is replaced."""
 
 from __future__ import annotations
 
@@ -17,21 +17,14 @@ from phoenix_ranker_client.call import routing_key
 from loadtest.generate.http_client import Client
 from loadtest.generate.payload import rank_request
 from loadtest.matrix import Row
-from loadtest.servers.balancer import SERVED_BY, balancer
+from loadtest.servers.balancer import HAPROXY, NGINX, SERVED_BY, Balancer, Change, balancer
 from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.servers.target import Target
 from loadtest.soak.servers import real
 
-Changes = Sequence[tuple[str, str]]
-
-AT_RANDOM: Changes = ((r"balance hdr\(x-routing-key\)", "    balance random"),)
-SENT_ONCE: Changes = (
-    ("retry-on .*", "    retry-on conn-failure"),
-)  # a request that may have been read is not sent again
 CANDIDATES = 8
 CLIENTS = 8
 HOP_REQUESTS = 300
-SETTLED_SECONDS = 2.5  # the health checks and the slow start of the tests
 
 
 class Processes:
@@ -75,10 +68,10 @@ def two_processes() -> Iterator[Processes]:
 
 
 @contextmanager
-def behind(processes: Processes, changes: Changes = ()) -> Iterator[Target]:
-    """The balancer in front of them, after the slow start of those that run."""
-    with balancer(processes.ports, *changes) as target:
-        time.sleep(SETTLED_SECONDS)
+def behind(processes: Processes, count: int, kind: Balancer, *changes: Change) -> Iterator[Target]:
+    """The balancer in front of the first `count`, once it knows which of them run."""
+    with balancer(processes.ports[:count], *changes, kind=kind) as target:
+        time.sleep(kind.settled_seconds)
         yield target
 
 
@@ -103,7 +96,7 @@ async def place(target: Target, processes: Processes, users: Sequence[int]) -> P
         for user in users:
             reply = await client.ask(asked(user))
             assert reply.status == 200, (reply.status, reply.failure)
-            placed.servers[user] = reply.headers.get(SERVED_BY.encode(), b"")
+            placed.servers[user] = reply.headers.get(SERVED_BY.encode(), b"").rpartition(b", ")[2]
             placed.scores[user] = orjson.dumps(orjson.loads(reply.body)["candidates"])
     placed.hits = (_hits(processes) - before) / len(users)
     return placed
@@ -114,9 +107,9 @@ def _hits(processes: Processes) -> float:
     return sum(each.total("ranker_context_cache_lookups_total", result="hit") for each in scraped)
 
 
-def one_more(processes: Processes, users: int, changes: Changes = ()) -> list[Row]:
+def one_more(processes: Processes, users: int, kind: Balancer, *changes: Change) -> list[Row]:
     """G1: two processes become three. Few users move, most find their contexts, and the scores are those of before."""
-    with behind(processes, changes) as target:
+    with behind(processes, 3, kind, *changes) as target:
 
         def once() -> Placed:
             return asyncio.run(place(target, processes, range(1, users + 1)))
@@ -124,21 +117,39 @@ def one_more(processes: Processes, users: int, changes: Changes = ()) -> list[Ro
         once()
         steady = once()
         processes.start(2)
-        time.sleep(SETTLED_SECONDS)
+        time.sleep(kind.settled_seconds)
         after, settled = once(), once()
         processes.end(2)
     moved = sum(after.servers[user] != server for user, server in steady.servers.items()) / users
     other = sum(after.scores[user] != scores for user, scores in steady.scores.items())
     return [
-        Row("G1", "two processes become three: users that move", users, 0, moved, 1.25 / 3, ""),
-        Row("G1", "cache hits before", users, 0, steady.hits, 0.98, "of the requests", True),
-        Row("G1", "cache hits right after", users, 0, after.hits, 0.95 * 2 / 3 * steady.hits, "of the requests", True),
-        Row("G1", "cache hits once every user was back", users, 0, settled.hits, 0.98, "of the requests", True),
-        Row("G1", "users whose scores depend on the process", users, other, other, 0, "users"),
+        Row("G1", f"{kind.name}: two processes become three: users that move", users, 0, moved, 1.25 / 3, ""),
+        Row("G1", f"{kind.name}: cache hits before", users, 0, steady.hits, 0.98, "of the requests", True),
+        Row(
+            "G1",
+            f"{kind.name}: cache hits right after",
+            users,
+            0,
+            after.hits,
+            0.95 * 2 / 3 * steady.hits,
+            "of the requests",
+            True,
+        ),
+        Row(
+            "G1",
+            f"{kind.name}: cache hits once every user was back",
+            users,
+            0,
+            settled.hits,
+            0.98,
+            "of the requests",
+            True,
+        ),
+        Row("G1", f"{kind.name}: users whose scores depend on the process", users, other, other, 0, "users"),
     ]
 
 
-def hop(processes: Processes, requests: int = HOP_REQUESTS) -> Row:
+def hop(processes: Processes, kind: Balancer, requests: int = HOP_REQUESTS) -> Row:
     """What the balancer adds to a request at one connection: asked through it and directly, in turns."""
 
     async def measure(target: Target) -> float:
@@ -154,9 +165,9 @@ def hop(processes: Processes, requests: int = HOP_REQUESTS) -> Row:
                     seconds[client.port].append(reply.done_at - reply.sent_at)
         return statistics.median(seconds[target.port]) - statistics.median(seconds[processes.ports[0]])
 
-    with balancer(processes.ports[:1]) as target:
+    with balancer(processes.ports[:1], kind=kind) as target:
         added = asyncio.run(measure(target))
-    return Row("G1", "what the balancer adds, p50", requests, 0, 1e3 * added, 0.3, "ms")
+    return Row("G1", f"what {kind.name} adds, p50", requests, 0, 1e3 * added, 0.3, "ms")
 
 
 @dataclass
@@ -193,44 +204,53 @@ async def _under_load(target: Target, harm: Callable[[], None]) -> Load:
     return load
 
 
-def deaths(processes: Processes, runs: int, changes: Changes = ()) -> Row:
+def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change) -> Row:
     """G2: `kill -9` of one process under load, and another one started in its place: nothing is lost, since a ranking is asked again."""
-    with behind(processes, changes) as target:
+    with behind(processes, 2, kind, *changes) as target:
 
         def harm() -> None:
             for run in range(runs):
                 processes.end(run % 2, signal.SIGKILL)
                 time.sleep(0.5)
                 processes.start(run % 2)
-                time.sleep(SETTLED_SECONDS)
+                time.sleep(kind.settled_seconds)
 
         load = asyncio.run(_under_load(target, harm))
-    what = f"a process killed under load, {load.answered} answered"
+    what = f"{kind.name}: a process killed under load, {load.answered} answered"
     return Row("G2", what, runs, 0, load.lost / runs, 0, "requests lost a kill")
 
 
 def rolling(
-    processes: Processes, numbers: Sequence[int], by: signal.Signals = signal.SIGTERM, changes: Changes = ()
+    processes: Processes, numbers: Sequence[int], kind: Balancer, *changes: Change, by: signal.Signals = signal.SIGTERM
 ) -> Row:
     """G3: these processes replaced in turn, by SIGTERM and a new one, under load: nothing is lost. `by`: a control's other signal."""
     codes: list[int] = []
-    with behind(processes, changes) as target:
+    with behind(processes, 2, kind, *changes) as target:
 
         def harm() -> None:
             for number in numbers:
                 codes.append(processes.end(number, by))
                 processes.start(number)
-                time.sleep(SETTLED_SECONDS)
+                time.sleep(kind.settled_seconds)
 
         load = asyncio.run(_under_load(target, harm))
     failed = sum(code != 0 for code in codes)
     return Row(
-        "G3", f"rolling update under load, {load.answered} answered", len(codes), failed, load.lost, 0, "requests lost"
+        "G3",
+        f"{kind.name}: rolling update under load, {load.answered} answered",
+        len(codes),
+        failed,
+        load.lost,
+        0,
+        "requests lost",
     )
 
 
 def all_rows(runs: int) -> list[Row]:
-    """The long form."""
+    """The long form, with each balancer that is installed."""
+    rows = []
     with two_processes() as processes:
-        rows = [*one_more(processes, 2000), hop(processes), deaths(processes, runs)]
-        return [*rows, rolling(processes, (0, 1) * runs)]
+        for kind in (kind for kind in (HAPROXY, NGINX) if kind.program):
+            rows += [*one_more(processes, 2000, kind), hop(processes, kind), deaths(processes, runs, kind)]
+            rows.append(rolling(processes, (0, 1) * runs, kind))
+    return rows

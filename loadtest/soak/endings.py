@@ -110,6 +110,44 @@ def stuck_search(runs: int, **settings: object) -> Row:
         return _all_stuck(runs, "search", lambda user: search_request(user - 1, "/retrieve"), served | settings)
 
 
+def stuck_loop(runs: int, *faults: str, **settings: object) -> Row:
+    """F5: the same of a search that is computed in the event loop, which answers nobody from then on. The process restarts, but not
+    because it was stopped for longer than a search may hang."""
+    chosen = {"queue__stall_exit_seconds": STALL_EXIT_SECONDS, "logs__level": "error", **settings}
+    failed, slowest = 0, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Oracle("stuck", Path(folder), 0)
+        served = {"retrieval__checkpoint": corpus.towers, "retrieval__corpus": corpus.corpus}
+        for _ in range(runs):
+            with fake("--searches-in-loop", *faults, **served, **chosen) as server, asyncio.Runner() as runner:
+                lasted, seconds, code = runner.run(_stuck_loop(server))
+                failed += not lasted or code != EXIT_ENGINE_LOST
+                slowest = max(slowest, seconds)
+    what = f"search stuck in the loop: exit {EXIT_ENGINE_LOST}"
+    return Row("F5", what, runs, failed, slowest, STALL_EXIT_SECONDS + LATE_EXIT_SECONDS, "s until the exit")
+
+
+async def _stuck_loop(server: Server) -> tuple[bool, float, int | None]:
+    """Whether it lasts through a stop, then has a loop that hangs; seconds until it ends, and its exit code."""
+    async with Client(HOST, server.port, timeout_seconds=10) as client:
+        first = await client.ask(search_request(1, "/retrieve"))  # from then on it is known how long one takes
+        server.pause()
+        await asyncio.sleep(STALL_EXIT_SECONDS + 1)
+        server.resume()
+        second = await client.ask(search_request(2, "/retrieve"))
+        began = time.monotonic()
+        waiting = asyncio.create_task(client.ask(search_request(HANG - 1, "/retrieve")))
+        await asyncio.sleep(0.5)
+        is_deaf = not await asyncio.to_thread(server.answers, "/livez")
+        try:
+            code = await asyncio.to_thread(server.process.wait, STALL_EXIT_SECONDS + LATE_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.process.kill()  # it hears no other signal
+            code = None
+        await waiting  # its connection has been reset
+    return (first.status, second.status, is_deaf) == (200, 200, True), time.monotonic() - began, code
+
+
 def _all_stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapping[str, object]) -> Row:
     failed, slowest = 0, 0.0
     chosen = {"deadline__default_seconds": 1.0, "queue__stall_exit_seconds": STALL_EXIT_SECONDS, **settings}

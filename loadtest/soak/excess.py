@@ -81,9 +81,10 @@ def scores(server: Server) -> bytes:
     return reply.content.partition(b'"timings_ms"')[0] if reply.status_code == 200 else b""
 
 
-def reload(port: object, name: str, seconds: float = PATIENCE_SECONDS) -> int:
-    """The status of a reload, 409 only where it stays so for that long; 0 without a reply."""
-    until, status = time.monotonic() + seconds, 409
+def reload(port: object, name: str) -> int:
+    """The status of a reload, 409 only where it stays so for `PATIENCE_SECONDS`; 0 without a reply."""
+    seconds, status = PATIENCE_SECONDS, 409
+    until = time.monotonic() + seconds
     while status == 409 and time.monotonic() < until:
         try:
             status = asyncio.run(asyncio.wait_for(swap(port, name), seconds))

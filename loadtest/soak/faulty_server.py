@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import threading
 import time
@@ -12,10 +13,12 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app import assembly, budgets
+from app.engine import searches
 from app.engine.loading import LoadedModel, LoadedRetrieval, Loader, RetrievalLoader, Steps, retrieval_loader
 from app.fronts.role import Role
 from app.server import process
 from app.service.service import RankingService
+from app.service.watchdog import Watchdog
 from app.settings import load_settings
 from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
@@ -113,6 +116,8 @@ def main() -> int:
         "--shadow-ms", type=float, default=0.0, help="a second checkpoint's forward, on the same device"
     )
     parser.add_argument("--eager-shadow", action="store_true", help="the second checkpoint does not ask who waits")
+    parser.add_argument("--searches-in-loop", action="store_true", help="no search is too long for the event loop")
+    parser.add_argument("--no-loop-watch", action="store_true", help="nobody sees that the event loop hangs")
     parser.add_argument("--leak-bytes", type=int, default=0)
     parser.add_argument("--refused-after-seconds", type=float, help="the first load fails")
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
@@ -122,6 +127,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.no_rest:
         vars(budgets)["REST_TIMES"] = 0.0
+    if options.searches_in_loop:
+        vars(searches)["SHORT_SECONDS"] = math.inf
+    if options.no_loop_watch:
+        Watchdog.watch_loop = lambda self: None  # type: ignore[method-assign]
     if options.no_budgets:
         budgets.Budget.__init__ = lambda budget, limit: limitless(budget, 2**60)  # type: ignore[assignment, method-assign]
     if options.stock_protocol:

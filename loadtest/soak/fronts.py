@@ -8,7 +8,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -225,11 +225,15 @@ async def _kill_engines(
     return clients, slowest, missing
 
 
-def stopped_front(seconds: float, stopped: signal.Signals = signal.SIGSTOP) -> Row:
-    """P3: SIGSTOP of a front. The other's clients get every reply, and no later than before; then the first goes on."""
+def stopped_front(seconds: float, by: Sequence[signal.Signals] = (signal.SIGSTOP,)) -> list[Row]:
+    """P3: SIGSTOP of a front. The other's clients get every reply, and no later than before; then the first goes on.
+
+    A row for each signal, one after the other: the control's is another.
+    """
     with fake("--forward-ms=2", **LOGGED) as server, asyncio.Runner() as runner:
-        failed, tried, ratio = runner.run(_stop_front(server, seconds, stopped))
-    return Row("P3", "a front stopped: p99 of the other's clients", tried, failed, ratio, 1.5, "× before")
+        seen = [runner.run(_stop_front(server, seconds, stopped)) for stopped in by]
+    what = "a front stopped: p99 of the other's clients"
+    return [Row("P3", what, tried, failed, ratio, 1.5, "× before") for failed, tried, ratio in seen]
 
 
 async def _stop_front(server: Server, seconds: float, stopped: signal.Signals) -> tuple[int, int, float]:

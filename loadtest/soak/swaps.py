@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from loadtest.matrix import Row
 from loadtest.servers.launch import Server
@@ -16,19 +18,22 @@ CANCEL_SHARE = 0.1
 CLIENTS = 16
 
 
-def swaps(seconds: float, *, payload_count: int = 60, **chosen: object) -> list[Row]:
+def swaps(seconds: float, *, payload_count: int = 60, fronts: Sequence[int] = (0,)) -> list[Row]:
     """Two checkpoints in turns, a cache that is always too small, one client in ten gone before its reply.
 
-    `chosen` are settings of the server; the oracles are single processes.
+    `fronts`: how many the server has, for so many seconds each; the oracles are single processes.
     """
     payloads = requests(payload_count)
     with two_checkpoints() as root:
         known = oracles(root, payloads)
-        settings = {**admin_settings(root), "cache__bytes": TINY_CACHE_BYTES, "queue__max_wait_seconds": 5, **chosen}
-        with real(**settings) as server, asyncio.Runner() as runner:
-            traffic = Checked(known, payloads, CANCEL_SHARE)
-            done, refused = runner.run(_swap_under(traffic, server, settings["admin__port"], seconds))
-            left = server.metric("ranker_queue_requests")
+        return [row for count in fronts for row in _swaps(root, Checked(known, payloads, CANCEL_SHARE), seconds, count)]
+
+
+def _swaps(root: Path, traffic: Checked, seconds: float, fronts: int) -> list[Row]:
+    settings = {**admin_settings(root), "cache__bytes": TINY_CACHE_BYTES, "queue__max_wait_seconds": 5}
+    with real(**settings, fronts=fronts) as server, asyncio.Runner() as runner:
+        done, refused = runner.run(_swap_under(traffic, server, settings["admin__port"], seconds))
+        left = server.metric("ranker_queue_requests")
     tried = traffic.answered + traffic.lost
     swapped, checked = len(traffic.versions), f"replies against the oracle, {traffic.cancelled} cancelled"
     dropped = traffic.lost + traffic.refused

@@ -111,7 +111,7 @@ def run(main: Any) -> Any:
     return asyncio.run(asyncio.wait_for(main, 30))
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Return as soon as the condition holds; fail when it does not within the time."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  # what is awaited has no event

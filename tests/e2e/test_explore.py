@@ -79,7 +79,7 @@ class Explorer:
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(5000)
+        self.page.set_default_timeout(15000)
         self.url = url
         self.complaints: list[str] = []
         self.asked: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,15 @@ def split(
     ranker: Ranker, dtype: torch.dtype = torch.float32, positions: Any = "shared", cache_bytes: int = 0
 ) -> Engine:
     return SplitEngine(ranker, "cpu", dtype, positions, cache_bytes, capacity=512)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads() -> Iterator[None]:
+    """What is promised of bits holds with several threads; a worker of `make test` has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 ENGINES = pytest.mark.parametrize("build", [native, narrow, split])

@@ -83,7 +83,7 @@ def closed(server: Live, reason: str) -> float:
     return value or 0.0
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
     """Return as soon as the condition holds; raise when it does not within the time."""
     until = time.monotonic() + seconds
     while not condition():

@@ -11,11 +11,11 @@ import pytest
 
 from loadtest.soak import endings, hostile, lines, protocol, swaps
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
-def test_f1_c2_swaps_under_load_drop_nothing_and_cross_nothing() -> None:
-    for row in swaps.swaps(3.0, payload_count=20):
+def test_f1_c2_swaps_under_load_drop_nothing_and_cross_nothing_with_and_without_fronts() -> None:
+    for row in swaps.swaps(2.0, payload_count=20, fronts=(0, 2)):
         assert row.ok, row
 
 
@@ -59,6 +59,18 @@ def test_f5_a_stuck_search_is_seen_answered_and_ended(stuck_soon: dict[str, floa
 
 def test_f5_is_red_when_nobody_watches_the_search(stuck_soon: dict[str, float]) -> None:
     assert endings.stuck_search(1, **stuck_soon, queue__stall_exit_seconds=3600, drain__timeout_seconds=1).failed
+
+
+def test_f5_a_search_that_hangs_the_loop_ends_the_process(
+    stuck_soon: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "LATE_EXIT_SECONDS", 30.0)
+    row = endings.stuck_loop(1)
+    assert row.ok, row
+
+
+def test_f5_is_red_when_nobody_watches_the_loop(stuck_soon: dict[str, float]) -> None:
+    assert endings.stuck_loop(1, "--no-loop-watch").failed
 
 
 def test_f6_the_innocent_get_their_scores_and_a_lost_device_ends_the_process() -> None:

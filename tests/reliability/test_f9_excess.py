@@ -12,7 +12,8 @@ def test_f9_what_asks_for_too_much_is_refused_and_locks_nobody_out() -> None:
     assert row.ok, row
 
 
-def test_f9_is_red_when_a_load_has_no_deadline() -> None:
+def test_f9_is_red_when_a_load_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(excess, "PATIENCE_SECONDS", 2.0)
     assert excess.checkpoints(1, reload__timeout_seconds=900).failed
 
 

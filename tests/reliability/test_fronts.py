@@ -1,4 +1,4 @@
-"""P1 to P3, and F1, F3, F5 and C2 with several fronts: processes that are killed or stopped, drains, swaps, and true sums.
+"""P1 to P3, and F3 and F5 with several fronts: processes that are killed or stopped, drains, and true sums.
 
 Limits in milliseconds are not asserted here, where others share the machine; `make soak` asserts them.
 """
@@ -14,10 +14,10 @@ import pytest
 from loadtest.generate.http_client import Client
 from loadtest.generate.payload import rank_request
 from loadtest.servers.launch import HOST, Server
-from loadtest.soak import endings, fronts, swaps
+from loadtest.soak import endings, fronts
 from loadtest.soak.servers import fake
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_p1_a_killed_front_fails_its_own_requests_alone_and_leaves_no_place() -> None:
@@ -39,23 +39,15 @@ def test_p2_is_red_when_no_other_one_comes() -> None:
     assert fronts.engine_kills(1, serves_seconds=1.0, lived_seconds=0.5, engine_loss="exit")[0].failed
 
 
-def test_p3_a_stopped_front_is_felt_by_no_other() -> None:
-    row = fronts.stopped_front(1.0)
+def test_p3_a_stopped_front_is_felt_by_no_other_and_it_is_red_when_it_is_killed() -> None:
+    row, killed = fronts.stopped_front(1.0, (signal.SIGSTOP, signal.SIGKILL))
     assert not row.failed, row
-
-
-def test_p3_is_red_when_it_is_killed() -> None:
-    assert fronts.stopped_front(1.0, signal.SIGKILL).failed
+    assert killed.failed
 
 
 def test_f3_sigterm_loses_nothing_with_fronts() -> None:
     row = endings.terminations(2, fronts=2)
     assert row.ok, row
-
-
-def test_f1_c2_swaps_drop_nothing_and_scores_are_the_bits_of_a_single_process() -> None:
-    for row in swaps.swaps(2.0, payload_count=20, fronts=2):
-        assert row.ok, row
 
 
 def test_f5_a_stuck_engine_is_seen_answered_and_ended() -> None:

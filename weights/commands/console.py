@@ -46,12 +46,12 @@ def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(*, in_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """It yields `update(description, done, total)`, which moves a bar on standard error; nothing shows without a terminal."""
+def progress_bar(*, in_bytes: bool = False, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """It yields `update(description, done, total)`, which moves a bar on standard error; without a terminal nothing is `shown`."""
     console = Console(stderr=True)
     amount = (DownloadColumn(True), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     columns = TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task("", total=None, visible=False)
         yield lambda what, done, total: progress.update(
             task, description=what, completed=done, total=total, visible=True

@@ -30,7 +30,7 @@ def score(
     ] = None,
     since: Annotated[int, typer.Option(help="Unix seconds: earlier requests are history alone.")] = 0,
     partitions: Annotated[
-        int, typer.Option(min=0, help="Files to write, each with whole users; 0: one for a million rows.")
+        int, typer.Option(min=0, help="Files to write, each with whole users; 0: one for half a million rows.")
     ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Of the engine; 0: one a core.")] = 0,
 ) -> None:

@@ -21,6 +21,8 @@ from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, s
 from weights.commands.console import progress_bar, read_json, refusals, say
 
 if TYPE_CHECKING:
+    from model.ranker import Ranker
+    from weights.training.log import Log
     from weights.training.trainer import Status
 
 T = TypeVar("T")
@@ -81,46 +83,49 @@ def train(
     set_: Set = None,
     replace_existing: Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")] = False,
 ) -> None:
-    """Train a checkpoint from a log, with the model code that serves it."""
+    """Train a checkpoint from a log, with the model code that serves it; on several processes under torchrun."""
     with refusals(*REFUSED):
-        from weights.training.log import aligned, read_log
+        from weights.training.processes import joined
         from weights.training.run import train as run
-        from weights.training.settings import TrainSettings, demo_config
+        from weights.training.settings import TrainSettings
 
         if resume and state is None:
             raise CheckpointError("--resume needs --state, the directory of the run to continue.")
         if out.exists() and not replace_existing:
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
-        if start and (config or preset):
-            raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
         settings = with_settings(TrainSettings(seed=seed), set_)
-        impressions = read_log(log)
-        begun = load_checkpoint(start) if start else None
-        if begun:
-            impressions, architecture = aligned(impressions, begun.manifest.action_names), begun.manifest.config
-        else:
-            architecture = (
-                ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(len(impressions.action_names))
-            )
-        if preset:
-            architecture = with_preset(architecture, preset)
-        with progress_bar() as bar:
+        impressions, architecture, begun = _what_to_train(log, config, preset, start)
+        with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
             ranker = run(
-                impressions,
-                architecture,
-                settings,
-                until_ts=until,
-                start=begun.ranker if begun else None,
-                state=state,
-                resume=resume,
-                report=training_report(bar),
-            )
+                impressions, architecture, settings, until_ts=until, start=begun, state=state, resume=resume,
+                report=training_report(bar, processes.rank), processes=processes,
+            )  # fmt: skip
+            if processes.rank:
+                return  # the first process writes
         manifest = save_checkpoint(
             out, ranker, name=name, action_names=impressions.action_names,
             continuous=continuous_outputs(architecture.continuous_actions, dwell_index=0),
             score_weights=default_score_weights(impressions.action_names), replace=replace_existing,
         )  # fmt: skip
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
+
+
+def _what_to_train(
+    log: Path, config: Path | None, preset: str, start: Path | None
+) -> tuple[Log, ModelConfig, Ranker | None]:
+    """The log, the architecture, and the weights to begin with where `start` brings them."""
+    from weights.training.log import aligned, read_log
+    from weights.training.settings import demo_config
+
+    if start and (config or preset):
+        raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
+    impressions = read_log(log)
+    if start:
+        begun = load_checkpoint(start)
+        return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun.ranker
+    actions = len(impressions.action_names)
+    architecture = ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(actions)
+    return impressions, with_preset(architecture, preset) if preset else architecture, None
 
 
 def eval_(
@@ -246,15 +251,16 @@ def with_settings(settings: T, assignments: list[str] | None) -> T:
     return replace(settings, **changes)  # type: ignore[type-var]
 
 
-def training_report(bar: Callable[[str, int, int], None]) -> Callable[[Status], None]:
-    """What is called after every step: it moves the bar; without a terminal, it prints a line for each evaluation."""
-    terminal = sys.stderr.isatty()
+def training_report(bar: Callable[[str, int, int], None], rank: int = 0) -> Callable[[Status], None]:
+    """What is called after every step: it moves the bar; without a terminal, it prints a line for each evaluation. Only of rank 0."""
+    terminal, began = sys.stderr.isatty(), time.perf_counter()
 
     def report(status: Status) -> None:
         words = f"loss {status.loss:.4f}, validation {status.validation:.5f}, best {status.best:.5f}"
+        words += f", {status.impressions / (time.perf_counter() - began):.0f} impressions/s"
         if terminal:
             bar(words, status.step, status.steps)
         elif status.evaluated:
             print(f"step {status.step} of {status.steps}: {words}", file=sys.stderr, flush=True)
 
-    return report
+    return (lambda status: None) if rank else report

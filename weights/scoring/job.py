@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,11 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from weights.scoring.scorer import Scorer
+from weights.scoring.scorer import Prepared, Scorer, one_ahead
 from weights.training.log import LogError, action_names
 
-PARTITION_ROWS = 1_000_000
-ROUND_ROWS = 2_000_000
+PARTITION_ROWS = 500_000
+ROUND_ROWS = 1_000_000
 """So many rows are read before they are written to their partitions: what splitting holds in memory."""
 MAX_PARTITIONS = 500  # files that are open at once while the log is split
 
@@ -70,21 +71,26 @@ def score_log(
     )
     _claim(out, job)
     parts = [out / f"part-{number:05}.parquet" for number in range(job.partitions)]
-    split = out / ".split"
-    if not all(part.exists() for part in parts) and not split.exists():
+    todo, split = [part for part in parts if not part.exists()], out / ".split"
+    if todo and not split.exists():
         _split(source, split, job, say)
-    done, written = 0, 0
-    for part in parts:
-        mine = split / part.name
-        if not part.exists():
-            table = pq.read_table(mine)
-            tell = partial(_tell, say, rows, done)
-            scored = scorer.score_table(table, since_ts, str(log), tell) if len(table) else scorer.schema.empty_table()
-            _rename(part, partial(pq.write_table, scored, compression="zstd"))
-        done += pq.read_metadata(mine).num_rows if mine.exists() else 0
-        written += pq.read_metadata(part).num_rows
+    pieces = [split / f"{part.stem}.arrow" for part in todo]
+    done = rows - sum(map(_rows, pieces))
+    with ThreadPoolExecutor(1, thread_name_prefix="files") as files:  # reads and writes while the engine computes
+        writing: Future[None] | None = None
+        read = one_ahead(files, (partial(_prepared, scorer, piece, since_ts, str(log)) for piece in pieces))
+        for part, piece, prepared in zip(todo, pieces, read, strict=True):
+            scored = (
+                scorer.score(prepared, partial(_tell, say, rows, done)) if prepared else scorer.schema.empty_table()
+            )
+            done += _rows(piece)
+            if writing:
+                writing.result()
+            writing = files.submit(_rename, part, partial(_write, scored))
+        if writing:
+            writing.result()
     shutil.rmtree(split, ignore_errors=True)
-    return written
+    return sum(pq.read_metadata(part).num_rows for part in parts)
 
 
 def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
@@ -125,8 +131,9 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, say: Progress) -
     unfinished = split.with_name(".split.new")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    files = [unfinished / f"part-{number:05}.parquet" for number in range(job.partitions)]
-    writers = [pq.ParquetWriter(file, source.schema) for file in files]
+    files = [unfinished / f"part-{number:05}.arrow" for number in range(job.partitions)]
+    lz4 = pa.ipc.IpcWriteOptions(compression="lz4")
+    writers = [pa.ipc.new_file(file, source.schema, options=lz4) for file in files]
     done = 0
     for table in _rounds(source):
         where = partition_of(table["user_id"].cast(pa.uint64()).to_numpy(), job.partitions)
@@ -154,8 +161,24 @@ def _rounds(source: ds.FileSystemDataset) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(batches)
 
 
+def _rows(piece: Path) -> int:
+    return int(ds.dataset(piece, format="ipc").count_rows())
+
+
+def _prepared(scorer: Scorer, piece: Path, since_ts: int, where: str) -> Prepared | None:
+    """None where no user's rows went to this piece."""
+    with pa.ipc.open_file(pa.OSFile(str(piece))) as reader:
+        table = reader.read_all()
+    return scorer.prepare(table, since_ts, where) if len(table) else None
+
+
 def _tell(say: Progress, rows: int, before: int, done: int) -> None:
     say("scored", before + done, rows)
+
+
+def _write(scored: pa.Table, path: Path) -> None:
+    # Of the columns of floats nearly every number is another: dictionaries of them would take nine tenths of the time.
+    pq.write_table(scored, path, compression="zstd", use_dictionary=["request_id", "user_id"])
 
 
 def _rename(path: Path, write: Callable[[Path], object]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from model.batch import Batch, collate, pad
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
-from weights.training.log import Log, LogError
+from weights.training.log import Log, LogError, fingerprint
 
 Request = tuple[Context, Candidates]
 
@@ -22,13 +23,21 @@ Request = tuple[Context, Candidates]
 class Labels:
     """actions float32 `[B, C, A]`, 1 where it happened; dwell float32 `[B, C]`, seconds / 30 cut at 1.
 
-    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known.
+    shown bool `[B, C]`, False for padding; dwelt bool `[B, C]`, whether the dwell is known. Where a batch is shared by processes,
+    a weight is what the mean over this part counts: its shown, or dwelt, candidates ÷ those of a mean part.
     """
 
     actions: Tensor
     dwell: Tensor
     shown: Tensor
     dwelt: Tensor
+    shown_weight: float = 1.0
+    dwelt_weight: float = 1.0
+
+    def to(self, device: torch.device | str) -> Labels:
+        """The same labels on another device."""
+        tensors = {name: getattr(self, name).to(device) for name in ("actions", "dwell", "shown", "dwelt")}
+        return replace(self, **tensors)
 
 
 class Examples:
@@ -57,8 +66,13 @@ class Examples:
     def __len__(self) -> int:
         return len(self.starts)
 
+    @cached_property
+    def fingerprint(self) -> dict[str, int]:
+        """As `log.fingerprint` of the whole log."""
+        return fingerprint(self.log)
+
     def _index_history(self) -> None:
-        """`events` are engaged rows by user, then time; `first … last` are those before each request."""
+        """`events` are engaged rows by user, then time; `first … last` are those before each request, `oldest … last` its history."""
         log = self.log
         _, user = np.unique(log.user_id, return_inverse=True)
         engaged = np.flatnonzero(log.actions.any(1))
@@ -69,25 +83,27 @@ class Examples:
         request_user = user[self.starts]
         self.first = np.searchsorted(keys, request_user * span)
         self.last = np.searchsorted(keys, request_user * span + (self.times - origin))
+        self.oldest = np.maximum(self.first, self.last - self.config.history_length)
+        self.users = log.user_id[self.starts]
 
-    def context(self, index: int) -> Context:
+    def context(self, index: int, is_kept: bool = True) -> Context:
         """The user and the newest `history_length` events before request `index`."""
-        last = self.last[index]
-        kept = slice(max(self.first[index], last - self.config.history_length), last)
+        kept = slice(int(self.oldest[index]), int(self.last[index]))
         return Context(
-            int(self.log.user_id[self.starts[index]]),
+            int(self.users[index]),
             self._posts[kept],
             self._authors[kept],
             self._actions[kept],
             self._surfaces[kept],
             self._dwell[kept],
+            is_kept,
         )
 
     def rows(self, index: int) -> NDArray[np.int64]:
         """The rows of the log that request `index` showed."""
         return np.arange(self.starts[index], self.stops[index])
 
-    def candidates(self, index: int, rows: NDArray[np.int64]) -> Candidates:
+    def candidates(self, index: int, rows: NDArray[np.int64] | slice) -> Candidates:
         """The posts that the given rows of the log showed."""
         log = self.log
         return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows])
@@ -116,10 +132,12 @@ def training_batch(
     fresh_user_share: float,
     fresh_post_share: float,
     max_candidates: int,
+    part: slice = slice(None),
 ) -> tuple[Batch, Labels]:
     """A batch of the requests `indices` and its labels, some ids replaced by unseen ones, as most are when served.
 
-    Shares lie in 0 … 1; a request of more than `max_candidates` loses random rows.
+    Shares lie in 0 … 1; a request of more than `max_candidates` loses random rows. Of the whole batch, which is drawn in any case,
+    `part` is collated: the parts of several processes are together the batch of one.
     """
     requests, shown = [], []
     for index in indices:
@@ -129,7 +147,16 @@ def training_batch(
         request = (examples.context(index), examples.candidates(index, rows))
         requests.append(_with_fresh_ids(request, rng, fresh_user_share, fresh_post_share))
         shown.append(rows)
-    return collate(requests, examples.config), examples.labels(shown)
+    labels = examples.labels(shown[part])
+    if len(shown[part]) < len(shown):
+        parts = len(shown) / len(shown[part])
+        dwelt = sum(int((examples.log.dwell_seconds[rows] > 0).sum()) for rows in shown)
+        labels = replace(
+            labels,
+            shown_weight=parts * int(labels.shown.sum()) / sum(map(len, shown)),
+            dwelt_weight=parts * int(labels.dwelt.sum()) / max(dwelt, 1),
+        )
+    return collate(requests[part], examples.config), labels
 
 
 def _with_fresh_ids(request: Request, rng: np.random.Generator, user_share: float, post_share: float) -> Request:

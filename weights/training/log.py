@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ class Log:
         return Log(**columns, actions=self.actions[rows], action_names=self.action_names)
 
 
+def fingerprint(log: Log) -> dict[str, int]:
+    """A checksum of each column, and of the actions: equal logs have equal ones."""
+    return {name: zlib.crc32(np.ascontiguousarray(getattr(log, name)).data) for name in (*COLUMNS, "actions")}
+
+
 def write_log(path: Path, log: Log) -> None:
     """Write Parquet; equal logs make equal bytes with one version of pyarrow."""
     arrays = {name: pa.array(getattr(log, name), kind) for name, kind in COLUMNS.items()}
@@ -79,8 +85,9 @@ def log_of(table: pa.Table, where: str) -> Log:
     columns = {name: _column(table, name, kind, where) for name, kind in COLUMNS.items()}
     flags = [_column(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
     log = Log(**columns, actions=np.stack(flags, 1), action_names=actions)
+    log = log.take(np.lexsort((log.request_id, log.impression_ts)))
     _check(log, where)
-    return log.take(np.lexsort((log.request_id, log.impression_ts)))
+    return log
 
 
 def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
@@ -125,8 +132,8 @@ def _check(log: Log, where: str) -> None:
         raise LogError(f"{where}: column dwell_seconds must be finite and not negative")
     if (log.product_surface < 0).any():
         raise LogError(f"{where}: column product_surface must not be negative")
-    order = np.lexsort((log.impression_ts, log.user_id, log.request_id))
-    request, user, time = log.request_id[order], log.user_id[order], log.impression_ts[order]
-    same = request[1:] == request[:-1]
-    if (same & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))).any():
+    request, user, time = log.request_id, log.user_id, log.impression_ts  # by time: those of one request lie together
+    begins = request[1:] != request[:-1]
+    differs = ~begins & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))
+    if differs.any() or len(np.unique(request[1:][begins])) < begins.sum() or (request[1:][begins] == request[0]).any():
         raise LogError(f"{where}: impressions of one request_id differ in user_id or impression_ts")

@@ -27,8 +27,9 @@ def continuous_loss(continuous: Tensor, labels: Labels) -> Tensor:
 
 def total_loss(logits: Tensor, continuous: Tensor, labels: Labels, continuous_weight: float) -> Tensor:
     """What training minimises; a scalar."""
-    loss = discrete_loss(logits, labels)
+    loss = labels.shown_weight * discrete_loss(logits, labels)
     if continuous_weight:
         # 1/A puts the dwell on a par with one action
-        loss = loss + continuous_weight / logits.shape[-1] * continuous_loss(continuous, labels)
+        weight = labels.dwelt_weight * continuous_weight / logits.shape[-1]
+        loss = loss + weight * continuous_loss(continuous, labels)
     return torch.as_tensor(loss)

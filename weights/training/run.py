@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,12 @@ from numpy.typing import NDArray
 
 from model.config import ModelConfig
 from model.ranker import Ranker
+from weights.training.curve import CURVE_NAME, draw_curve
 from weights.training.examples import Examples
 from weights.training.log import Log, LogError
+from weights.training.processes import Processes, weight_sums
 from weights.training.settings import TrainSettings
-from weights.training.state import load_state, save_state
+from weights.training.state import load_state, run_facts, save_state
 from weights.training.trainer import Status, Trainer
 
 VALIDATION_SHARE = 0.03
@@ -31,26 +35,39 @@ def train(
     state: Path | None = None,
     resume: bool = False,
     report: Callable[[Status], None] = lambda status: None,
+    processes: Processes | None = None,
 ) -> Ranker:
     """Train on the requests before `until_ts` (all where None); the last 3 % of them validate. Returns the best ranker.
 
     `start`, of the same architecture, gives the initial values; drawn where None.
 
     Equal arguments give equal bits on one machine and build: algorithms are deterministic, the thread count is fixed.
-    Raises LogError for a log too small to split, StateError where `resume` finds no state of this run in `state`.
+    Several `processes` call it with the same arguments; the first of them writes the state, and all read it.
+    Raises LogError for a log too small to split, StateError where `resume` finds no state of this run in `state`,
+    ProcessesError where processes cannot train together.
     """
+    processes = processes or Processes()
     examples = Examples(log if until_ts is None else log.take(log.impression_ts < until_ts), config)
     train_requests, validation = split(len(examples), settings.validation_requests)
     with reproducible(settings.threads):
-        trainer = Trainer(examples, train_requests, validation, settings, start)
+        trainer = Trainer(examples, train_requests, validation, settings, start, processes)
         if resume and state:
             load_state(trainer, state)
-        return trainer.run(report, lambda current: save_state(current, state) if state else None)
+        facts = {"torch": torch.__version__, "step": trainer.step, "weights": weight_sums(trainer.ranker)}
+        processes.agree(run_facts(trainer) | facts)
+        return trainer.run(report, partial(_keep, state if processes.rank == 0 else None)).cpu()
+
+
+def _keep(state: Path | None, trainer: Trainer) -> None:
+    if state:
+        save_state(trainer, state)
+        draw_curve(trainer.curve, state / CURVE_NAME)
 
 
 @contextmanager
 def reproducible(threads: int) -> Iterator[None]:
     """Deterministic algorithms on a fixed number of threads, for a while: sums split otherwise give other bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a card is first used
     before, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("error")

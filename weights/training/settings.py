@@ -9,13 +9,15 @@ from model.config import HashSpec, ModelConfig
 
 MERSENNE_61 = 2**61 - 1
 INIT_SCHEMES = ("upstream", "unit")
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
     """`epochs` passes over the training period in batches of `batch_requests`; the rate warms up, then falls as a cosine.
 
-    Raises ValueError for an `init` that does not exist.
+    Raises ValueError for an `init`, `device` or `dtype` that does not exist.
     """
 
     seed: int = 1
@@ -36,11 +38,16 @@ class TrainSettings:
     evaluate_every: int = 250  # steps between evaluations on the validation requests
     validation_requests: int = 600
     patience: int = 8  # evaluations in a row without a better validation loss before the run stops
-    threads: int = 1  # a second one gains little at this size, and other counts give other bits
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # of the trunk's activations; weights, moments and losses stay float32
+    )
+    threads: int = 1  # of each process; a second one gains little at this size, and other counts give other bits
 
     def __post_init__(self) -> None:
-        if self.init not in INIT_SCHEMES:
-            raise ValueError(f"init must be {' or '.join(INIT_SCHEMES)}, got {self.init!r}")
+        for name, known in (("init", INIT_SCHEMES), ("device", DEVICES), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
 
 
 def demo_config(actions: int) -> ModelConfig:

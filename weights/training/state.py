@@ -18,7 +18,8 @@ from weights.training.trainer import Trainer
 STATE_NAME = "state.safetensors"
 COUNTERS_NAME = "state.json"
 COUNTERS = ("step", "loss", "validation_loss", "best_loss", "evaluations_without_improvement")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+CURVE = "curve"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # a parameter without a gradient so far has none
 
 
 class StateError(ValueError):
@@ -31,14 +32,18 @@ def save_state(trainer: Trainer, directory: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainer.ranker.named_parameters():
         tensors[f"weight.{name}"] = parameter.detach()
-        for moment in MOMENTS:
-            tensors[f"{moment}.{name}"] = trainer.optimizer.state[parameter][moment]
+        for moment, value in trainer.optimizer.state.get(parameter, {}).items():
+            tensors[f"{moment}.{name}"] = value
+    tensors[CURVE] = torch.tensor(trainer.curve, dtype=torch.float64).reshape(-1, 3)
     tensors |= {f"best.{name}": value for name, value in trainer.best.items()}
     counters = {name: getattr(trainer, name) for name in COUNTERS}
-    document = {"run": _run(trainer), **counters, "generator": trainer.generator.get_state().tolist()}
+    document = {"run": run_facts(trainer), **counters, "generator": trainer.generator.get_state().tolist()}
     # the counters travel in the tensor file's header, so that one rename replaces both
-    save_file(tensors, directory / f"{STATE_NAME}.new", metadata={COUNTERS_NAME: json.dumps(document)})
-    os.replace(directory / f"{STATE_NAME}.new", directory / STATE_NAME)
+    new = directory / f"{STATE_NAME}.new"
+    save_file(tensors, new, metadata={COUNTERS_NAME: json.dumps(document)})
+    with new.open("rb") as file:
+        os.fsync(file.fileno())  # whole before it is renamed, also after a power cut
+    os.replace(new, directory / STATE_NAME)
 
 
 def load_state(trainer: Trainer, directory: Path) -> None:
@@ -48,17 +53,20 @@ def load_state(trainer: Trainer, directory: Path) -> None:
         tensors = load_file(path)
         document = json.loads(_header(path)[COUNTERS_NAME])
         counters = {name: document[name] for name in COUNTERS}
+        trainer.curve = [tuple(row) for row in tensors.pop(CURVE).tolist()]
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise StateError(f"{path} cannot be read: {error}") from error
-    run = _run(trainer)
+    run = run_facts(trainer)
     differing = [name for name, value in run.items() if document["run"].get(name) != value]
     if differing:
         raise StateError(f"{path} belongs to another run: {', '.join(differing)} differ")
     with torch.no_grad():
         for name, parameter in trainer.ranker.named_parameters():
             parameter.copy_(tensors[f"weight.{name}"])
-            state = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
-            trainer.optimizer.state[parameter] = {"step": torch.tensor(float(document["step"])), **state}
+            if f"{MOMENTS[0]}.{name}" in tensors:
+                step, *moments = (tensors[f"{moment}.{name}"] for moment in MOMENTS)
+                values = (step, *(moment.to(parameter.device) for moment in moments))
+                trainer.optimizer.state[parameter] = dict(zip(MOMENTS, values, strict=True))
     trainer.best = {name.removeprefix("best."): t for name, t in tensors.items() if name.startswith("best.")}
     trainer.generator.set_state(torch.tensor(document["generator"], dtype=torch.uint8))
     for name, value in counters.items():
@@ -71,12 +79,11 @@ def _header(path: Path) -> dict[str, str]:
         return metadata
 
 
-def _run(trainer: Trainer) -> dict[str, Any]:
-    """What a state belongs to, as JSON values."""
-    log = trainer.examples.log
+def run_facts(trainer: Trainer) -> dict[str, Any]:
+    """What a state belongs to, as JSON values: the same with any number of processes."""
     return {
         "settings": asdict(trainer.settings),
         "architecture": json.loads(json.dumps(trainer.examples.config.to_dict())),
-        "log": [len(log), int(log.impression_ts[0]), int(log.impression_ts[-1]), int(log.post_id.sum())],
+        "log": trainer.examples.fingerprint,
         "split": [len(trainer.train), len(trainer.validation), trainer.steps],
     }

@@ -1,6 +1,7 @@
 """The training loop: steps of the optimiser, evaluations on the validation requests, early stopping. `state` saves and restores it.
 
-A batch depends on (seed, step) alone, so an interrupted and resumed run gives the same weights as one without a break.
+A batch depends on (seed, step) alone, so an interrupted and resumed run gives the same weights as one without a break. Of several
+processes each computes its part of it, and all take the same step.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.batch import collate
 from model.ranker import Ranker
 from weights.training import initial
 from weights.training.examples import Examples, training_batch
-from weights.training.losses import total_loss
+from weights.training.processes import Objective, Processes, weight_sums
 from weights.training.settings import TrainSettings
 
 TRAIN_ORDER, TRAIN_BATCH = 1, 2  # streams of random numbers
@@ -27,7 +28,8 @@ TRAIN_ORDER, TRAIN_BATCH = 1, 2  # streams of random numbers
 @dataclass(frozen=True, slots=True)
 class Status:
     """How far the run is: steps done, of how many, the latest training loss, the latest and best validation loss (NaN
-    and infinity before the first evaluation), whether this step ended with an evaluation."""
+    and infinity before the first evaluation), whether this step ended with an evaluation, the impressions that all
+    processes together have trained on since they were started."""
 
     step: int
     steps: int
@@ -35,6 +37,7 @@ class Status:
     validation: float
     best: float
     evaluated: bool
+    impressions: int
 
 
 class Trainer:
@@ -47,14 +50,20 @@ class Trainer:
         validation: NDArray[np.int64],
         settings: TrainSettings,
         start: Ranker | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.examples, self.train, self.validation, self.settings = examples, train, validation, settings
+        self.processes = processes or Processes()
+        self.part = self.processes.part(settings.batch_requests)
         generator = torch.Generator().manual_seed(settings.seed)
         self.ranker = Ranker(examples.config)
         draw = initial.unit if settings.init == "unit" else initial.upstream
         draw(self.ranker, generator)
         if start is not None:
             self.ranker.load_state_dict(start.state_dict())
+        self.ranker.to(settings.device)
+        self.plain = Objective(self.ranker, settings.continuous_weight, getattr(torch, settings.dtype))
+        self.objective: nn.Module = self.plain  # `distribute` wraps it
         self.generator = generator
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-8)
         self.steps = max(1, round(settings.epochs * len(train) / settings.batch_requests))
@@ -64,6 +73,10 @@ class Trainer:
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
         self.evaluations_without_improvement = 0
+        self.curve: list[tuple[float, float, float]] = []
+        """Learning rate, loss and, where there was an evaluation, validation loss of every step; NaN elsewhere."""
+        self.impressions = 0
+        self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
     def finished(self) -> bool:
@@ -72,21 +85,30 @@ class Trainer:
 
     def run(self, report: Callable[[Status], None], save: Callable[[Trainer], None]) -> Ranker:
         """Train to the end; `report` is called after every step, `save` after every evaluation. It returns the best ranker."""
+        self.distribute()
         while not self.finished:
             self.advance()
             evaluated = self.step % self.settings.evaluate_every == 0 or self.step == self.steps
             if evaluated:
                 self.evaluate()
+            validation = self.validation_loss if evaluated else math.nan
+            self.curve.append((self.learning_rate(self.step - 1), self.loss, validation))
+            if evaluated:
                 save(self)
-            report(Status(self.step, self.steps, self.loss, self.validation_loss, self.best_loss, evaluated))
+            losses = self.loss, self.validation_loss, self.best_loss
+            report(Status(self.step, self.steps, *losses, evaluated, self.impressions))
         self.ranker.load_state_dict(self.best)
         return self.ranker
+
+    def distribute(self) -> None:
+        """Have gradients exchanged from now on, if there are other processes. Each must hold the same weights."""
+        self.objective = self.processes.distributed(self.plain)
 
     def advance(self) -> None:
         """One step of the optimiser; the first one also leaves the saddle of the initial values."""
         settings = self.settings
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate() * group["rate"]
+            group["lr"] = self.learning_rate(self.step) * group["rate"]
         rng = np.random.default_rng((settings.seed, TRAIN_BATCH, self.step))
         batch, labels = training_batch(
             self.examples,
@@ -95,38 +117,42 @@ class Trainer:
             fresh_user_share=settings.fresh_user_share,
             fresh_post_share=settings.fresh_post_share,
             max_candidates=settings.max_candidates,
+            part=self.part,
         )
+        batch, labels = batch.to(settings.device), labels.to(settings.device)
         self.optimizer.zero_grad()
-        logits, continuous = self.ranker(batch)
-        loss = total_loss(logits, continuous, labels, settings.continuous_weight)
+        loss = self.objective(batch, labels)
         loss.backward()
+        self.processes.exchange(self.ranker.tables, batch)
         torch.nn.utils.clip_grad_norm_(self.ranker.parameters(), settings.gradient_norm)
         self.optimizer.step()
         if self.step == 0 and "layers.0.query" in initial.stuck(self.ranker.trunk):
-            initial.leave_saddle(self.ranker, self.generator)
-        self.loss = loss.item()
+            self._leave_saddle()
+        self.loss = self.processes.mean(loss)
+        self.impressions += round(int(labels.shown.sum()) * self.processes.size / labels.shown_weight)
         self.step += 1
 
-    def learning_rate(self) -> float:
+    def learning_rate(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to 0 at the last step."""
         settings = self.settings
-        warm = min(1.0, (self.step + 1) / settings.warmup_steps)
-        return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
+        warm = min(1.0, (step + 1) / settings.warmup_steps)
+        return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
     @torch.inference_mode()
     def evaluate(self) -> None:
-        """Measure the loss on the unchanged validation requests; keep the weights if they are the best so far."""
+        """Measure the loss on the unchanged validation requests; keep the weights if they are the best so far.
+
+        Raises ProcessesError where processes hold different weights.
+        """
+        if self.processes.size > 1:
+            self.processes.agree({f"weights at step {self.step}": weight_sums(self.ranker)})
+        starts = range(0, len(self.validation), self.settings.batch_requests)
+        mine = [self._validation_chunk(start) for start in starts[self.processes.rank :: self.processes.size]]
+        everyone = self.processes.gather(mine)  # every n-th chunk, n processes
         total, weight = 0.0, 0
-        for start in range(0, len(self.validation), self.settings.batch_requests):
-            indices = self.validation[start : start + self.settings.batch_requests]
-            rows = [self.examples.rows(index) for index in indices]
-            requests = [
-                (self.examples.context(i), self.examples.candidates(i, r)) for i, r in zip(indices, rows, strict=True)
-            ]
-            labels = self.examples.labels(rows)
-            logits, continuous = self.ranker(collate(requests, self.examples.config))
-            loss = total_loss(logits, continuous, labels, self.settings.continuous_weight)
-            total, weight = total + loss.item() * int(labels.shown.sum()), weight + int(labels.shown.sum())
+        for number in range(len(starts)):
+            loss, shown = everyone[number % self.processes.size][number // self.processes.size]
+            total, weight = total + loss * shown, weight + shown
         self.validation_loss = total / weight
         if self.validation_loss < self.best_loss:
             self.best_loss, self.evaluations_without_improvement = self.validation_loss, 0
@@ -134,18 +160,37 @@ class Trainer:
         else:
             self.evaluations_without_improvement += 1
 
+    def _validation_chunk(self, start: int) -> tuple[float, int]:
+        """The loss of a batch of validation requests from `start` on, and its candidates."""
+        examples, device = self.examples, self.settings.device
+        indices = self.validation[start : start + self.settings.batch_requests]
+        rows = [examples.rows(index) for index in indices]
+        requests = [(examples.context(i), examples.candidates(i, r)) for i, r in zip(indices, rows, strict=True)]
+        labels = examples.labels(rows)
+        loss = self.plain(collate(requests, examples.config).to(device), labels.to(device))
+        return loss.item(), int(labels.shown.sum())
+
+    def _leave_saddle(self) -> None:
+        """As `initial.leave_saddle`, on a copy on the CPU, where the generator draws."""
+        moved = Ranker(self.examples.config)
+        moved.load_state_dict(self.ranker.state_dict())
+        initial.leave_saddle(moved, self.generator)
+        self.ranker.load_state_dict(moved.state_dict())
+
     def _indices(self) -> NDArray[np.int64]:
         """The requests of this step: each epoch is a permutation of its own."""
         size = self.settings.batch_requests
         place = np.arange(self.step * size, (self.step + 1) * size)
         epochs = place // len(self.train)
-        orders = {
-            int(epoch): np.random.default_rng((self.settings.seed, TRAIN_ORDER, int(epoch))).permutation(
-                len(self.train)
-            )
-            for epoch in np.unique(epochs)
-        }
-        return self.train[[orders[int(epoch)][p % len(self.train)] for epoch, p in zip(epochs, place, strict=True)]]
+        self._orders = {epoch: self._order(epoch) for epoch in map(int, np.unique(epochs))}
+        rows = [self._orders[int(epoch)][p % len(self.train)] for epoch, p in zip(epochs, place, strict=True)]
+        return self.train[rows]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        known = self._orders.get(epoch)
+        if known is not None:
+            return known
+        return np.random.default_rng((self.settings.seed, TRAIN_ORDER, epoch)).permutation(len(self.train))
 
     def _groups(self) -> list[dict[str, object]]:
         """Decay for matrices, a decay of their own for embedding tables, none for norm scales and biases.

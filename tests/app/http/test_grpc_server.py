@@ -231,7 +231,7 @@ def test_a_call_that_is_cancelled_is_dropped_and_counted(http: httpx.Client) -> 
         assert entered.wait(10)
         flying.cancel()
         with httpx.Client(base_url=f"http://127.0.0.1:{port_of(server)}") as own:
-            for _ in range(200):
+            for _ in range(1000):
                 if counted(own, "499"):
                     break
                 time.sleep(0.01)

@@ -126,7 +126,7 @@ def leave(server: Live, gate: Gate) -> float:
             second.sendall(rank_request(2))
             wait_until(lambda: server.service.admission.requests == 2)
         with suppress(TimeoutError):  # not with the control
-            wait_until(lambda: server.service.admission.requests == 1, 0.5)
+            wait_until(lambda: server.service.admission.requests == 1, 2)
         gate.opened.set()
         assert statuses(one_reply(first)) == [200]
         wait_until(lambda: server.service.admission.requests == 0)
@@ -183,7 +183,7 @@ def left_over(bodies: Sequence[bytes]) -> int:
                 exchange(server.port, b"".join(bodies))
             wait_until(lambda: not server.server.server_state.connections)
             with suppress(TimeoutError):
-                wait_until(lambda: not kept_objects(), 1)
+                wait_until(lambda: not kept_objects(), 2)
             return kept_objects()
         finally:
             gc.enable()
@@ -263,5 +263,4 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
             sock.sendall(b"".join(map(rank_request, range(9))) + rank_request(9, headers={"Connection": "close"}))
             assert statuses(read_all(sock)) == [200] * 10
             took[rest[0]] = time.monotonic() - began
-    assert took[0.05] > 18 * 0.05
-    assert took[0.0] < 9 * 0.05
+    assert took[0.0] < 18 * 0.05 < took[0.05]

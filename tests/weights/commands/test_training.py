@@ -207,6 +207,8 @@ def test_training_goes_on_from_a_checkpoint(
         (["train", "--log", "absent.parquet", "--out", "x"], "cannot be read as Parquet"),
         (["train", "--log", "a", "--out", "x", "--resume"], "needs --state"),
         (["train", "--log", "a", "--out", "x", "--set", "init=stuck"], "init must be upstream or unit"),
+        (["train", "--log", "a", "--out", "x", "--set", "device=tpu"], "device must be cpu or cuda"),
+        (["train", "--log", "a", "--out", "x", "--set", "dtype=float16"], "dtype must be float32 or bfloat16"),
         (["world", "--out", "x", "--set", "sheep=3"], "no setting 'sheep'"),
         (["world", "--out", "x", "--set", "users=many"], "must be of type int"),
         (["eval", "--checkpoint", "x", "--out", "y"], "either --world, or --log with --since"),

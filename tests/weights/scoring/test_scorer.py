@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 
 from model.create import EngineOptions, create_engine
-from model.engine import Item
+from model.engine import EngineError, Item
 from model.ranking import combine
 from weights.checkpoint import CheckpointError, load_checkpoint
 from weights.scoring import scorer as module
@@ -75,7 +76,7 @@ def test_requests_may_come_in_any_order_and_forwards_may_be_of_any_size(
     scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = by_key(scorer.score_table(table))
-    monkeypatch.setattr(module, "BATCH_CANDIDATES", 7)  # less than one request has
+    monkeypatch.setattr(module, "BATCH_TOKENS", 7)  # less than one request has
     _, request = np.unique(table["request_id"].to_numpy(), return_inverse=True)
     place = np.random.default_rng(3).permutation(request.max() + 1)[request]
     moved = table.take(np.argsort(place, kind="stable"))
@@ -107,3 +108,36 @@ def test_some_actions_alone_and_none_that_the_checkpoint_lacks(scorer: Scorer, t
 def test_a_log_that_lacks_an_action_is_refused(scorer: Scorer, table: Any) -> None:
     with pytest.raises(LogError, match="lacks actions of the checkpoint: report"):
         scorer.score_table(table.drop_columns(["action.report"]))
+
+
+def test_a_request_continues_the_context_of_its_users_last_one(
+    scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each user's requests are spread over forwards: within one, no request could find what another is computing."""
+    monkeypatch.setattr(module, "BATCH_TOKENS", 1000)
+    prepared, before = scorer.prepare(table), scorer.engine.cache_stats()
+    scorer.score(prepared)
+    after = scorer.engine.cache_stats()
+    found = after.prefixes - before.prefixes + after.hits - before.hits
+    assert 50 < prepared.is_kept.sum() < len(prepared.requests)
+    assert found > 0.9 * prepared.is_kept.sum()
+
+
+def test_scores_that_are_no_numbers_name_their_request(
+    scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, posts = scorer.engine.forward, []
+
+    def poisoned(items: Any) -> Any:
+        outcomes = forward(items)
+        if not posts:
+            posts.extend(items[2].candidates.post_ids.tolist())
+            logits = np.full_like(outcomes[2].scores.logits, np.inf)
+            outcomes[2] = replace(outcomes[2], scores=replace(outcomes[2].scores, logits=logits, finite=False))
+        return outcomes
+
+    monkeypatch.setattr(scorer.engine, "forward", poisoned)
+    with pytest.raises(EngineError, match="gives scores that are no numbers") as raised:
+        scorer.score_table(table)
+    named = int(str(raised.value).split("request ")[1].split()[0])
+    assert table.filter(table["request_id"].to_numpy() == named)["post_id"].to_pylist() == posts

@@ -1,0 +1,48 @@
+"""Runs a function in several processes that are joined by Gloo, as torchrun would join them. Not a test itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weights.training.processes import Processes
+
+PATIENCE_SECONDS = 100
+
+
+def on_ranks(size: int, work: Callable[..., None], place: Path, *arguments: Any) -> list[int | None]:
+    """Exit codes of `work(Processes, *arguments)` by rank: 0 done, 1 raised, −9 killed.
+
+    `place` is a new directory to meet in; what a rank raised is written to `error-RANK` there.
+    """
+    place.mkdir()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["tests.weights.training.ranks", "weights.training.run", "matplotlib.pyplot", "torch._dynamo", "pytest"]
+    )
+    started = [context.Process(target=_rank, args=(rank, size, place, work, arguments)) for rank in range(size)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(PATIENCE_SECONDS)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in started]
+
+
+def _rank(rank: int, size: int, place: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=size)
+    try:
+        work(Processes(rank, size), *arguments)
+    except Exception as error:
+        (place / f"error-{rank}").write_text(str(error))
+        sys.exit(1)

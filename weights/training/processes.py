@@ -1,0 +1,170 @@
+"""What the processes of a training run exchange, so that all of them take the step that one process would take.
+
+With torchrun each process computes its part of every batch. Gradients of the trunk go through DistributedDataParallel; those of the
+embedding tables travel as row ids and summed gradients, for a batch looks up few rows of a large table.
+`mean_gradients` is the plain definition of what the exchange must give.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from model.batch import Batch
+from model.ranker import Ranker, Tables
+from weights.training.examples import Labels
+from weights.training.losses import total_loss
+
+T = TypeVar("T")
+
+
+class ProcessesError(ValueError):
+    """Processes that cannot train together; the message says why."""
+
+
+class Objective(nn.Module):
+    """A batch's loss as one module: only from the loss can DistributedDataParallel see which parameters have no gradient on this
+    process, such as the continuous head's where no dwell is known."""
+
+    def __init__(self, ranker: Ranker, continuous_weight: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ranker, self.continuous_weight, self.dtype = ranker, continuous_weight, dtype
+
+    def forward(self, batch: Batch, labels: Labels) -> Tensor:
+        """The loss, a scalar."""
+        logits, continuous = self.ranker(batch, self.dtype)
+        return total_loss(logits, continuous, labels, self.continuous_weight)
+
+
+class Processes:
+    """The processes of a run, of which this one is `rank` of `size`. One alone exchanges nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def part(self, requests: int) -> slice:
+        """Which requests of a batch are this process's. Raises ProcessesError where they cannot be shared evenly."""
+        if requests % self.size:
+            raise ProcessesError(
+                f"{self.size} processes cannot share a batch of {requests} requests: batch_requests must be a multiple"
+            )
+        each = requests // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def distributed(self, objective: Objective) -> nn.Module:
+        """The same, but a backward leaves the trunk's mean gradient over all processes. The tables are left to `exchange`."""
+        if self.size == 1:
+            return objective
+        tables = [name for name, _ in objective.named_parameters() if name.startswith("ranker.tables.")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(objective, tables)
+        # looking for unused parameters also keeps the buckets as they are: a resumed run adds in the same order
+        return DistributedDataParallel(objective, find_unused_parameters=True)
+
+    def exchange(self, tables: Tables, batch: Batch) -> None:
+        """Leave the mean gradient over all processes on the tables, after a backward of this one's `batch`.
+
+        Each gradient is added in the order of ranks, so every process has the same bits.
+        """
+        if self.size == 1:
+            return
+        for table, rows in looked_up(tables, batch):
+            gradient = table.grad
+            assert gradient is not None
+            mine = torch.unique(rows)
+            mine = mine[mine != 0]  # row 0 is padding and has no gradient
+            parts = self._gather_rows(mine, gradient[mine] / self.size)
+            gradient.zero_()
+            for ids, values in parts:
+                gradient.index_add_(0, ids, values)
+
+    def mean(self, value: Tensor) -> float:
+        """The mean of a scalar over all processes."""
+        if self.size > 1:
+            value = value.detach() / self.size
+            dist.all_reduce(value)
+        return value.item()
+
+    def gather(self, value: T) -> list[T]:
+        """What each process has, by rank, on all of them."""
+        if self.size == 1:
+            return [value]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Raises ProcessesError, on every process, where they have other facts than rank 0."""
+        everyone = self.gather(facts)
+        differing = [name for name in everyone[0] if any(other.get(name) != everyone[0][name] for other in everyone)]
+        if differing:
+            raise ProcessesError(
+                f"the processes of this run differ in {', '.join(differing)}: all need the same arguments, log, state and build"
+            )
+
+    def _gather_rows(self, ids: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Every process's ids `[n]` and values `[n, D]`, by rank. n differs, and is 0 where a process saw padding alone."""
+        counts = [ids.new_empty(1) for _ in range(self.size)]
+        dist.all_gather(counts, ids.new_tensor([len(ids)]))
+        lengths = [int(count) for count in counts]
+        gathered = []
+        for mine in (ids, values):
+            padded = mine.new_zeros(max(*lengths, 1), *mine.shape[1:])
+            padded[: len(mine)] = mine
+            everyone = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(everyone, padded)
+            gathered.append([each[:length] for each, length in zip(everyone, lengths, strict=True)])
+        return list(zip(*gathered, strict=True))
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Processes]:
+    """The processes that torchrun started, joined by NCCL on cards and by Gloo elsewhere; this one alone where it started none.
+
+    Raises ProcessesError for a `device` that is not there.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ProcessesError("device=cuda needs a card and a build of torch for it")
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if size == 1:
+        yield Processes()
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield Processes(dist.get_rank(), size)
+    finally:
+        dist.destroy_process_group()
+
+
+def looked_up(tables: Tables, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    """Each table and the rows of it that a batch reads, flat."""
+    posts = (batch.history_post_rows, batch.candidate_post_rows)
+    authors = (batch.history_author_rows, batch.candidate_author_rows)
+    return [
+        (tables.user, batch.user_rows.flatten()),
+        (tables.post, torch.cat([rows.flatten() for rows in posts])),
+        (tables.author, torch.cat([rows.flatten() for rows in authors])),
+    ]
+
+
+def mean_gradients(objective: Objective, parts: Sequence[tuple[Batch, Labels]]) -> None:
+    """The plain definition: leave on the parameters what they have after a backward and an exchange by one process a part.
+
+    `labels.shown_weight` and `dwelt_weight` of the parts make it the gradient of the loss of the whole batch.
+    """
+    objective.zero_grad()
+    for batch, labels in parts:
+        (objective(batch, labels) / len(parts)).backward()
+
+
+def weight_sums(module: nn.Module) -> list[int]:
+    """A number a parameter that differs where a bit does: the sum of its values' bits."""
+    return torch.stack([p.detach().view(torch.int32).sum() for p in module.parameters()]).tolist()
