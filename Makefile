@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: emulators chromium haproxy nginx envoy istio screenshots wrk soak hostile-plot overload-plot help install serve test test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: emulators chromium haproxy nginx envoy istio screenshots wrk soak hostile-plot overload-plot help install serve test test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-train bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -101,6 +101,9 @@ bench-cluster: $(VENV)/.installed haproxy nginx ## two to three processes behind
 
 bench-offline: $(VENV)/.installed ## scoring of logs beside the engine alone, and its memory: ARGS="--rows 10000000"
 	$(BIN)/python -m loadtest.bench.offline $(ARGS)
+
+bench-train: $(VENV)/.installed ## training on two processes beside one, killed and resumed, beside a bare loop, and from a log on disk: ARGS="--steps 200"
+	$(BIN)/python -m loadtest.bench.train $(ARGS)
 
 bench-retrieve: $(VENV)/.installed ## the exact search beside faiss and the memory's bandwidth: ARGS="--threads 1 --approximate 0"
 	$(BIN)/python -m loadtest.bench.retrieve $(ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from model.config import CandidatePositions, ModelConfig
 from model.hashing import hash_rows
 from model.inputs import Candidates, Context
+
+Length = TypeVar("Length", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ def history_positions(length: int, config: ModelConfig) -> NDArray[np.int64]:
     return np.arange(first, first + length, dtype=np.int64)
 
 
-def history_start(length: int, config: ModelConfig) -> int:
-    """RoPE position of the oldest of so many history items."""
+def history_start(length: Length, config: ModelConfig) -> Length | int:
+    """RoPE position of the oldest of so many history items; of several histories at once where lengths are an array."""
     return config.history_length + 1 - length if config.right_anchored else 1
 
 

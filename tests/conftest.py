@@ -15,6 +15,8 @@ LONG = (  # the files that take longest, the longest first
     "model/test_kernels_build.py",
     "reliability/test_posts.py",
     "reliability/test_f9_excess.py",
+    "weights/training/test_processes.py",
+    "e2e/test_watch.py",
     "model/test_sanitizers.py",
     "ops/test_live.py",
     "weights/commands/test_training.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import abstractmethod
 
@@ -17,6 +18,7 @@ from app.http.rank_batch import JSON_HEADER
 from app.interface import Found, Ranked, ServedModel
 from app.request import features, reply
 from app.request.posts_body import PostsBody
+from app.request.reply import Joined
 from app.request.retrieval import (
     Models,
     PostsRequest,
@@ -154,8 +156,9 @@ class RetrieveCall(PostsCall):
 class RecommendCall(PostsCall):
     """The posts, ranked: exactly what /rank says of what /retrieve returns."""
 
-    __slots__ = ("_model", "_to_rank")
+    __slots__ = ("_joined", "_model", "_to_rank")
 
+    _joined: Joined
     _model: ServedModel
     _to_rank: Request
 
@@ -187,10 +190,18 @@ class RecommendCall(PostsCall):
             service.shrink(self._tickets[0], len(posts))
             candidates = features.candidates_of(request, self._model.manifest.config)
             service.rank(self._tickets[0], context, candidates, self._ranked)
+            asyncio.get_running_loop().call_soon(self._prepare)  # while the forward runs
         else:
+            self._prepare()
             config = self._model.manifest.config
             widths = config.actions, config.actions, config.continuous_actions
             self._write(Scores(*(np.empty((0, width), np.float32) for width in widths)), cached=False)
+
+    def _prepare(self) -> None:
+        """What the reply says whatever the scores are."""
+        manifest = self._model.manifest
+        names = reply.names_of(self._to_rank, self.ranking.words_of(manifest)[1])
+        self._joined = joined(self._found.posts, self._served, manifest, names)
 
     def _ranked(self, result: Ranked | ServiceError) -> None:
         if isinstance(result, ServiceError):
@@ -215,7 +226,7 @@ class RecommendCall(PostsCall):
             self._to_rank,
             scores,
             self.ranking.words_of(manifest)[1],
-            joined(self._found.posts, self._served, manifest),
+            self._joined,
             history_used=len(context),
             timings_ms=self._timings_ms(),
         )

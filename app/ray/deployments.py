@@ -46,5 +46,10 @@ def deployed(settings: Settings, *, replica: type[Replica] = Replica, attempts: 
         "logging_config": QUIET,
     }
     ranker = serve.deployment(**ours | options)(replica)
-    ingress = serve.deployment(name="Ingress", max_ongoing_requests=MOST_IN_FLIGHT, logging_config=QUIET)(Ingress)
+    ingress = serve.deployment(
+        name="Ingress",
+        max_ongoing_requests=MOST_IN_FLIGHT,
+        max_surge_percent=100,  # a new one before the old one ends: there may be only one
+        logging_config=QUIET,
+    )(Ingress)
     return ingress.bind(ranker.bind(settings), settings, LOST, attempts)

@@ -56,7 +56,7 @@ class ReplyFormat:
                 b"%b%b:" % (b"," if place else b'],"continuous":{', orjson.dumps(name))
                 for place, name in enumerate(names)
             ),
-            head=_head(manifest.action_names, model=model),
+            head=head_of(manifest.action_names, model=model),
         )
 
 
@@ -117,10 +117,10 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a reply adds where the candidates were retrieved: `head` stands in place of the model, `tail` follows the candidates,
+    """What a reply adds where the candidates were retrieved: `head` is all that comes before them, `tail` follows them,
     `scores` float32 `[C]` are what they were retrieved with, best first, in the order of the request."""
 
-    head: Mapping[str, Any]
+    head: bytes
     tail: Mapping[str, Any]
     scores: NDArray[np.float32]
 
@@ -135,8 +135,7 @@ def render_joined(
     timings_ms: dict[str, float],
 ) -> bytes:
     """The JSON reply of a request whose candidates were retrieved, of which there may be none, best first."""
-    head = _head(names_of(request, form), **joined.head)
-    tail = tail_of(request, history_used, timings_ms, **joined.tail)
+    head, tail = joined.head, tail_of(request, history_used, timings_ms, **joined.tail)
     if form.codec is not None and (written := form.codec.write(request, scores, head, tail, joined.scores)) is not None:
         return written
     if not len(scores):
@@ -158,7 +157,7 @@ def render(
     """
     head = form.head
     if request.wanted is not None:
-        head = _head(names_of(request, form), model=form.model)
+        head = head_of(names_of(request, form), model=form.model)
     end = tail_of(request, history_used, timings_ms)
     if form.codec is not None and (written := form.codec.write(request, scores, head, end)) is not None:
         yield written
@@ -174,7 +173,8 @@ def render(
     yield b"]" + end
 
 
-def _head(names: Sequence[str], **before: Any) -> bytes:
+def head_of(names: Sequence[str], **before: Any) -> bytes:
+    """What a reply begins with, up to its candidates; these fields come first."""
     return b'%b,"candidates":' % orjson.dumps({**before, "actions": names})[:-1]
 
 

@@ -205,12 +205,11 @@ def render(
     return b'%b,"posts":[%b]%b' % (head[:-1], rows, tail)
 
 
-def joined(posts: Retrieved, served: ServedRetrieval, ranker: Manifest) -> reply.Joined:
-    """What the reply of /recommend adds to that of /rank."""
+def joined(posts: Retrieved, served: ServedRetrieval, ranker: Manifest, names: Sequence[str]) -> reply.Joined:
+    """What the reply of /recommend adds to that of /rank. `names`: of the actions in it."""
     models = {"retrieval": _name_of(served.manifest), "ranker": _name_of(ranker)}
-    return reply.Joined(
-        {"models": models, "corpus": corpus_of(served, posts)}, {"visible": posts.visible}, posts.scores
-    )
+    head = reply.head_of(names, models=models, corpus=corpus_of(served, posts))
+    return reply.Joined(head, {"visible": posts.visible}, posts.scores)
 
 
 def _name_of(manifest: Manifest) -> dict[str, str]:

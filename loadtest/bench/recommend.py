@@ -27,15 +27,17 @@ COMPUTED = ("encode", "search", "forward")
 STAGES = ("parse", "queue", *COMPUTED, "serialize")
 TARGET_MS = 0.5
 DEMO = ROOT / "weights"
-NEW_USERS = range(10**12, 10**12 + 20_000)
+FIRST_NEW_USER, NEW_USERS = 10**12, 5_000  # in each reading
 
 Times = Mapping[str, list[float]]
 
 
-def bodies() -> dict[tuple[str, str], list[bytes]]:
-    """What is asked, by path and user."""
+def bodies(reading: int) -> dict[tuple[str, str], list[bytes]]:
+    """What is asked, by path and user. New users are those of this reading alone."""
     example = json.loads((DEMO / "demo" / "example.json").read_text())
     candidates = example.pop("candidates")
+
+    first = FIRST_NEW_USER + reading * NEW_USERS
 
     def body(**fields: Any) -> bytes:
         return orjson.dumps(example | fields)
@@ -44,7 +46,9 @@ def bodies() -> dict[tuple[str, str], list[bytes]]:
         ("/rank", "known user"): [body(candidates=candidates)],
         ("/retrieve", "known user"): [body(k=200)],
         ("/recommend", "known user"): [body(k=200, top_k=20)],
-        ("/recommend", "new user"): [body(k=200, top_k=20, user_id=str(user)) for user in NEW_USERS],
+        ("/recommend", "new user"): [
+            body(k=200, top_k=20, user_id=str(user)) for user in range(first, first + NEW_USERS)
+        ],
     }
 
 
@@ -73,7 +77,7 @@ def measure(rounds: int, seconds: float, threads: int, before: Path | None) -> d
         for server in servers.values():
             server.pause()
         for index in range(rounds + 1):
-            for (path, user), asked in bodies().items():
+            for (path, user), asked in bodies(index).items():
                 for name, server in servers.items():
                     server.resume()
                     times = read(server, path, asked, seconds)

@@ -116,7 +116,9 @@ def equal_bits(engine: Engine, compositions: int, seed: int = 0) -> dict[str, in
     `engine` must have a cache. Raises AssertionError at the first difference.
     """
     full = min(engine.config.history_length, 90)
-    draws = bits.Compositions(engine, seed, users=3, growth=(0, 1, full // 2, full - 1, full), pool=12)
+    draws = bits.Compositions(
+        engine, seed, users=3, growth=(0, 1, full // 2, full - 1, full), pool=min(12, 2 + compositions)
+    )
     compared = 0
     for _ in range(compositions):
         count, different = draws.check(engine)

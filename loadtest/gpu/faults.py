@@ -7,14 +7,14 @@ import time
 from typing import Any
 
 from model.split.engine import SplitEngine
-from model.split.kernels.contract import Kernels
+from model.split.kernels.contract import Kernels, Unfused
 
 FAULTS = ("kernel", "product", "access", "hang")
 WRONG_ROW = 70  # in the second tile
 HANGING_PHASE = "products"
 
 
-class PlantedKernels:
+class PlantedKernels(Unfused):
     """`kernels` with one fault: `kernel`, a gate that is wrong in one tile; `product`, which differs from call to call; `access`,
     a gate after which the device is lost, which is said only at the next product unless launches block.
     """

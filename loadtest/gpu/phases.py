@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,7 +24,7 @@ from loadtest.gpu.watch import WRITTEN
 from loadtest.timing import Figure
 from model.config import ModelConfig
 from model.engine import Item
-from model.split.kernels.contract import Kernels
+from model.split.kernels.contract import Kernels, Unfused
 from model.split.row_check import rows_are_independent, shape_name
 from model.split.step import CANDIDATES, ROWS, host_arrays, plan_steps, step_bytes
 from model.split.write import StepWriter
@@ -36,8 +36,9 @@ HOST_TARGET_MS = 0.5
 # what a search for differing bits does without, each on top of the one before
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "dependent launches": {"dependent": False},
-    "library products": {"dependent": False, "library": False},
-    "graphs": {"dependent": False, "library": False, "replay": False},
+    "fused products": {"dependent": False, "fuse": False},
+    "library products": {"dependent": False, "fuse": False, "library": False},
+    "graphs": {"dependent": False, "fuse": False, "library": False, "replay": False},
     "Triton": {"kernels": "portable"},
 }
 
@@ -129,8 +130,28 @@ def products(card: Card, geometry: str) -> Iterator[Record]:
         engine = make_engine(random_ranker(config).to(card.device), card, warm=False)
         for weight in engine._trunk.linear_weights():
             if weight.dtype == torch.bfloat16:
-                for rows in (64, 128) if card.tiny else (64, 256, 1024, 1537, 2048):
+                for rows in _product_rows(card):
                     yield from _product_records(card, engine._kernels, weight, rows, name)
+        yield from fused_records(card, engine._kernels, engine._trunk.fusable_weights(), name)
+
+
+def _product_rows(card: Card) -> tuple[int, ...]:
+    return (64, 128) if card.tiny else (64, 256, 1024, 1537, 2048)
+
+
+def fused_records(card: Card, kernels: Any, weights: Mapping[str, Tensor], name: str) -> Iterator[Record]:
+    """Products that go on with the gate or RoPE, beside separate kernels; nothing where the engine has none."""
+    if not hasattr(kernels, "fusion"):
+        return
+    from model.split.kernels.fusion import SEPARATE, Trial, fused_kinds
+
+    for part, weight in weights.items():
+        for rows in _product_rows(card):
+            trial = Trial(kernels.config, kernels, part, weight, rows)
+            for kind in (SEPARATE, *fused_kinds(part, rows, weight)):
+                record = {"geometry": name, "part": part, "shape": shape_name(weight), "rows": rows, "kind": kind}
+                record["equal_bits"] = kernels.fusion.is_equal(trial, kind)
+                yield record | {"us": 1e3 * card.device_time(trial.run, 10).median}
 
 
 def _product_records(card: Card, kernels: Kernels, weight: Tensor, rows: int, name: str) -> Iterator[Record]:
@@ -201,7 +222,7 @@ def bits(card: Card, geometry: str) -> Iterator[Record]:
                 yield {"without": left_out, "still": f"{type(again).__name__}: {again}"[:300]}
 
 
-class TimedKernels:
+class TimedKernels(Unfused):
     """Notes how long each operation of a forward takes by itself, and the bytes of what it is given."""
 
     def __init__(self, kernels: Kernels, card: Card) -> None:

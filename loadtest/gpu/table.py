@@ -96,7 +96,7 @@ class Geometry:
 
     def item(self, candidates: int, seed: int = 0, history: int | None = None) -> Item:
         """A request, with a full history unless told otherwise."""
-        count = min(candidates, 40 + candidates % 7) if self.card.tiny else candidates
+        count = min(candidates, 24 + candidates // 32) if self.card.tiny else candidates
         history = self.config.history_length if history is None else history
         return Item(random_context(self.config, history, seed), random_candidates(self.config, count, seed))
 

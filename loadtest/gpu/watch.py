@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.split.kernels.contract import Kernels
+from model.split.kernels.contract import Kernels, Unfused
 from model.split.step import CANDIDATES, ROWS, TILE_ROWS
 from model.tolerances import PARITY
 
@@ -47,7 +47,7 @@ class Difference:
         return asdict(self)
 
 
-class WatchedKernels:
+class WatchedKernels(Unfused):
     """Implements `Kernels` by `tested`, each call checked against `reference`, outputs poisoned before. It goes on with the
     reference's numbers, so that one fault is not found again in everything that follows.
     """

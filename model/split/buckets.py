@@ -91,7 +91,7 @@ class BucketRunner:
         self._trunk.kernels.use_reference()
         plans = {size: probe(size) for size in self._sizes}
         expected = {size: self.run_plain(plan) for size, plan in plans.items()}
-        notes["products"] = self._trunk.kernels.choose_products(self._trunk.linear_weights(), self._sizes)
+        notes["products"] = self._trunk.choose_products(self._sizes)
         for buffer in (*self._staging, self._arrived):
             buffer.zero_()  # a step of no rows: the states of the probes are gone
         with no_garbage():

@@ -36,8 +36,9 @@ class SplitEngine:
 
     A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; longer work
     takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU. `placement` says where the embedding
-    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. Without `library` no product of
-    cuBLAS is used, without `replay` no CUDA graph; without `dependent` no kernel starts before the one before it has ended.
+    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. Without `library` no
+    product of cuBLAS is used, without `replay` no CUDA graph; without `dependent` no kernel starts before the one before it has
+    ended, without `fuse` none does two operations.
     Raises EngineError where the device or the checkpoint cannot be served.
     """
 
@@ -56,6 +57,7 @@ class SplitEngine:
         library: bool = True,
         replay: bool = True,
         dependent: bool = True,
+        fuse: bool = True,
     ) -> None:
         config = ranker.config
         softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
@@ -73,7 +75,7 @@ class SplitEngine:
         with self._on_device():
             weights = split_weights(ranker, self._device, dtype, dtype if fused else torch.float32)
             self._kernels: Kernels = (
-                _fused_kernels(config, weights, dtype, library=library, dependent=dependent)
+                _fused_kernels(config, weights, dtype, library=library, dependent=dependent, fuse=fuse)
                 if fused
                 else PortableKernels(config, weights.rope)
             )
@@ -290,11 +292,11 @@ def default_capacity(config: ModelConfig) -> int:
 
 
 def _fused_kernels(
-    config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, *, library: bool, dependent: bool
+    config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, *, library: bool, dependent: bool, fuse: bool
 ) -> Kernels:
     try:
         from model.split.kernels.fused import FusedKernels, can_be_dependent
     except ImportError as error:
         raise EngineError(f"the CUDA engine needs triton: {error}") from error
     dependent = dependent and can_be_dependent(weights.heads.device)
-    return FusedKernels(config, weights, dtype, library=library, dependent=dependent)
+    return FusedKernels(config, weights, dtype, library=library, dependent=dependent, fuse=fuse)

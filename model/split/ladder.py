@@ -50,10 +50,11 @@ def cuda_rungs(
 
         return build
 
+    plain = {"library": False, "dependent": False, "fuse": False}
     return [
         Rung("recorded, library products", split(kernels="fused", recorded=True)),
-        Rung("recorded", split(kernels="fused", recorded=True, library=False, dependent=False)),
-        Rung("unrecorded", split(kernels="fused", library=False, dependent=False)),
+        Rung("recorded", split(kernels="fused", recorded=True, **plain)),
+        Rung("unrecorded", split(kernels="fused", **plain)),
         Rung("portable", split(kernels="portable")),
         Rung("dense", lambda: DenseEngine(ranker.to(device), dtype, positions)),
     ]

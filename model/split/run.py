@@ -67,7 +67,7 @@ class EagerRunner:
 
     def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
         """See `StepRunner.warm_up`; there are no sizes to record."""
-        notes["products"] = self._trunk.kernels.choose_products(self._trunk.linear_weights(), [TILE_ROWS])
+        notes["products"] = self._trunk.choose_products([TILE_ROWS])
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
         """See `StepRunner.run`."""

@@ -137,18 +137,19 @@ def plan_steps(
 class StepArrays:
     """What describes one step, for up to `R` rows and `X` slots, in one buffer. Tensors; `numpy` shows the same bytes to the host.
 
-        slot X−1 … slot 1, slot 0 | counts | row 0, row 1 …      and, apart     history row 0, history row 1 …
+        slot X−1 … slot 1, slot 0 | counts | row 0, row 1 …      and, apart     dwell 1, dwell 0 | actions 0, actions 1 …
 
-    Slots grow downwards, so that what a step uses lies together and is copied at once. Slot t, int32 `[8]`: tile t (first row,
-    rows, request, index in the context of the first row, −1 for candidates, whose tiles come first); then of request t: where
-    its state starts (int64, in elements from an anchor tensor), the state's length and capacity. A row, int32 `[8]`: ids of post
-    and author (int64; of the user and 0), position, surface, owner (its request, or a candidate's age bucket), index in the
-    context (−1 for candidates). A history row, float32 `[A + 1]`: actions, dwell seconds.
+    Slots and dwell seconds grow downwards, so that what a step uses lies together and is copied at once. Slot t, int32 `[8]`:
+    tile t (first row, rows, request, index in the context of the first row, −1 for candidates, whose tiles come first); then of
+    request t: where its state starts (int64, in elements from an anchor tensor), the state's length and capacity. A row, int32
+    `[8]`: ids of post and author (int64; of the user and 0), position, surface, owner (its request, or a candidate's age bucket),
+    index in the context (−1 for candidates). History items, float32: dwell seconds and actions `[A]`.
     """
 
     counts: Any
     rows: Any
-    history: Any
+    actions: Any
+    dwell: Any
     tiles: Any = None
     offsets: Any = None
     states: Any = None
@@ -181,7 +182,7 @@ def step_bytes(config: ModelConfig, capacity: int) -> int:
 
 
 def step_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArrays:
-    """Views into a uint8 buffer of `step_bytes`."""
+    """Views into a uint8 buffer of `step_bytes`; `dwell` has the last item first."""
     counts = 4 * RECORD * tile_slots(capacity)
     rows = counts + 4 * COUNTS
     integers = buffer.view(torch.int32)
@@ -189,12 +190,13 @@ def step_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArray
     return StepArrays(
         integers[counts // 4 : rows // 4],
         integers[rows // 4 : rows // 4 + capacity * RECORD].view(capacity, RECORD),
-        history.view(capacity, config.actions + 1),
+        history[capacity:].view(capacity, config.actions),
+        history[:capacity],
     )
 
 
 def host_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArrays:
-    """`step_arrays` as numpy arrays, with slots and ids by name; for a buffer on the CPU."""
+    """`step_arrays` as numpy arrays, slots, ids and dwell seconds in their order; for a buffer on the CPU."""
     arrays = step_arrays(buffer, config, capacity)
     slots = buffer[: 4 * RECORD * tile_slots(capacity)].numpy()
     narrow, wide = (slots.view(dtype).reshape(tile_slots(capacity), -1)[::-1] for dtype in (np.int32, np.int64))
@@ -202,7 +204,8 @@ def host_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArray
     return StepArrays(
         arrays.counts.numpy(),
         rows,
-        arrays.history.numpy(),
+        arrays.actions.numpy(),
+        arrays.dwell.numpy()[::-1],
         tiles=narrow[:, :4],
         offsets=wide[:, 2],
         states=narrow[:, 6:],
@@ -215,8 +218,9 @@ def used_bytes(host: StepArrays, config: ModelConfig, capacity: int) -> list[sli
     rows, candidates, _, _, first_user, slots = host.counts[:6].tolist()
     counts, history = 4 * RECORD * tile_slots(capacity), _history_start(capacity)
     used = [slice(counts - 4 * RECORD * slots, counts + 4 * COUNTS + 4 * RECORD * rows)]
-    if first_user > candidates:
-        used.append(slice(history, history + 4 * (config.actions + 1) * (first_user - candidates)))
+    if items := first_user - candidates:
+        actions = history + 4 * capacity
+        used.append(slice(actions - 4 * items, actions + 4 * config.actions * items))
     return used
 
 

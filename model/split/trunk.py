@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.split.kernels.contract import Kernels, Step, Tables
+from model.split.kernels.contract import Kernels, Part, Step, Tables, split_part
 from model.split.step import TILE_ROWS
 from model.split.weights import LayerWeights, Norm, SplitWeights
 
@@ -46,6 +49,7 @@ class SplitTrunk:
         self.hidden = rows(weights.layers[0].ffn_output.shape[0])
         self.final = rows(config.width, torch.float32)
         self.logits = rows(weights.heads.shape[1], torch.float32)
+        self._fusable = self.fusable_weights().keys()
 
     def linear_weights(self) -> list[Tensor]:
         """One weight of each shape that the trunk and the heads multiply with."""
@@ -53,6 +57,21 @@ class SplitTrunk:
         weights = [w for layer in ends for w in (layer.qkv, layer.query, layer.key_value, layer.output)]
         weights += [w for layer in ends for w in (layer.gate_value, layer.ffn_output)] + [self.weights.heads]
         return list({tuple(weight.shape): weight for weight in weights if weight is not None}.values())
+
+    def fusable_weights(self) -> dict[str, Tensor]:
+        """Weights by name, of some layer each, whose product nothing stands before the gate, or RoPE, that follows."""
+        first, last = self.weights.layers[0], self.weights.layers[-1]
+        named = {"gate_value": first.gate_value} if self.config.gated else {}
+        if first.head_norms is None:
+            rotated = {"qkv": first.qkv, "query": last.query, "key_value": last.key_value}
+            named |= {name: weight for name, weight in rotated.items() if weight is not None}
+        return {
+            name: weight for name, weight in named.items() if name not in (first.biases.keys() | last.biases.keys())
+        }
+
+    def choose_products(self, sizes: Sequence[int]) -> dict[str, Any]:
+        """See `Kernels.choose_products`."""
+        return self.kernels.choose_products(self.linear_weights(), self.fusable_weights(), sizes)
 
     def body(self, step: Step, rows: int) -> None:
         """All rows, up to the last layer's keys and values."""
@@ -63,20 +82,16 @@ class SplitTrunk:
         kernels.norm(step, None, None, self.residual, layers[0].attention_norm, self.normed, rows)
         queries = self.query.shape[1]
         for i, layer in enumerate(layers[:-1]):
-            self._multiply(step, self.normed, layer, "qkv", self.qkv, rows)
-            query, key_value = self.qkv[:, :queries], self.qkv[:, queries:]
-            self._rotate(step, query, key_value, i, rows)
-            kernels.attend(step, query, key_value, i, self.mixed, rows)
+            self._project(step, "qkv", self.qkv, i, rows)
+            kernels.attend(step, self.qkv[:, :queries], self.qkv[:, queries:], i, self.mixed, rows)
             self._after_attention(step, layer, layers[i + 1].attention_norm, self.normed, rows, tail=False)
-        self._multiply(step, self.normed, layers[-1], "key_value", self.key_value, rows)
-        self._rotate(step, None, self.key_value, len(layers) - 1, rows)
+        self._project(step, "key_value", self.key_value, len(layers) - 1, rows)
 
     def tail(self, step: Step, rows: int) -> None:
         """Candidates only: the last layer from its queries on, and the heads; leaves raw outputs in `logits` `[rows, A + Z …]`."""
         kernels, last = self.kernels, self.weights.layers[-1]
         index = len(self.weights.layers) - 1
-        self._multiply(step, self.normed, last, "query", self.query, rows, tail=True)
-        self._rotate(step, self.query, None, index, rows, tail=True)
+        self._project(step, "query", self.query, index, rows, tail=True)
         kernels.attend(step, self.query, self.key_value, index, self.mixed, rows, tail=True)
         self._after_attention(step, last, self.weights.final_norm, self.final, rows, tail=True)
         kernels.multiply(step, self.final, self.weights.heads, self.logits, rows, tail=True)
@@ -89,8 +104,12 @@ class SplitTrunk:
         self._multiply(step, self.mixed, layer, "output", self.projected, rows, tail=tail)
         post, norm = layer.attention_post_norm, layer.ffn_norm
         kernels.norm(step, self.projected, post, self.residual, norm, self.normed, rows, tail=tail)
-        self._multiply(step, self.normed, layer, "gate_value", self.gate_value, rows, tail=tail)
-        kernels.gate(step, self.gate_value, self.hidden, rows, tail=tail)
+        if "gate_value" in self._fusable:
+            weight = layer.gate_value
+            kernels.multiply_gate(step, self.normed, weight, self.gate_value, self.hidden, rows, tail=tail)
+        else:
+            self._multiply(step, self.normed, layer, "gate_value", self.gate_value, rows, tail=tail)
+            kernels.gate(step, self.gate_value, self.hidden, rows, tail=tail)
         self._multiply(step, self.hidden, layer, "ffn_output", self.projected, rows, tail=tail)
         kernels.norm(step, self.projected, layer.ffn_post_norm, self.residual, next_norm, out, rows, tail=tail)
 
@@ -102,14 +121,20 @@ class SplitTrunk:
         if name in layer.biases:
             out[:rows] += layer.biases[name]
 
-    def _rotate(
-        self, step: Step, query: Tensor | None, key_value: Tensor | None, index: int, rows: int, *, tail: bool = False
-    ) -> None:
-        """Queries and keys as they meet: each head normed where the trunk does so, then turned."""
-        scales = self.weights.layers[index].head_norms
-        if scales is not None:
-            pairs = ((query, self.config.query_heads, scales[0]), (key_value, self.config.kv_heads, scales[1]))
+    def _project(self, step: Step, part: Part, out: Tensor, index: int, rows: int, *, tail: bool = False) -> None:
+        """Queries, keys and values as they meet: each head normed where the trunk does so, then turned."""
+        kernels, config, layer = self.kernels, self.config, self.weights.layers[index]
+        if part in self._fusable:
+            kernels.multiply_rotate(step, self.normed, getattr(layer, part), out, part, index, rows, tail=tail)
+            return
+        self._multiply(step, self.normed, layer, part, out, rows, tail=tail)
+        query, key_value = split_part(config, part, out)
+        if layer.head_norms is not None:
+            pairs = (
+                (query, config.query_heads, layer.head_norms[0]),
+                (key_value, config.kv_heads, layer.head_norms[1]),
+            )
             for heads, count, scale in pairs:
                 if heads is not None:
-                    self.kernels.norm_heads(step, heads, count, scale, rows, tail=tail)
-        self.kernels.rotate(step, query, key_value, index, rows, tail=tail)
+                    kernels.norm_heads(step, heads, count, scale, rows, tail=tail)
+        kernels.rotate(step, query, key_value, index, rows, tail=tail)

@@ -1,6 +1,7 @@
 """Locust's scenarios, shapes and bad requests, against the real server, as is the open loop."""
 
 import csv
+import json
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from loadtest.generate import wrk
 from loadtest.generate.bad_requests import bad_requests
 from loadtest.generate.traffic import KINDS, Traffic, TrafficSettings
 from loadtest.machine import ROOT
@@ -68,6 +70,16 @@ def test_an_open_loop_run_retrieves(target, path):
     assert run.meta["server"]["requests"] == len(run.samples)
     stages = run.meta["server"]["stages_ms"]
     assert {stage for stage in ("encode", "search", "forward") if stages[stage]} >= {"encode", "search"}
+
+
+@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed (make wrk)")
+def test_wrk_reads_the_stages_that_replies_name(target):
+    request = json.loads(Traffic(TrafficSettings()).first_visit().body)
+    del request["candidates"]
+    reading = wrk.read(f"{target.origin}/recommend", [json.dumps(request).encode()], 1, 1, says_stages=True)
+    assert reading.bad_per_s == 0
+    assert set(reading.stages_ms) == {"parse", "queue", "encode", "search", "forward", "serialize"}
+    assert min(reading.stages_ms.values()) > 0
 
 
 def run_locust(target, prefix, *options):

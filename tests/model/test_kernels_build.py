@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed here")
-
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(600)  # the fixture compiles for all tests
+pytestmark = [
+    pytest.mark.timeout(600),  # the fixture compiles for all tests
+    # looked for, not imported: it would be imported without its interpreter, which other files of this process need
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here"),
+]
 
 COMPILE = """
 import json, re, torch, triton, triton.language as tl
@@ -24,7 +27,8 @@ from model.split.kernels.build import Collector, collect, compile_launch, descri
 from model.presets import with_preset
 from tests.model.builders import random_config
 attention = ("attend_tiles",)
-products = [(("attend_tiles", "multiply_tiles", "project_tiles"), {"head_width": 128})]
+fused = ("multiply_gate_tiles", "multiply_rotate_tiles")
+products = [(("attend_tiles", "multiply_tiles", "project_tiles", *fused), {"head_width": 128})]
 CASES = {
     ("bfloat16", 90): [
         (None, {"head_width": 128, "layers": 2}),
@@ -42,6 +46,14 @@ CASES = {
     ("bfloat16", 80): products,
     ("bfloat16", 100): products,
 }
+def is_held(launch, capability):
+    # of fused products those with the most in registers, and on Hopper those with the least; `make kernels` has them all
+    name, constants = launch.kernel.fn.__name__, dict(launch.constants)
+    if name == "multiply_gate_tiles":
+        return constants["TILE_OUT"] in {80: (64,), 90: (16, 128), 100: (128,)}[capability]
+    stores = constants.get("KV_HEADS") and not constants.get("QUERY_HEADS")
+    return name != "multiply_rotate_tiles" or (stores and constants["TILE_OUT"] in {80: (64,), 90: (16, 64), 100: (64,)}[capability])
+
 def first_of(ptx):
     # waiting for the kernel before, starting the next, or a look at memory that others write
     seen = re.findall(r"griddepcontrol\\.\\w+|(?:ld|st|atom|red|cp)\\.\\w+", ptx)
@@ -52,7 +64,7 @@ def compile_all(dtype, capability, cases):
         shape = {"width": 128, "layers": 1, "query_heads": 2, "kv_heads": 1} | overrides
         config = with_preset(random_config(**{name: shape[name] for name in shape if name != "preset"}), shape.get("preset", "grok"))
         for launch in distinct(collect(config, getattr(torch, dtype), dependent=capability >= 90)):
-            if kernels is None or launch.kernel.fn.__name__ in kernels:
+            if (kernels is None or launch.kernel.fn.__name__ in kernels) and is_held(launch, capability):
                 compiled = compile_launch(launch, GPUTarget("cuda", capability, 32))
                 yield describe(launch, compiled) | {"first": first_of(compiled.asm["ptx"])}
 
@@ -80,7 +92,7 @@ def broken():
 
 print(json.dumps({
     "kernels": {f"{dtype} {capability}": list(compile_all(dtype, capability, cases)) for (dtype, capability), cases in CASES.items()},
-    "launches": [launches_a_forward(random_config(layers=layers)) for layers in (4, 24)],
+    "launches": [launches_a_forward(random_config(layers=24), kind) for kind in ("64x64", "fused 64x32")],
     "spilling": spilling(),
     "broken": broken(),
 }))
@@ -109,13 +121,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 # Bytes of stack a thread, where it cannot be none: the fp32 engine at the widest head is there to be compared with.
 STACK_BYTES = {("attend_tiles", 128, "fp32", 90): 256, ("attend_tiles", 128, "bf16", 80): 16}
 ALL = {"attend_tiles", "gate_rows", "gather_rows", "multiply_tiles", "norm_rows", "project_tiles", "rotate_rows"}
-PRODUCTS = {"attend_tiles", "multiply_tiles", "project_tiles"}
+FUSED = {"multiply_gate_tiles", "multiply_rotate_tiles"}
+PRODUCTS = {"attend_tiles", "multiply_tiles", "project_tiles"} | FUSED
 
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "names"),
     [
-        ("bfloat16", 90, ALL | {"norm_head_rows"}),
+        ("bfloat16", 90, ALL | FUSED | {"norm_head_rows"}),
         ("float32", 90, ALL),
         ("bfloat16", 80, PRODUCTS),
         ("bfloat16", 100, PRODUCTS),
@@ -143,7 +156,7 @@ def test_every_kernel_compiles_and_keeps_its_numbers_in_registers(
 
 
 def test_a_forward_is_so_many_launches(compiled: dict[str, Any]) -> None:
-    assert compiled["launches"] == [9 * 4 + 6, 9 * 24 + 6]
+    assert compiled["launches"] == [9 * 24 + 6, 7 * 24 + 5], "separate and fused"
 
 
 def test_numbers_that_leave_the_registers_are_seen(compiled: dict[str, Any]) -> None:
@@ -176,6 +189,9 @@ for dtype, layers, preset in (
     config = with_preset(shape, preset)
     ranker = random_ranker(config)
     engine = SplitEngine(ranker, "cpu", dtype, cache_bytes=2**20, kernels="fused", capacity=64)
+    if (dtype, preset) == (torch.bfloat16, "grok"):
+        engine._kernels.fusion.chosen = {(name, 64): "fused 64x64" for name in engine._trunk.fusable_weights()}
+        engine._kernels.gate = engine._kernels.rotate = None  # would be called by none
     items = [
         Item(random_context(config, history, seed), random_candidates(config, count, seed))
         for seed, (history, count) in enumerate([(9, 3), (0, 1), (4, 62)])

@@ -27,13 +27,15 @@ NAMES = ["recorded, library products", "recorded", "unrecorded", "portable", "de
 class Triton(PortableKernels):
     """Torch's kernels under Triton's name, with a planted fault."""
 
-    def __init__(self, fault: str, library: bool, dependent: bool, *arguments: Any) -> None:
+    def __init__(self, fault: str, library: bool, dependent: bool, fuse: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.fault, self.library, self.dependent = fault, library, dependent
+        self.fault, self.library, self.dependent, self.fuse = fault, library, dependent, fuse
 
     def choose_products(self, *arguments: Any) -> Any:
         if self.fault == "library" and self.library:
             raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
+        if self.fault == "fusion" and self.fuse:
+            raise RuntimeError("a fused product does not compile")
         return super().choose_products(*arguments)
 
     def embed(self, *arguments: Any) -> None:
@@ -84,8 +86,8 @@ def climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], La
     """A ladder with a fault, on the CPU."""
 
     def make(fault: str) -> LadderEngine:
-        def kernels(config: Any, weights: Any, dtype: Any, *, library: bool, dependent: bool) -> Triton:
-            return Triton(fault, library, dependent, config, weights.rope)
+        def kernels(config: Any, weights: Any, dtype: Any, *, library: bool, dependent: bool, fuse: bool) -> Triton:
+            return Triton(fault, library, dependent, fuse, config, weights.rope)
 
         monkeypatch.setattr(split_engine, "_fused_kernels", kernels)
         monkeypatch.setattr(Recorder, "fault", fault)
@@ -103,6 +105,7 @@ def climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], La
         ("", 0, ""),
         ("library", 1, "CUBLAS_STATUS"),
         ("dependent", 1, "dependent launch"),
+        ("fusion", 1, "fused product"),
         ("capture", 2, "capturing"),
         ("replay", 2, "when it is replayed"),
         ("memory", 2, "planted"),

@@ -1,4 +1,4 @@
-"""The commands `world`, `train`, `eval`, `eval-retrieval`, `compare`, `train-demo`. Their libraries are imported when they run."""
+"""The commands that draw a world, sort a log, train, evaluate and compare. Their libraries are imported when they run."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ Set = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the commands to a command line."""
     app.command()(world)
+    app.command("sort-log")(sort_log)
     app.command()(train)
     app.command("eval")(eval_)
     app.command("eval-retrieval")(eval_retrieval)
@@ -64,8 +65,23 @@ def world(
     )
 
 
+def sort_log(
+    log: Annotated[Path, typer.Option(help="A Parquet log, or a directory of such.")],
+    out: Annotated[Path, typer.Option(help="Directory to write, for `train --log`.")],
+) -> None:
+    """Sort a log that does not fit into memory, once: training then reads it from the disk, a request at a time."""
+    with refusals(*REFUSED):
+        from weights.training.sorted_log import sort_log as sort
+
+        with progress_bar() as bar:
+            rows = sort(log, out, bar)
+    say(f"{out} holds {rows} impressions")
+
+
 def train(
-    log: Annotated[Path, typer.Option(help="Parquet log of impressions; its columns are in docs/training.md.")],
+    log: Annotated[
+        Path, typer.Option(help="Parquet log of impressions, see docs/training.md; or what sort-log wrote.")
+    ],
     out: Annotated[Path, typer.Option(help="Checkpoint directory to write.")],
     name: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "trained",
     until: Annotated[int | None, typer.Option(help="Unix seconds: train on earlier requests only.")] = None,
@@ -116,10 +132,11 @@ def _what_to_train(
     """The log, the architecture, and the weights to begin with where `start` brings them."""
     from weights.training.log import aligned, read_log
     from weights.training.settings import demo_config
+    from weights.training.sorted_log import FACTS_NAME, open_sorted
 
     if start and (config or preset):
         raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
-    impressions = read_log(log)
+    impressions = open_sorted(log) if (log / FACTS_NAME).exists() else read_log(log)
     if start:
         begun = load_checkpoint(start)
         return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun.ranker

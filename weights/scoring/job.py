@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from weights.scoring.scorer import Prepared, Scorer, one_ahead
-from weights.training.log import LogError, action_names
+from weights.training.log import action_names, open_log, tables_of
 
 PARTITION_ROWS = 500_000
 ROUND_ROWS = 1_000_000
@@ -58,7 +58,7 @@ def score_log(
     Raises LogError, EngineError, or JobError where `out` holds something else.
     """
     say = progress or (lambda what, done, total: None)
-    source = _open(log)
+    source = open_log(log)
     action_names(source.schema, str(log))
     rows = source.count_rows()
     job = Job(
@@ -101,16 +101,6 @@ def partition_of(user_ids: NDArray[np.uint64], partitions: int) -> NDArray[np.in
     return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(partitions)).astype(np.int64)
 
 
-def _open(log: Path) -> ds.FileSystemDataset:
-    try:
-        source = ds.dataset(log, format="parquet")
-    except (OSError, pa.ArrowException) as error:
-        raise LogError(f"{log} cannot be read as Parquet: {error}") from error
-    if not source.files:
-        raise LogError(f"{log} holds no Parquet files")
-    return source
-
-
 def _claim(out: Path, job: Job) -> None:
     """Say in `out` what will lie there, or see that it says so already."""
     wanted = json.loads(json.dumps(asdict(job)))
@@ -135,7 +125,7 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, say: Progress) -
     lz4 = pa.ipc.IpcWriteOptions(compression="lz4")
     writers = [pa.ipc.new_file(file, source.schema, options=lz4) for file in files]
     done = 0
-    for table in _rounds(source):
+    for table in tables_of(source, ROUND_ROWS):
         where = partition_of(table["user_id"].cast(pa.uint64()).to_numpy(), job.partitions)
         order = np.argsort(where, kind="stable")
         sorted_table, edges = table.take(order), np.searchsorted(where[order], np.arange(job.partitions + 1))
@@ -147,18 +137,6 @@ def _split(source: ds.FileSystemDataset, split: Path, job: Job, say: Progress) -
     for writer in writers:
         writer.close()
     unfinished.rename(split)
-
-
-def _rounds(source: ds.FileSystemDataset) -> Iterator[pa.Table]:
-    """The log in pieces of about ROUND_ROWS."""
-    batches: list[pa.RecordBatch] = []
-    for batch in source.to_batches(batch_readahead=2, fragment_readahead=1):
-        batches.append(batch)
-        if sum(map(len, batches)) >= ROUND_ROWS:
-            yield pa.Table.from_batches(batches)
-            batches = []
-    if batches:
-        yield pa.Table.from_batches(batches)
 
 
 def _rows(piece: Path) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from model.batch import Batch, collate, pad
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, age_bucket
-from weights.training.log import Log, LogError, fingerprint
+from weights.training.log import Index, Log, LogError, fingerprint
 
 Request = tuple[Context, Candidates]
 
@@ -49,19 +49,18 @@ class Examples:
     def __init__(self, log: Log, config: ModelConfig) -> None:
         if log.actions.shape[1] != config.actions:
             raise LogError(f"the log has {log.actions.shape[1]} actions, the architecture {config.actions}")
-        if int(log.product_surface.max()) >= config.product_surfaces:
-            raise LogError(f"product_surface must be below {config.product_surfaces}, got {log.product_surface.max()}")
+        index = log.index or index_of(log)
+        if index.surfaces > config.product_surfaces:
+            raise LogError(f"product_surface must be below {config.product_surfaces}, got {index.surfaces - 1}")
         self.log = log
         self.config = config
-        self.starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
+        self.starts, self.times, self.users = index.starts, index.times, index.users
         self.stops = np.append(self.starts[1:], len(log))
-        self.times = log.impression_ts[self.starts]
-        self._index_history()
-        # A user's history is a slice of these columns, and a request's candidates one of the log's.
-        self._posts, self._authors = log.post_id[self.events], log.author_id[self.events]
-        self._actions = log.actions[self.events].astype(np.float32)
-        self._surfaces, self._dwell = log.product_surface[self.events], log.dwell_seconds[self.events]
-        self._ages = age_bucket(log.impression_ts, log.created_at, config)
+        self.first, self.last, self.events = index.first, index.last, index.events
+        self.oldest = np.maximum(self.first, self.last - config.history_length)
+        # of a log on disk, what is made of every row is made when it is asked for
+        self._ages = None if log.index else age_bucket(log.impression_ts, log.created_at, config)
+        self._actions = self.events.actions if log.index else self.events.actions.astype(np.float32)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -69,33 +68,18 @@ class Examples:
     @cached_property
     def fingerprint(self) -> dict[str, int]:
         """As `log.fingerprint` of the whole log."""
-        return fingerprint(self.log)
-
-    def _index_history(self) -> None:
-        """`events` are engaged rows by user, then time; `first … last` are those before each request, `oldest … last` its history."""
-        log = self.log
-        _, user = np.unique(log.user_id, return_inverse=True)
-        engaged = np.flatnonzero(log.actions.any(1))
-        self.events = engaged[np.lexsort((engaged, log.impression_ts[engaged], user[engaged]))]
-        origin = log.impression_ts.min()
-        span = int(log.impression_ts.max() - origin) + 1
-        keys = user[self.events] * span + (log.impression_ts[self.events] - origin)
-        request_user = user[self.starts]
-        self.first = np.searchsorted(keys, request_user * span)
-        self.last = np.searchsorted(keys, request_user * span + (self.times - origin))
-        self.oldest = np.maximum(self.first, self.last - self.config.history_length)
-        self.users = log.user_id[self.starts]
+        return self.log.index.fingerprint if self.log.index else fingerprint(self.log)
 
     def context(self, index: int, is_kept: bool = True) -> Context:
         """The user and the newest `history_length` events before request `index`."""
-        kept = slice(int(self.oldest[index]), int(self.last[index]))
+        kept, events = slice(int(self.oldest[index]), int(self.last[index])), self.events
         return Context(
             int(self.users[index]),
-            self._posts[kept],
-            self._authors[kept],
-            self._actions[kept],
-            self._surfaces[kept],
-            self._dwell[kept],
+            events.post_id[kept],
+            events.author_id[kept],
+            np.asarray(self._actions[kept], np.float32),
+            events.product_surface[kept],
+            events.dwell_seconds[kept],
             is_kept,
         )
 
@@ -105,8 +89,9 @@ class Examples:
 
     def candidates(self, index: int, rows: NDArray[np.int64] | slice) -> Candidates:
         """The posts that the given rows of the log showed."""
-        log = self.log
-        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], self._ages[rows])
+        log, ages = self.log, self._ages
+        found = age_bucket(log.impression_ts[rows], log.created_at[rows], self.config) if ages is None else ages[rows]
+        return Candidates(log.post_id[rows], log.author_id[rows], log.product_surface[rows], found)
 
     def labels(self, rows: Sequence[NDArray[np.int64]]) -> Labels:
         """What happened on the given rows, one list a request, padded to the longest."""
@@ -122,6 +107,31 @@ class Examples:
             shown=torch.arange(slots) < torch.tensor([len(r) for r in rows])[:, None],
             dwelt=column(seconds) > 0,
         )
+
+
+def index_of(log: Log) -> Index:
+    """The requests and histories of a log in memory."""
+    starts = np.flatnonzero(np.concatenate(([True], log.request_id[1:] != log.request_id[:-1])))
+    times, users = log.impression_ts[starts], log.user_id[starts]
+    engaged = np.flatnonzero(log.actions.any(1))
+    order, first, last = histories(log.user_id[engaged], log.impression_ts[engaged], users, times)
+    surfaces = int(log.product_surface.max()) + 1
+    return Index(starts, times, users, first, last, log.take(engaged[order]), surfaces, {})
+
+
+def histories(
+    user_id: NDArray[np.uint64], impression_ts: NDArray[np.int64], of_user: NDArray[np.uint64], at: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The order of events by user, then time, and for requests, of users at times, which events in that order come before: first … last.
+
+    Every event is part of one of the requests.
+    """
+    _, rank = np.unique(np.concatenate((user_id, of_user)), return_inverse=True)
+    of_event, of_request = rank[: len(user_id)], rank[len(user_id) :]
+    order = np.lexsort((impression_ts, of_event))
+    origin, span = (int(at.min()), int(np.ptp(at)) + 1) if len(at) else (0, 1)
+    keys = of_event[order] * span + (impression_ts[order] - origin)
+    return order, np.searchsorted(keys, of_request * span), np.searchsorted(keys, of_request * span + (at - origin))
 
 
 def training_batch(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -30,6 +32,24 @@ class LogError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """Where the requests of a log are, in time order, each array `[R]`. Request i begins at row `starts[i]`, of `users[i]` at `times[i]`,
+    and has the history `events[first[i] : last[i]]`; `events` are the rows with an action, by user, then time.
+
+    `surfaces` is one more than the largest `product_surface`; `fingerprint` has a checksum of each column.
+    """
+
+    starts: NDArray[np.int64]
+    times: NDArray[np.int64]
+    users: NDArray[np.uint64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    events: Log
+    surfaces: int
+    fingerprint: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Log:
     """Impressions in time order, all columns of length n.
 
@@ -48,6 +68,7 @@ class Log:
     dwell_seconds: NDArray[np.float32]
     actions: NDArray[np.bool_]
     action_names: tuple[str, ...]
+    index: Index | None = None  # of a log on disk; one in memory has none yet
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -79,13 +100,45 @@ def read_log(path: Path) -> Log:
         raise LogError(f"{path} cannot be read as Parquet: {error}") from error
 
 
+def open_log(path: Path) -> ds.FileSystemDataset:
+    """A Parquet file, or a directory of such, to be read in pieces. Raises LogError."""
+    try:
+        source = ds.dataset(path, format="parquet")
+    except (OSError, pa.ArrowException) as error:
+        raise LogError(f"{path} cannot be read as Parquet: {error}") from error
+    if not source.files:
+        raise LogError(f"{path} holds no Parquet files")
+    return source
+
+
+def tables_of(source: ds.FileSystemDataset, rows: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """A log in pieces of about so many rows; all columns where None."""
+    batches: list[pa.RecordBatch] = []
+    for batch in source.to_batches(columns=columns, batch_readahead=2, fragment_readahead=1):
+        batches.append(batch)
+        if sum(map(len, batches)) >= rows:
+            yield pa.Table.from_batches(batches)
+            batches = []
+    if batches:
+        yield pa.Table.from_batches(batches)
+
+
 def log_of(table: pa.Table, where: str) -> Log:
     """As `read_log`, from a table; `where` is what its sentences call it."""
+    log = unsorted(table, where)
+    if not len(log):
+        raise LogError(f"{where} holds no impressions")
+    log = log.take(np.lexsort((log.request_id, log.impression_ts)))
+    check_requests(log, where)
+    return log
+
+
+def unsorted(table: pa.Table, where: str) -> Log:
+    """The rows of a table as they come, checked one by one."""
     actions = action_names(table.schema, where)
-    columns = {name: _column(table, name, kind, where) for name, kind in COLUMNS.items()}
+    columns: dict[str, Any] = {name: _column(table, name, kind, where) for name, kind in COLUMNS.items()}
     flags = [_column(table, ACTION_PREFIX + name, pa.bool_(), where) for name in actions]
     log = Log(**columns, actions=np.stack(flags, 1), action_names=actions)
-    log = log.take(np.lexsort((log.request_id, log.impression_ts)))
     _check(log, where)
     return log
 
@@ -102,9 +155,13 @@ def action_names(schema: pa.Schema, where: str) -> tuple[str, ...]:
 
 
 def aligned(log: Log, names: tuple[str, ...]) -> Log:
-    """A log with its actions in the checkpoint's order. Raises LogError where it lacks one."""
+    """A log with its actions in the checkpoint's order. Raises LogError where it lacks one, or lies sorted on disk in another order."""
+    if names == log.action_names:
+        return log
     if missing := set(names) - set(log.action_names):
         raise LogError(f"the log lacks actions of the checkpoint: {', '.join(sorted(missing))}")
+    if log.index:
+        raise LogError(f"the sorted log has its actions in another order than the checkpoint: {', '.join(names)}")
     order = [log.action_names.index(name) for name in names]
     return replace(log, actions=log.actions[:, order], action_names=names)
 
@@ -123,8 +180,6 @@ def _column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> NDArra
 
 
 def _check(log: Log, where: str) -> None:
-    if not len(log):
-        raise LogError(f"{where} holds no impressions")
     for name in ("user_id", "post_id", "author_id"):
         if (getattr(log, name) == 0).any():
             raise LogError(f"{where}: column {name} holds the id 0, which means padding")
@@ -132,6 +187,10 @@ def _check(log: Log, where: str) -> None:
         raise LogError(f"{where}: column dwell_seconds must be finite and not negative")
     if (log.product_surface < 0).any():
         raise LogError(f"{where}: column product_surface must not be negative")
+
+
+def check_requests(log: Log, where: str) -> None:
+    """Raises LogError where impressions of one request differ in what they must share. The log is sorted and holds some."""
     request, user, time = log.request_id, log.user_id, log.impression_ts  # by time: those of one request lie together
     begins = request[1:] != request[:-1]
     differs = ~begins & ((user[1:] != user[:-1]) | (time[1:] != time[:-1]))

@@ -47,8 +47,9 @@ def train(
     ProcessesError where processes cannot train together.
     """
     processes = processes or Processes()
-    examples = Examples(log if until_ts is None else log.take(log.impression_ts < until_ts), config)
-    train_requests, validation = split(len(examples), settings.validation_requests)
+    examples = Examples(log, config)
+    requests = len(examples) if until_ts is None else int(np.searchsorted(examples.times, until_ts))
+    train_requests, validation = split(requests, settings.validation_requests)
     with reproducible(settings.threads):
         trainer = Trainer(examples, train_requests, validation, settings, start, processes)
         if resume and state:

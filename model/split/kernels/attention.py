@@ -240,13 +240,19 @@ def store_halves(target, first, second, there, HALF: tl.constexpr):
 
 
 @triton.jit
+def turned(first, second, cos, sin):
+    """`x1·cos − x2·sin`, `x2·cos + x1·sin`; said as the device is to round them, so that all kernels give the same bits."""
+    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
+
+
+@triton.jit
 def rotate_heads(source, cos, sin, there, HALF: tl.constexpr):
     """Turn the pairs `(x1, x2) = (source, source + HALF)` in place: `x1·cos − x2·sin`, `x2·cos + x1·sin`; returns both."""
     dtype: tl.constexpr = source.dtype.element_ty
     first = tl.load(source, mask=there, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
-    turned_first = (first * cos - second * sin).to(dtype)
-    turned_second = (second * cos + first * sin).to(dtype)
+    turned_first, turned_second = turned(first, second, cos, sin)
+    turned_first, turned_second = turned_first.to(dtype), turned_second.to(dtype)
     store_halves(source, turned_first, turned_second, there, HALF)
     return turned_first, turned_second
 

@@ -24,6 +24,7 @@ from model.config import HashSpec, ModelConfig
 from model.ranker import Ranker
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.fused import FusedKernels
+from model.split.kernels.fusion import FUSED_TILES, fits
 from model.split.kernels.products import PRODUCT_TILES, REFERENCE, ProductKind
 from model.split.step import TILE_ROWS, step_arrays, step_bytes
 from model.split.trunk import SplitTrunk
@@ -80,13 +81,14 @@ def _type_name(value: Any) -> str:
 def collect(
     config: ModelConfig,
     dtype: torch.dtype,
-    products: Iterable[ProductKind] = tuple(PRODUCT_TILES),
+    products: Iterable[ProductKind] = (*PRODUCT_TILES, *FUSED_TILES),
     *,
     dependent: bool = True,
 ) -> list[Launch]:
     """The launches of a whole forward of this architecture, once with each kind of bf16 matrix product; `dependent` as on Hopper
     and later. Holds no weights."""
     collector = Collector()
+    products = products if dtype == torch.bfloat16 else (REFERENCE,)
     _forward(config, dtype, collector, products, dependent=dependent)
     return list(collector.launches)
 
@@ -104,8 +106,14 @@ def _forward(
     arrays = step_arrays(buffer, config, TILE_ROWS)
     step = Step(trunk.mixed, arrays, arrays, ())
     for kind in products:
+        kernels.use_reference()
+        if kind in FUSED_TILES:
+            names = [name for name in trunk.fusable_weights() if fits(kind, name, 90 if dependent else 80)]
+            kernels.fusion.chosen = {(name, TILE_ROWS): kind for name in names}
         kernels.products.chosen = {
-            (tuple(w.shape), TILE_ROWS): kind for w in trunk.linear_weights() if w.dtype == torch.bfloat16
+            (tuple(w.shape), TILE_ROWS): kind
+            for w in trunk.linear_weights()
+            if w.dtype == torch.bfloat16 and kind in PRODUCT_TILES
         }
         trunk.body(step, TILE_ROWS)
         trunk.tail(step, TILE_ROWS)
@@ -200,10 +208,10 @@ def _activations(launch: Launch) -> str:
     return "bf16" if "bf16" in types else "fp32"
 
 
-def launches_a_forward(config: ModelConfig) -> int:
-    """How many kernels one forward starts, products of the library counted as one each."""
+def launches_a_forward(config: ModelConfig, kind: ProductKind = REFERENCE) -> int:
+    """How many kernels one forward starts with products of this kind; those of the library count as one each."""
     collector = Collector()
-    _forward(config, torch.bfloat16, collector, (REFERENCE,), dependent=False)
+    _forward(config, torch.bfloat16, collector, (kind,), dependent=False)
     return collector.started
 
 
@@ -239,8 +247,11 @@ def main(given: list[str] | None = None) -> None:
             )
             head = f"{row['kernel']:<16}{capability:>4} {row['dtype']:<5} {tile:<12}{row['shared_bytes']:>8}"
             print(head + "".join(f"{row[name]:>14}" for name in numbers), flush=True)
-    layers = ", ".join(f"{n} layers {launches_a_forward(replace(configs[0], layers=n))}" for n in (2, 4, 8, 24))
-    print(f"launches a forward: {layers}")
+    for name, kind in (("separate", REFERENCE), ("fused", next(iter(FUSED_TILES)))):
+        counts = ", ".join(
+            f"{n} layers {launches_a_forward(replace(configs[0], layers=n), kind)}" for n in (2, 4, 8, 24)
+        )
+        print(f"launches a forward, gate and RoPE {name}: {counts}")
 
 
 if __name__ == "__main__":

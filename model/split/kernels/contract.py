@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from model.config import ModelConfig
 from model.engine import EngineError
 from model.split.step import ContextState, StepArrays
 from model.split.weights import Norm, TokenWeights
 
+Part = Literal["qkv", "query", "key_value"]  # which of queries, keys and values a product makes
 SAFE_EXPONENT = 80.0  # exp of ± this is a normal fp32 number and leaves room for a sum over a context
 
 
@@ -62,6 +64,7 @@ class Kernels(Protocol):
     """
 
     key_tile: int
+    config: ModelConfig
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
         """residual fp32 `[rows, D]` = the tokens."""
@@ -103,13 +106,77 @@ class Kernels(Protocol):
     def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """gate_value `[rows, 2·F]`; out `[rows, F]` = `activation(gate) ⊙ value`. Without a gate `[rows, F]`, and no product."""
 
-    def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+    def multiply_gate(
+        self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """`multiply` and `gate`, with the same bits; gate_value may be left as it was."""
+
+    def multiply_rotate(
+        self,
+        step: Step,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        part: Part,
+        layer: int,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """`multiply` to out, which then holds `part`, and `rotate`, with the same bits."""
+
+    def choose_products(
+        self, weights: Sequence[Tensor], fusable: Mapping[str, Tensor], sizes: Sequence[int]
+    ) -> dict[str, Any]:
         """Find, for products with weights of these shapes and with these numbers of rows, the fastest ways that give the bits
-        of the reference, and use them from now on. Says what was found. Raises EngineError when the reference itself fails.
+        of the reference, and use them from now on; likewise for those of `multiply_gate` and `multiply_rotate`, `fusable` by
+        the name of a layer's weight. Says what was found. Raises EngineError when the reference itself fails.
         """
 
     def use_reference(self) -> None:
-        """Use the reference products everywhere."""
+        """Use the reference products everywhere, and no fused ones."""
 
     def compiled(self) -> int:
         """How many kernels have been compiled or loaded so far."""
+
+
+class Unfused:
+    """What `Kernels` do in one, done by their separate operations: for kernels that are made of them."""
+
+    def multiply_gate(
+        self: Kernels,
+        step: Step,
+        x: Tensor,
+        weight: Tensor,
+        gate_value: Tensor,
+        out: Tensor,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """See `Kernels.multiply_gate`."""
+        self.multiply(step, x, weight, gate_value, rows, tail=tail)
+        self.gate(step, gate_value, out, rows, tail=tail)
+
+    def multiply_rotate(
+        self: Kernels,
+        step: Step,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        part: Part,
+        layer: int,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """See `Kernels.multiply_rotate`."""
+        self.multiply(step, x, weight, out, rows, tail=tail)
+        query, key_value = split_part(self.config, part, out)
+        self.rotate(step, query, key_value, layer, rows, tail=tail)
+
+
+def split_part(config: ModelConfig, part: Part, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Queries, and keys with values, of the columns of `part`, as views."""
+    queries = 0 if part == "key_value" else config.query_heads * config.head_width
+    return (out[:, :queries] if queries else None), (None if part == "query" else out[:, queries:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from model.config import DWELL_HIDDEN_WIDTH, CapForm, ModelConfig
 from model.hashing import hash_functions
 from model.split.kernels.attention import attend_tiles, rotate_rows
-from model.split.kernels.contract import Step, Tables, softmax_shift
+from model.split.kernels.contract import Part, Step, Tables, Unfused, softmax_shift
+from model.split.kernels.epilogues import multiply_gate_tiles, multiply_rotate_tiles
+from model.split.kernels.fusion import FUSED_TILES, GATE, SEPARATE, Fusion
 from model.split.kernels.matmul import multiply_tiles
 from model.split.kernels.products import EXACT, INTERPRETED, Launcher, Products, cdiv, power_of_two, settle_library
 from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows
@@ -35,6 +37,8 @@ KERNELS = (
     attend_tiles,
     gate_rows,
     gather_rows,
+    multiply_gate_tiles,
+    multiply_rotate_tiles,
     multiply_tiles,
     norm_head_rows,
     norm_rows,
@@ -78,9 +82,10 @@ def softmax_constants(multiplier: float, cap: float | None, form: CapForm, dtype
     }
 
 
-class FusedKernels:
+class FusedKernels(Unfused):
     """Implements `Kernels`. Without `library` no product of cuBLAS is used. With `dependent` a kernel is started while the one
-    before it ends, see `order`. `launcher` is replaced where launches are to be collected instead of run.
+    before it ends, see `order`; without `fuse` none does two operations. `launcher` is replaced where launches are to be
+    collected instead of run.
     """
 
     key_tile = 1  # the kernels mask
@@ -94,14 +99,17 @@ class FusedKernels:
         *,
         library: bool = True,
         dependent: bool = False,
+        fuse: bool = True,
     ) -> None:
         self.config = config
         if weights.heads.is_cuda:
             settle_library()
         self.products = Products(self._launch, library=library)
         self._dependent = dependent
+        self._fuse = fuse
         self._launcher = launcher
         self._rope = weights.rope
+        self.fusion = Fusion(config, weights.rope, self._launch)
         self._slots: Tensor | None = None
         self._inputs: Tensor  # of tokens, for the rows of a step; made with the slots
         self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form, dtype)
@@ -124,7 +132,7 @@ class FusedKernels:
             (rows, row_slots + 1),
             (
                 tables.post, self._slots, counts if tables.numbers is None else tables.numbers, tokens.dwell_input,
-                inputs, inputs.stride(0), counts, step.arrays.history,
+                inputs, inputs.stride(0), counts, step.arrays.actions,
             ),
             NUMBERED=tables.numbers is not None,
             POST_SLOTS=config.post_hashes.count,
@@ -276,13 +284,46 @@ class FusedKernels:
             num_warps=4,
         )
 
-    def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
+    def multiply_gate(
+        self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False
+    ) -> None:
+        """See `Kernels.multiply_gate`."""
+        tile = FUSED_TILES.get(self.fusion.chosen.get((GATE, rows), SEPARATE))
+        if tile is None:
+            super().multiply_gate(step, x, weight, gate_value, out, rows, tail=tail)
+        else:
+            self.fusion.gate(tile, step.arrays.counts, CANDIDATES if tail else ROWS, x, weight, out, rows)
+
+    def multiply_rotate(
+        self,
+        step: Step,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        part: Part,
+        layer: int,
+        rows: int,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """See `Kernels.multiply_rotate`."""
+        tile = FUSED_TILES.get(self.fusion.chosen.get((part, rows), SEPARATE))
+        if tile is None:
+            super().multiply_rotate(step, x, weight, out, part, layer, rows, tail=tail)
+        else:
+            self.fusion.rotate(tile, step, CANDIDATES if tail else ROWS, x, weight, out, part, layer, rows)
+
+    def choose_products(
+        self, weights: Sequence[Tensor], fusable: Mapping[str, Tensor], sizes: Sequence[int]
+    ) -> dict[str, Any]:
         """See `Kernels.choose_products`."""
-        return self.products.choose(weights, sizes)
+        found = self.products.choose(weights, sizes)
+        return found | (self.fusion.choose(self, fusable, sizes) if self._fuse else {})
 
     def use_reference(self) -> None:
         """See `Kernels.use_reference`."""
         self.products.chosen.clear()
+        self.fusion.chosen.clear()
 
     def compiled(self) -> int:
         """See `Kernels.compiled`; on all devices, for all engines of the process."""

@@ -6,7 +6,7 @@ pieces of fixed size, because torch computes the last few elements of a call by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from model.config import ModelConfig
 from model.engine import EngineError
 from model.hashing import hash_rows
 from model.layers import MASKED, activate, soft_cap
-from model.split.kernels.contract import Step, Tables, softmax_shift
+from model.split.kernels.contract import Step, Tables, Unfused, softmax_shift
 from model.split.row_check import rows_are_independent, shape_name
 from model.split.step import CANDIDATE, CANDIDATES, HISTORY, TILE_ROWS, TILES, USER, ContextState
 from model.split.step import CANDIDATE_TILES as TAIL_TILES
@@ -37,7 +37,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([function(piece) for piece in flat.split(PIECE)]).view(x.shape)
 
 
-class PortableKernels:
+class PortableKernels(Unfused):
     """Implements `Kernels`. Matrix products run on TILE_ROWS rows a call, or on more where a check found the same bits:
     `row_sizes` holds the checked counts by weight shape, descending.
     """
@@ -85,12 +85,13 @@ class PortableKernels:
     def _small_inputs(self, step: Step, tokens: TokenWeights, tile: slice) -> Tensor:
         """What actions and dwell seconds give a history item, see `TokenWeights`: fp32 `[TILE_ROWS, A or A + 64]`."""
         first = int(step.host.counts[CANDIDATES])
-        history = _padded(step.arrays.history[tile.start - first : tile.stop - first])
-        actions = history[:, :-1]
+        actions = _padded(step.arrays.actions[tile.start - first : tile.stop - first])
         signs = torch.where((actions != 0).any(-1, keepdim=True), 2 * actions - 1, 0.0)
         if not self.config.has_dwell:
             return signs
-        fraction = history[:, -1:].clamp(0, 30) / 30
+        last = len(step.arrays.dwell) + first
+        dwell = step.arrays.dwell[last - tile.stop : last - tile.start, None].flip(0)  # it grows downwards
+        fraction = _padded(dwell).clamp(0, 30) / 30
         return torch.cat((signs, elementwise(lambda x: activate(x, "gelu_tanh"), fraction * tokens.dwell_input)), 1)
 
     def norm(
@@ -199,8 +200,10 @@ class PortableKernels:
         activated = elementwise(lambda x: activate(x, self.config.activation), gates.float().contiguous())
         out[:rows] = activated * values[0] if values else activated
 
-    def choose_products(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
-        """See `Kernels.choose_products`; `sizes` do not matter: every number of rows is cut into checked ones."""
+    def choose_products(
+        self, weights: Sequence[Tensor], fusable: Mapping[str, Tensor], sizes: Sequence[int]
+    ) -> dict[str, Any]:
+        """See `Kernels.choose_products`; nothing is fused, and `sizes` do not matter: every number of rows is cut into checked ones."""
         for weight in weights:
 
             def product(x: Tensor, weight: Tensor = weight) -> Tensor:

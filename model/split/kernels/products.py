@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -103,21 +104,11 @@ class Products:
         return found
 
     def seconds(self, kind: ProductKind, weight: Tensor, rows: int) -> float:
-        """The least that one product takes in a queue of several, of a few readings."""
+        """See `least_seconds`."""
         counts = torch.full((8,), rows, dtype=torch.int32, device=weight.device)
         x = torch.randn(rows, weight.shape[0], device=weight.device).to(weight.dtype)
         out = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        wait = torch.cuda.current_stream(weight.device).synchronize if weight.is_cuda else lambda: None
-        queued, readings = (20, 5) if weight.is_cuda else (1, 3)
-        seen = []
-        for _ in range(readings):
-            wait()
-            start = time.perf_counter()
-            for _ in range(queued):
-                self.multiply_as(kind, counts, ROWS, x, weight, out, rows)
-            wait()
-            seen.append((time.perf_counter() - start) / queued)
-        return min(seen)
+        return least_seconds(partial(self.multiply_as, kind, counts, ROWS, x, weight, out, rows), weight.device)
 
     def equals_reference(self, kind: ProductKind, weight: Tensor, rows: int) -> bool:
         """Whether so many rows times a weight of this shape have the reference's bits, see `rows_are_independent`."""
@@ -138,6 +129,22 @@ def preferred(rows: int, dtype: torch.dtype, *, library: bool) -> tuple[ProductK
     """Kinds to try beside the reference: tiles of other sizes for bf16 alone, the library from where it fills the device."""
     small, large = (("64x32", "64x16"), ("128x128", "128x256")) if dtype == torch.bfloat16 else ((), ())
     return (*(small if rows <= FEW_ROWS else ()), *(((LIBRARY,) * library + large) if rows >= FEW_ROWS else ()))
+
+
+def least_seconds(work: Callable[[], None], device: torch.device) -> float:
+    """The least that one call takes in a queue of several, of a few readings."""
+    on_card = device.type == "cuda"
+    wait = torch.cuda.current_stream(device).synchronize if on_card else lambda: None
+    queued, readings = (20, 5) if on_card else (1, 3)
+    seen = []
+    for _ in range(readings):
+        wait()
+        start = time.perf_counter()
+        for _ in range(queued):
+            work()
+        wait()
+        seen.append((time.perf_counter() - start) / queued)
+    return min(seen)
 
 
 def settle_library() -> None:

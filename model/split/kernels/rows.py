@@ -88,6 +88,18 @@ def norm_head_rows(
 
 
 @triton.jit
+def activated(g, ACTIVATION: tl.constexpr):
+    """`gelu_tanh` (Hendrycks and Gimpel 2016): `g / (1 + exp(−2u))`, `u = sqrt(2/π) · (g + 0.044715 g³)`; `gelu`:
+    `g · (1 + erf(g / √2)) / 2`; `silu`: `g / (1 + exp(−g))`."""
+    if ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        return g / (1.0 + tl.exp(-2.0 * inner))
+    if ACTIVATION == "gelu":
+        return 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    return g / (1.0 + tl.exp(-g))
+
+
+@triton.jit
 def gate_rows(
     gate_value,
     out,
@@ -99,11 +111,7 @@ def gate_rows(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`out = activation(g) · v`; gate_value `[rows, 2·F]` holds g and v side by side. Not GATED: `activation(g)` of `[rows, F]`.
-
-    `gelu_tanh` (Hendrycks and Gimpel 2016): `g / (1 + exp(−2u))`, `u = sqrt(2/π) · (g + 0.044715 g³)`; `gelu`:
-    `g · (1 + erf(g / √2)) / 2`; `silu`: `g / (1 + exp(−g))`.
-    """
+    """`out = activation(g) · v`; gate_value `[rows, 2·F]` holds g and v side by side. Not GATED: `activation(g)` of `[rows, F]`."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(counts + ROW_COUNT):
@@ -112,13 +120,7 @@ def gate_rows(
     there = columns < WIDTH
     source = gate_value + row * (2 * WIDTH if GATED else WIDTH) + columns
     g = tl.load(source, mask=there, other=0.0).to(tl.float32)
-    if ACTIVATION == "gelu_tanh":
-        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        result = g / (1.0 + tl.exp(-2.0 * inner))
-    elif ACTIVATION == "gelu":
-        result = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
-    else:
-        result = g / (1.0 + tl.exp(-g))
+    result = activated(g, ACTIVATION)
     if GATED:
         result *= tl.load(source + WIDTH, mask=there, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=there)

@@ -24,6 +24,32 @@ def hashed_row(id, function):
 
 
 @triton.jit
+def small_inputs(
+    target,
+    history_actions,
+    item,
+    dwell_input,
+    ACTIONS: tl.constexpr,
+    DWELL_WIDTH: tl.constexpr,
+    SMALL: tl.constexpr,
+    SMALL_BLOCK: tl.constexpr,
+):
+    """What actions, and dwell seconds where DWELL_WIDTH is not 0, give a history item: SMALL numbers. Its dwell seconds stand before
+    all actions, `StepArrays`."""
+    columns = tl.arange(0, SMALL_BLOCK)
+    actions = tl.load(history_actions + item * ACTIONS + columns, mask=columns < ACTIONS, other=0.0)
+    acted = tl.max((actions != 0.0).to(tl.int32), 0)
+    small = tl.where((columns < ACTIONS) & (acted != 0), 2.0 * actions - 1.0, 0.0)
+    if DWELL_WIDTH > 0:
+        in_dwell = (columns >= ACTIONS) & (columns < ACTIONS + DWELL_WIDTH)
+        fraction = tl.minimum(tl.maximum(tl.load(history_actions - 1 - item), 0.0), 30.0) / 30.0
+        h = fraction * tl.load(dwell_input + columns - ACTIONS, mask=in_dwell, other=0.0)
+        h = h / (1.0 + tl.exp(-1.5957691216057308 * (h + 0.044715 * h * h * h)))  # tanh gelu, see rows.activated
+        small = tl.where(in_dwell, h, small)
+    tl.store(target + columns, small.to(target.dtype.element_ty), mask=columns < SMALL)
+
+
+@triton.jit
 def gather_rows(
     table,
     slots,
@@ -32,7 +58,7 @@ def gather_rows(
     out,
     out_stride,
     counts,
-    history,
+    history_actions,
     NUMBERED: tl.constexpr,
     POST_SLOTS: tl.constexpr,
     ENTITY_SLOTS: tl.constexpr,
@@ -74,18 +100,9 @@ def gather_rows(
         embedding = tl.load(table + start + place * WIDTH + columns, mask=there & (place != 0), other=0.0)
         tl.store(target + slot * WIDTH + columns, embedding.to(out.dtype.element_ty), mask=there)
     if (slot == ROW_SLOTS) & (row >= candidates) & (is_user == 0):
-        columns = tl.arange(0, SMALL_BLOCK)
-        item = history + (row - candidates) * (ACTIONS + 1)
-        actions = tl.load(item + columns, mask=columns < ACTIONS, other=0.0)
-        acted = tl.max((actions != 0.0).to(tl.int32), 0)
-        small = tl.where((columns < ACTIONS) & (acted != 0), 2.0 * actions - 1.0, 0.0)
-        if DWELL_WIDTH > 0:
-            in_dwell = (columns >= ACTIONS) & (columns < ACTIONS + DWELL_WIDTH)
-            fraction = tl.minimum(tl.maximum(tl.load(item + ACTIONS), 0.0), 30.0) / 30.0
-            h = fraction * tl.load(dwell_input + columns - ACTIONS, mask=in_dwell, other=0.0)
-            h = h / (1.0 + tl.exp(-1.5957691216057308 * (h + 0.044715 * h * h * h)))  # tanh gelu, see rows.gate_rows
-            small = tl.where(in_dwell, h, small)
-        tl.store(target + ENTITY_SLOTS * WIDTH + columns, small.to(out.dtype.element_ty), mask=columns < SMALL)
+        small_inputs(
+            target + ENTITY_SLOTS * WIDTH, history_actions, row - candidates, dwell_input, ACTIONS, DWELL_WIDTH, SMALL, SMALL_BLOCK
+        )  # fmt: skip
 
 
 @triton.jit

@@ -13,8 +13,9 @@ from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 
-SLOW_SECONDS = 0.05
-SLOW, HANG = 2**40, 2**40 + 1  # users whose forward takes that long, or for ever
+SLOW_SECONDS = 0.5
+SLOW = range(2**40, 2**40 + 1000)  # users whose forwards take that long
+HANG = 2**41  # the one whose forward takes for ever
 
 
 class Planted(Replica):
@@ -29,7 +30,7 @@ class Planted(Replica):
         users = {item.context.user_id for item in items}
         if HANG in users:
             self.released.wait()
-        if SLOW in users:
+        if not users.isdisjoint(SLOW):
             time.sleep(SLOW_SECONDS)
 
     async def end(self) -> None:

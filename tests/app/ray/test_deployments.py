@@ -42,11 +42,14 @@ WAIT_SECONDS = 180.0
 
 
 @pytest.fixture(scope="module")
-def rows() -> Iterator[list[Row]]:
+def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
     """What was measured, printed at the end."""
     rows: list[Row] = []
     yield rows
-    os.write(2, f"\n{table(rows)}\n".encode())
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
+        print(f"\n{table(rows)}")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,7 @@ def url() -> Iterator[str]:
         "RAY_raylet_start_wait_time_s": "120",  # on a busy machine the usual 30 are short
         "RAY_agent_register_timeout_ms": "120000",
     }
-    ray.init("local", num_cpus=4, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": HOST, "port": port, "request_timeout_s": 65})
         yield f"http://{HOST}:{port}"
@@ -111,9 +114,14 @@ def post(http: httpx.Client, user: int, **headers: str) -> httpx.Response:
     return http.post("/rank", json=body(user), headers={"x-routing-key": routing_key(user)} | headers)
 
 
+def scrape(url: str) -> str:
+    """The metrics of all replicas."""
+    return httpx.get(f"{url}/metrics", timeout=WAIT_SECONDS).text
+
+
 def replicas(url: str) -> set[int]:
     """Process ids, from the metrics of all replicas."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    families = text_string_to_metric_families(scrape(url))
     return {int(sample.labels["replica"].split(":")[1]) for family in families for sample in family.samples}
 
 
@@ -130,7 +138,9 @@ def running() -> int:
     """Replicas of the ranker that Ray Serve says run."""
     from ray import serve
 
-    return int(serve.status().applications[APP].deployments["Ranker"].replica_states.get("RUNNING", 0))
+    application = serve.status().applications.get(APP)
+    ranker = application and application.deployments.get("Ranker")
+    return int(ranker.replica_states.get("RUNNING", 0)) if ranker else 0
 
 
 @dataclass
@@ -156,7 +166,8 @@ class Load:
             try:
                 got = await client.rank(user, candidates, history, timeout_seconds=10)
             except RankerError as error:
-                self.errors.append(error)
+                if error.status != 429:  # that is an answer: the machine is too busy for this loop
+                    self.errors.append(error)
             else:
                 self.answers.append((user, got.model_version, [each.probabilities for each in got.candidates]))
 
@@ -208,8 +219,8 @@ def test_scores_and_refusals_are_those_of_a_single_process(url: str, rows: list[
     with (
         real(threads=1, limits__max_body_bytes=50_000) as server,
         deployed(settings=limits),
-        httpx.Client(base_url=url) as http,
-        httpx.Client(base_url=server.url) as alone,
+        httpx.Client(base_url=url, timeout=WAIT_SECONDS) as http,
+        httpx.Client(base_url=server.url, timeout=WAIT_SECONDS) as alone,
     ):
         differ = sum(post(http, user).json()["candidates"] != post(alone, user).json()["candidates"] for user in USERS)
         assert post(http, 1).json()["candidates"] != post(http, 2).json()["candidates"]
@@ -238,7 +249,7 @@ def refusal(http: httpx.Client, request: dict[str, Any]) -> tuple[int, str, str,
 
 def hits(url: str) -> float:
     """Of a second request by each user, the share that found its context in a cache."""
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=url, timeout=WAIT_SECONDS) as http:
         for user in USERS:
             assert post(http, user).status_code == 200
         return sum(post(http, user).headers["x-context-cache"] == "hit" for user in USERS) / len(USERS)
@@ -260,8 +271,8 @@ def test_what_ray_costs_a_request(url: str, rows: list[Row]) -> None:
     with (
         real(threads=1) as server,
         deployed(num_replicas=1),
-        httpx.Client(base_url=url) as http,
-        httpx.Client(base_url=server.url) as alone,
+        httpx.Client(base_url=url, timeout=WAIT_SECONDS) as http,
+        httpx.Client(base_url=server.url, timeout=WAIT_SECONDS) as alone,
     ):
         seconds: dict[httpx.Client, list[float]] = {http: [], alone: []}
         for each in (http, alone):
@@ -284,12 +295,12 @@ def test_what_ray_costs_a_request(url: str, rows: list[Row]) -> None:
     assert min(used) > 0
 
 
-def test_one_user_meets_one_replica(url: str, rows: list[Row]) -> None:
+def test_one_user_keeps_to_one_replica(url: str, rows: list[Row]) -> None:
     from ray.serve.config import RequestRouterConfig
 
     with deployed():
         share = hits(url)
-        merged = httpx.get(f"{url}/metrics").text
+        merged = scrape(url)
         served = [line for line in merged.splitlines() if 'http_requests_total{code="200",method="POST"' in line]
         assert len(served) == 2, "each replica has some of the users"
     with deployed(request_router_config=RequestRouterConfig(request_router_class=DEFAULT_ROUTER)):
@@ -304,7 +315,7 @@ def test_a_full_queue_is_429_and_a_disconnect_frees_its_place(url: str) -> None:
     from tests.app.ray.planted import HANG
 
     def waiting() -> float:
-        families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+        families = text_string_to_metric_families(scrape(url))
         return sum(
             sample.value for family in families if family.name == "ranker_queue_requests" for sample in family.samples
         )
@@ -313,15 +324,17 @@ def test_a_full_queue_is_429_and_a_disconnect_frees_its_place(url: str) -> None:
     with deployed(planted=True, num_replicas=1, settings={"queue": queue}), ThreadPoolExecutor(1) as pool:
         hung = pool.submit(httpx.post, f"{url}/rank", json=body(HANG), timeout=10)
         until(lambda: waiting() == 1, "the first is in the queue")
-        reply = httpx.post(f"{url}/rank", json=body(7))
+        reply = httpx.post(f"{url}/rank", json=body(7), timeout=WAIT_SECONDS)
         assert (reply.status_code, reply.json()["code"]) == (429, "overloaded")
         assert int(reply.headers["retry-after"]) >= 1
         assert isinstance(hung.exception(), httpx.ReadTimeout)
         until(lambda: waiting() == 0, "its client has disconnected")
-        assert 'ranker_http_requests_total{code="499"' in httpx.get(f"{url}/metrics").text
+        assert 'ranker_http_requests_total{code="499"' in scrape(url)
 
 
-def test_a_killed_replica_loses_nothing_and_without_the_retry_what_was_in_flight(url: str, rows: list[Row]) -> None:
+def test_what_meets_a_killed_replica_is_not_lost_and_without_the_second_attempt_it_is(
+    url: str, rows: list[Row]
+) -> None:
     from tests.app.ray.planted import SLOW
 
     lost = {}
@@ -334,7 +347,7 @@ def test_a_killed_replica_loses_nothing_and_without_the_retry_what_was_in_flight
                 os.kill(min(before), signal.SIGKILL)
                 until(lambda: running() == 2 and len(replicas(url) - before) == 1, "another replica comes")
 
-            load = under_load(url, [SLOW, *USERS], kill)
+            load = under_load(url, list(SLOW[:40]), kill)  # so that each has some in flight
             assert {error.status for error in load.errors} <= {503}
             lost[attempts] = len(load.errors)
             what = f"requests lost by kill -9 of a replica, {len(load.answers)} answered"
@@ -354,7 +367,7 @@ def test_a_killed_replica_loses_nothing_and_without_the_retry_what_was_in_flight
 
 
 def expected(url: str) -> dict[int, list[list[float]]]:
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=url, timeout=WAIT_SECONDS) as http:
         return {user: [each["probabilities"] for each in post(http, user).json()["candidates"]] for user in USERS}
 
 
@@ -376,10 +389,10 @@ def test_an_update_of_the_checkpoint_loses_nothing_and_crosses_no_versions(
 
     def deploy(checkpoint: Path) -> None:
         ranker["user_config"] = {"checkpoint": str(checkpoint)}
-        client.deploy_apps(ServeDeploySchema.model_validate(config), _blocking=True)
+        client.deploy_apps(ServeDeploySchema.model_validate(config))
 
     def versions() -> set[str]:
-        families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+        families = text_string_to_metric_families(scrape(url))
         return {
             sample.labels["version"]
             for family in families
@@ -399,7 +412,8 @@ def test_an_update_of_the_checkpoint_loses_nothing_and_crosses_no_versions(
 
     try:
         deploy(checkpoints[0])
-        right = {httpx.get(f"{url}/info").json()["model"]["version"]: expected(url)}
+        until(lambda: running() == 2 and len(replicas(url)) == 2, "both replicas serve")
+        right = {httpx.get(f"{url}/info", timeout=WAIT_SECONDS).json()["model"]["version"]: expected(url)}
         processes = replicas(url)
         load = under_load(url, list(USERS), update)
         right["second"] = expected(url)
@@ -434,7 +448,7 @@ def test_a_stalled_engine_is_replaced(url: str, rows: list[Row]) -> None:
         with pytest.raises(httpx.HTTPError):
             httpx.post(f"{url}/rank", json=body(HANG), timeout=1)
         seconds = until(lambda: running() == 1 and replicas(url) not in (set(), {before}), "another process serves")
-        assert httpx.post(f"{url}/rank", json=body(7)).status_code == 200
+        assert httpx.post(f"{url}/rank", json=body(7), timeout=WAIT_SECONDS).status_code == 200
     rows.append(Row("Ray 6", "a stalled engine's replica is another one after", 1, 0, seconds, WAIT_SECONDS, "s"))
 
 
@@ -449,7 +463,7 @@ def test_replicas_come_while_requests_wait_and_go_afterwards(url: str, rows: lis
     )  # fmt: skip
     with deployed(planted=True, autoscaling_config=scaling):
         assert running() == 1
-        load = under_load(url, [SLOW], lambda: until(lambda: running() == 2, "a second replica comes"))
+        load = under_load(url, list(SLOW[:1]), lambda: until(lambda: running() == 2, "a second replica comes"))
         down = until(lambda: running() == 1, "it goes")
     rows.append(
         Row(

@@ -18,7 +18,7 @@ from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.request import retrieval_contract as contract
 from app.request import strict_json
 from app.request.codec import Codec, load_library
-from app.request.reply import Joined, ReplyFormat, render_joined
+from app.request.reply import Joined, ReplyFormat, head_of, names_of, render_joined
 from app.request.retrieval import PostsRequest, Reading, check_posts, read_compiled, read_posts
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -262,12 +262,10 @@ def replies(library: ctypes.PyDLL, numbers: np.ndarray[Any, Any], wish: dict[str
     request = checked(json.dumps({"user_id": 1} | wish).encode(), VOCABULARY, VOCABULARY)
     posts = found([1.0 - place / 7 for place in range(count)])
     scores = Scores(numbers, numbers, np.ascontiguousarray(numbers[:, :1]))
-    joined = Joined({"models": 1}, {"visible": 9}, posts.scores)
+    ranked = request.ranking(posts)
+    joined = Joined(head_of(names_of(ranked, form), models=1), {"visible": 9}, posts.scores)
     forms = [replace(form, codec=models[1].vocabulary.codec), form]
-    return [
-        render_joined(request.ranking(posts), scores, one, joined, history_used=0, timings_ms={"parse": 0.5})
-        for one in forms
-    ]
+    return [render_joined(ranked, scores, one, joined, history_used=0, timings_ms={"parse": 0.5}) for one in forms]
 
 
 WISHED = [

@@ -40,7 +40,7 @@ def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
         event(server, "draining")
         assert status(server, "/readyz") == 503  # at once, and still listening
         assert status(server, "/livez") == 200
-        assert server.process.wait(10) == 0
+        assert server.process.wait(30) == 0
         assert event(server, "stopped")["exit_code"] == 0
 
 
@@ -52,14 +52,14 @@ def test_sighup_reads_the_checkpoint_again_and_a_second_signal_ends_at_once() ->
         server.process.send_signal(signal.SIGTERM)
         event(server, "draining")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 128 + signal.SIGTERM
+        assert server.process.wait(30) == 128 + signal.SIGTERM
 
 
 def test_a_signal_while_loading_ends_in_order() -> None:
     with started(drain__delay_seconds="0") as server:
         assert event(server, "listening")["port"] == server.port
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("place", ["missing", "broken"])
@@ -77,5 +77,5 @@ def test_a_first_load_that_fails_in_a_drain_ends_the_process_with_1() -> None:
         event(server, "listening")
         server.process.send_signal(signal.SIGTERM)
         event(server, "draining")
-        assert server.process.wait(20) == 1
+        assert server.process.wait(30) == 1
         assert event(server, "stopped")["exit_code"] == 1

@@ -88,7 +88,7 @@ def test_post_rank_gives_the_trainers_scores(trained: tuple[Path, Examples, np.n
 def body_of(examples: Examples, index: int) -> dict[str, Any]:
     """A request of the log as a caller would send it: the whole history, names for actions, seconds for times."""
     log = examples.log
-    events = examples.events[examples.first[index] : examples.last[index]]
+    events = examples.events.take(np.arange(examples.first[index], examples.last[index]))
     rows = examples.rows(index)
 
     def ids(values: np.ndarray[Any, Any]) -> list[str]:
@@ -97,11 +97,11 @@ def body_of(examples: Examples, index: int) -> dict[str, Any]:
     return {
         "user_id": str(log.user_id[rows[0]]),
         "history": {
-            "post_id": ids(log.post_id[events]),
-            "author_id": ids(log.author_id[events]),
-            "actions": [[n for n, done in zip(log.action_names, log.actions[e], strict=True) if done] for e in events],
-            "product_surface": log.product_surface[events].tolist(),
-            "dwell_time": log.dwell_seconds[events].astype(float).tolist(),
+            "post_id": ids(events.post_id),
+            "author_id": ids(events.author_id),
+            "actions": [[n for n, done in zip(log.action_names, row, strict=True) if done] for row in events.actions],
+            "product_surface": events.product_surface.tolist(),
+            "dwell_time": events.dwell_seconds.astype(float).tolist(),
         },
         "candidates": {
             "post_id": ids(log.post_id[rows]),

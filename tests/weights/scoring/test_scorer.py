@@ -21,7 +21,7 @@ from weights.checkpoint import CheckpointError, load_checkpoint
 from weights.scoring import scorer as module
 from weights.scoring.scorer import Scorer
 from weights.training.examples import Examples
-from weights.training.log import LogError, log_of
+from weights.training.log import COLUMNS, LogError, log_of
 from weights.training.world.simulate import World
 
 DEMO = Path("weights/demo")
@@ -42,7 +42,7 @@ def table(world: World) -> Any:
 
 def as_table(world: World) -> Any:
     log = world.log
-    columns = {name: getattr(log, name) for name in log.__dataclass_fields__ if name not in ("actions", "action_names")}
+    columns = {name: getattr(log, name) for name in COLUMNS}
     columns |= {f"action.{name}": log.actions[:, place] for place, name in enumerate(log.action_names)}
     return pa.table(columns)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weights.training.processes import Processes
+from weights.training.processes import joined
 
 PATIENCE_SECONDS = 100
 
@@ -23,11 +23,14 @@ def on_ranks(size: int, work: Callable[..., None], place: Path, *arguments: Any)
     `place` is a new directory to meet in; what a rank raised is written to `error-RANK` there.
     """
     place.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["tests.weights.training.ranks", "weights.training.run", "matplotlib.pyplot", "torch._dynamo", "pytest"]
     )
-    started = [context.Process(target=_rank, args=(rank, size, place, work, arguments)) for rank in range(size)]
+    started = [
+        context.Process(target=_rank, args=(rank, size, store.port, place, work, arguments)) for rank in range(size)
+    ]
     for process in started:
         process.start()
     for process in started:
@@ -37,12 +40,13 @@ def on_ranks(size: int, work: Callable[..., None], place: Path, *arguments: Any)
     return [process.exitcode for process in started]
 
 
-def _rank(rank: int, size: int, place: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _rank(rank: int, size: int, port: int, place: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=size)
     try:
-        work(Processes(rank, size), *arguments)
+        with joined("cpu") as processes:
+            work(processes, *arguments)
     except Exception as error:
         (place / f"error-{rank}").write_text(str(error))
         sys.exit(1)

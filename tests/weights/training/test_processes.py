@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 pytest.importorskip("pyarrow")
 
 from safetensors.torch import load_file, save_file
+from torch.distributed.run import config_from_args, get_args_parser
 
 from model.batch import Batch
 from model.ranker import Tables
@@ -168,6 +170,15 @@ def test_a_run_resumes_with_another_number_of_processes(world: World, undisturbe
     assert on_ranks(2, a_run, tmp_path / "ranks", world.log, RUN, state, True) == [0, 0]
     both, mixed = (load_file(path / STATE_NAME)["curve"][:, 1] for path in (undisturbed, state))
     assert float(((both - mixed).abs() / both).max()) < TOLERANCE
+
+
+def test_torchrun_takes_the_command_of_the_page_as_it_is_meant() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+    words = shlex.split(next(line for line in page.splitlines() if line.startswith("torchrun ")))
+    config, _, arguments = config_from_args(get_args_parser().parse_args(words[1:]))
+    assert config.nproc_per_node == 2
+    module = words.index("weights")
+    assert arguments[-len(words[module:]) - 1 :] == ["-m", *words[module:]]
 
 
 def with_other_seeds(processes: Processes, log: Log) -> None:

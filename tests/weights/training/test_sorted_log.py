@@ -1,0 +1,148 @@
+"""A log sorted on disk trains with the bits of one in memory, whatever its partitions, and takes no memory for its rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+
+import pyarrow.parquet as pq
+
+from tests.weights.training.small_run import TRAINING, small_config
+from weights.training import sorted_log
+from weights.training.examples import Examples
+from weights.training.log import COLUMNS, LogError, aligned, read_log, write_log
+from weights.training.run import train
+from weights.training.sorted_log import open_sorted, sort_log
+from weights.training.world.simulate import World
+
+
+@pytest.fixture
+def shuffled(world: World, tmp_path: Path) -> Path:
+    """The world's log in two files, its rows in no order."""
+    order = np.random.default_rng(1).permutation(len(world.log))
+    source = tmp_path / "log"
+    source.mkdir()
+    for number, rows in enumerate(np.array_split(order, 2)):
+        write_log(source / f"{number}.parquet", world.log.take(rows))
+    return source
+
+
+@pytest.mark.parametrize("partition_rows", [500, 100_000])
+def test_a_sorted_log_has_every_bit_of_one_in_memory(
+    partition_rows: int,
+    world: World,
+    shuffled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sorted_log, "PARTITION_ROWS", partition_rows)
+    assert sort_log(shuffled, tmp_path / "sorted") == len(world.log)
+    log = open_sorted(tmp_path / "sorted")
+    found = Examples(log, small_config())
+    expected = Examples(read_log(shuffled), small_config())
+    assert found.fingerprint == expected.fingerprint != Examples(world.log, small_config()).fingerprint
+    for name in ("starts", "stops", "times", "users", "first", "last"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+    for name in (*COLUMNS, "actions"):
+        assert np.array_equal(getattr(found.log, name), getattr(expected.log, name)), name
+        assert np.array_equal(getattr(found.events, name), getattr(expected.events, name)), name
+    assert {path.name for path in (tmp_path / "sorted").iterdir()} == {
+        "events.bin", "first.npy", "impressions.bin", "last.npy", "log.json", "starts.npy", "users.npy", "times.npy"
+    }  # fmt: skip
+
+
+def test_training_from_a_sorted_log_gives_the_same_bits(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sorted_log, "PARTITION_ROWS", 700)
+    write_log(tmp_path / "log.parquet", world.log)
+    sort_log(tmp_path / "log.parquet", tmp_path / "sorted")
+    log = open_sorted(tmp_path / "sorted")
+    plain, mapped = Examples(world.log, small_config()), Examples(log, small_config())
+    assert mapped.fingerprint == plain.fingerprint
+    assert mapped.fingerprint != Examples(world.log.take(np.arange(5000)), small_config()).fingerprint
+    until = int(plain.times[len(plain) // 2])
+    settings = replace(TRAINING, epochs=0.3, init="unit")
+    rankers = [train(each, small_config(), settings, until_ts=until) for each in (world.log, log)]
+    states = [ranker.state_dict() for ranker in rankers]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_what_cannot_be_used_is_refused_and_leaves_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sorted_log, "PARTITION_ROWS", 700)
+    times = world.log.impression_ts.copy()
+    times[world.log.request_id == world.log.request_id[0]] -= (
+        np.arange(np.sum(world.log.request_id == world.log.request_id[0])) * 400_000
+    )
+    write_log(tmp_path / "log.parquet", replace(world.log, impression_ts=times))
+    with pytest.raises(LogError, match="one request_id differ in user_id or impression_ts"):
+        sort_log(tmp_path / "log.parquet", tmp_path / "sorted")
+    assert not (tmp_path / "sorted").exists()
+    pq.write_table(pq.read_table(tmp_path / "log.parquet").slice(0, 0), tmp_path / "empty.parquet")
+    with pytest.raises(LogError, match="holds no impressions"):
+        sort_log(tmp_path / "empty.parquet", tmp_path / "sorted")
+    write_log(tmp_path / "log.parquet", world.log)
+    sort_log(tmp_path / "log.parquet", tmp_path / "sorted")
+    with pytest.raises(LogError, match="exists already"):
+        sort_log(tmp_path / "log.parquet", tmp_path / "sorted")
+    names = world.log.action_names
+    log = open_sorted(tmp_path / "sorted")
+    assert aligned(log, names) is log
+    with pytest.raises(LogError, match="other order"):
+        aligned(log, names[::-1])
+    (tmp_path / "sorted" / "events.bin").unlink()
+    with pytest.raises(LogError, match="not a log that sort-log wrote"):
+        open_sorted(tmp_path / "sorted")
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from tests.weights.training.small_run import TRAINING, small_config
+from dataclasses import replace
+from weights.training.log import read_log
+from weights.training.run import train
+from weights.training.sorted_log import open_sorted, sort_log
+how, log, limit = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+try:
+    if how == "stream":
+        sort_log(log, log.with_name("sorted"))
+        log = open_sorted(log.with_name("sorted"))
+    else:
+        log = read_log(log)
+    train(log, small_config(), replace(TRAINING, epochs=0.0001))
+except (MemoryError, RuntimeError) as error:
+    sys.exit(f"no memory: {error}")
+"""
+
+
+@pytest.mark.long
+def test_a_log_that_does_not_fit_into_memory_trains(tmp_path: Path) -> None:
+    """The world at ten times the demo's size, and a process that may hold less than half of its rows."""
+    from loadtest.bench.train import demo_log_times
+
+    rows = demo_log_times(10, tmp_path / "log")
+    limit = 700 * 2**20
+
+    def run(how: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", LIMITED, how, str(tmp_path / "log"), str(limit)], capture_output=True, text=True
+        )
+
+    assert rows * 79 > limit
+    held = run("memory")
+    assert held.returncode, "the control: in memory it does not fit"
+    done = run("stream")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,200 @@
+"""A log sorted on disk, for logs larger than memory: training maps it and reads a request at a time, with the bits of a log in memory.
+
+`impressions.bin` and `events.bin` are rows of one size; `starts.npy`, `times.npy`, `users.npy`, `first.npy` and `last.npy` hold a
+number a request (see `log.Index`); `log.json` says what the rows are.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.dataset as ds
+from numpy.typing import NDArray
+
+from weights.training.examples import histories
+from weights.training.log import (
+    COLUMNS,
+    Index,
+    Log,
+    LogError,
+    action_names,
+    check_requests,
+    open_log,
+    tables_of,
+    unsorted,
+)
+
+FACTS_NAME = "log.json"
+PARTITION_ROWS = 500_000
+"""About so many rows are sorted at once: 79 bytes each with the world's actions, a few times over."""
+MAX_PARTITIONS = 500
+SAMPLE_ROWS = 200_000
+PER_REQUEST = ("starts", "times", "users", "first", "last")
+Rows = NDArray[Any]  # of a structured dtype
+
+
+class Ranges:
+    """Rows on their way into files by ranges of one column. A file keeps the order in which its rows came."""
+
+    def __init__(self, directory: Path, kind: np.dtype[Any], column: str, cuts: NDArray[Any]) -> None:
+        self.directory, self.kind, self.column, self.cuts = directory, kind, column, cuts
+        directory.mkdir()
+
+    def __len__(self) -> int:
+        return len(self.cuts) + 1
+
+    def add(self, rows: Rows) -> None:
+        """Equal values always go to the same file."""
+        place = np.searchsorted(self.cuts, rows[self.column], side="right")
+        order = np.argsort(place, kind="stable")
+        edges = np.searchsorted(place[order], np.arange(len(self) + 1))
+        for number in np.flatnonzero(np.diff(edges)):
+            with (self.directory / str(number)).open("ab") as file:
+                rows[order[edges[number] : edges[number + 1]]].tofile(file)
+
+    def take(self, number: int) -> Rows:
+        """The rows of one range; its file is gone then."""
+        path = self.directory / str(number)
+        if not path.exists():
+            return np.empty(0, self.kind)
+        rows = np.fromfile(path, self.kind)
+        path.unlink()
+        return rows
+
+
+def sort_log(
+    source: Path, out: Path, progress: Callable[[str, int, int], None] = lambda what, done, total: None
+) -> int:
+    """Sort a Parquet file, or a directory of such, into the new directory `out`; the number of rows.
+
+    Memory: a partition, and 8 bytes a request. Raises LogError as `read_log` does, and where `out` exists.
+    """
+    dataset, where = open_log(source), str(source)
+    names, rows = action_names(dataset.schema, where), int(dataset.count_rows())
+    if out.exists():
+        raise LogError(f"{out} exists already: choose another place")
+    if not rows:
+        raise LogError(f"{where} holds no impressions")
+    work = out.with_name(f"{out.name}.unfinished")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    kind = np.dtype(
+        [(name, column.to_pandas_dtype()) for name, column in COLUMNS.items()] + [("actions", "?", len(names))]
+    )
+    time_cuts, user_cuts = _cuts(dataset, rows)
+    by_time = Ranges(work / "by-time", kind, "impression_ts", time_cuts)
+    done = 0
+    for table in tables_of(dataset, PARTITION_ROWS):
+        by_time.add(_rows_of(unsorted(table, where), kind))
+        done += len(table)
+        progress("split by time", done, rows)
+    events = Ranges(work / "events", kind, "user_id", user_cuts)
+    facts = _write_impressions(work, by_time, events, names, where)
+    _write_events(work, events, user_cuts)
+    for directory in (by_time.directory, events.directory):
+        directory.rmdir()
+    (work / FACTS_NAME).write_text(json.dumps({"rows": rows, "actions": names, **facts}))
+    work.rename(out)
+    return rows
+
+
+def open_sorted(directory: Path) -> Log:
+    """The log in a directory that `sort_log` wrote, mapped. Raises LogError where there is none."""
+    try:
+        facts = json.loads((directory / FACTS_NAME).read_bytes())
+        names = tuple(facts["actions"])
+        kind = np.dtype(
+            [(name, column.to_pandas_dtype()) for name, column in COLUMNS.items()] + [("actions", "?", len(names))]
+        )
+        events = _log_of(_mapped(directory / "events.bin", kind), names)
+        per_request = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in PER_REQUEST}
+        index = Index(**per_request, events=events, surfaces=facts["surfaces"], fingerprint=facts["fingerprint"])
+        return _log_of(_mapped(directory / "impressions.bin", kind), names, index)
+    except (OSError, ValueError, KeyError) as error:
+        raise LogError(f"{directory} is not a log that sort-log wrote: {error}") from error
+
+
+def _cuts(dataset: ds.FileSystemDataset, rows: int) -> list[NDArray[Any]]:
+    """Where to cut the times and the users into ranges of about PARTITION_ROWS, from a sample. No bit of the result depends on it."""
+    every, partitions = -(-rows // SAMPLE_ROWS), min(MAX_PARTITIONS, -(-rows // PARTITION_ROWS))
+    sample: dict[str, list[NDArray[Any]]] = {"impression_ts": [], "user_id": []}
+    for table in tables_of(dataset, PARTITION_ROWS, columns=list(sample)):
+        for name, values in sample.items():
+            values.append(table[name].cast(COLUMNS[name]).to_numpy()[::every])
+    ordered = [np.sort(np.concatenate(values)) for values in sample.values()]
+    return [np.unique(values[np.arange(1, partitions) * len(values) // partitions]) for values in ordered]
+
+
+def _write_impressions(
+    work: Path, by_time: Ranges, events: Ranges, names: tuple[str, ...], where: str
+) -> dict[str, Any]:
+    """Write the rows by time, then request, and what there is a number a request of; the engaged rows go to `events`."""
+    checksums, surfaces, done = dict.fromkeys((*COLUMNS, "actions"), 0), 0, 0
+    starts, times, users, ids = [], [], [], []
+    with (work / "impressions.bin").open("wb") as file:
+        for number in range(len(by_time)):
+            rows = by_time.take(number)
+            if not len(rows):
+                continue
+            rows = rows[np.lexsort((rows["request_id"], rows["impression_ts"]))]
+            check_requests(_log_of(rows, names), where)
+            rows.tofile(file)
+            for name in checksums:
+                checksums[name] = zlib.crc32(np.ascontiguousarray(rows[name]).data, checksums[name])
+            first = np.flatnonzero(np.diff(rows["request_id"], prepend=rows["request_id"][:1] + np.uint64(1)))
+            starts.append(done + first)
+            times.append(rows["impression_ts"][first])
+            users.append(rows["user_id"][first])
+            ids.append(rows["request_id"][first])
+            events.add(rows[rows["actions"].any(1)])
+            surfaces = max(surfaces, int(rows["product_surface"].max(initial=-1)) + 1)
+            done += len(rows)
+    if len(np.unique(np.concatenate(ids))) < sum(map(len, ids)):
+        raise LogError(f"{where}: impressions of one request_id differ in user_id or impression_ts")
+    for name, values in (("starts", starts), ("times", times), ("users", users)):
+        np.save(work / f"{name}.npy", np.concatenate(values))
+    return {"surfaces": surfaces, "fingerprint": checksums}
+
+
+def _write_events(work: Path, events: Ranges, user_cuts: NDArray[Any]) -> None:
+    """Write the engaged rows by user, then time, and which of them are before each request."""
+    users, times = np.load(work / "users.npy"), np.load(work / "times.npy")
+    place = np.searchsorted(user_cuts, users, side="right")
+    first, last = np.empty(len(users), np.int64), np.empty(len(users), np.int64)
+    done = 0
+    with (work / "events.bin").open("wb") as file:
+        for number in range(len(events)):
+            rows, requests = events.take(number), np.flatnonzero(place == number)
+            order, begin, end = histories(rows["user_id"], rows["impression_ts"], users[requests], times[requests])
+            rows[order].tofile(file)
+            first[requests], last[requests] = done + begin, done + end
+            done += len(rows)
+    np.save(work / "first.npy", first)
+    np.save(work / "last.npy", last)
+
+
+def _rows_of(log: Log, kind: np.dtype[Any]) -> Rows:
+    rows = np.empty(len(log), kind)
+    for name in kind.names or ():
+        rows[name] = getattr(log, name)
+    return rows
+
+
+def _log_of(rows: Rows, names: tuple[str, ...], index: Index | None = None) -> Log:
+    return Log(**{name: rows[name] for name in COLUMNS}, actions=rows["actions"], action_names=names, index=index)
+
+
+def _mapped(path: Path, kind: np.dtype[Any]) -> Rows:
+    """The rows of a file, read where they are looked at, a page at a time: what lies around a request is of no use to the next."""
+    if not path.stat().st_size:
+        return np.empty(0, kind)
+    rows = np.memmap(path, kind, "r")
+    rows._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+    return np.asarray(rows)
