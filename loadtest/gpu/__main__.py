@@ -25,6 +25,28 @@ from loadtest.gpu.phases import BISECT, Phase, Record, all_phases
 from loadtest.machine import commit
 
 
+class Stop:
+    """Ends the bench at a signal, but not while a process is being begun, which would then be lost and go on."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self._number = 0
+
+    def __call__(self, number: int, _frame: object) -> None:
+        self._number = number
+        if not self.is_held:
+            sys.exit(128 + number)
+
+    def release(self) -> None:
+        """Raises SystemExit where a signal has come meanwhile."""
+        self.is_held = False
+        if self._number:
+            sys.exit(128 + self._number)
+
+
+STOP = Stop()
+
+
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gpu", description=__doc__)
@@ -56,7 +78,7 @@ def main(given: list[str] | None = None) -> int:
     started = time.monotonic()
     ended: dict[str, str] = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, STOP)
     try:
         if options.device == "cuda" and not torch.cuda.is_available():
             print("no CUDA device here: nothing was measured (try --device cpu --tiny)", file=sys.stderr)
@@ -98,20 +120,30 @@ def run_apart(options: argparse.Namespace, name: str, phase: Phase, **environmen
     # what is measured is compiled, whatever the caller was trying before
     inherited = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     try:
-        finished = subprocess.run(
-            command, env=inherited | environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False
-        )
+        code, said = _finished(command, inherited | environment, limit)
     except subprocess.TimeoutExpired:
         end = f"hung: not done after {limit:g} s"
     else:
-        words = (finished.stderr.strip().splitlines() or ["no word"])[-1]
-        code = finished.returncode
+        words = (said.strip().splitlines() or ["no word"])[-1]
         end = {0: "ok", 1: "problems"}.get(code) or (
             f"failed: {words}" if code > 0 else f"died by signal {-code}: {words}"
         )
     if end.startswith(("hung", "died", "failed")):
         write(options.log, {"phase": name, "problem": end})
     return end
+
+
+def _finished(command: list[str], environment: dict[str, str], limit: float) -> tuple[int, str]:
+    """Exit code and standard error. Whatever ends the wait ends the process."""
+    STOP.is_held = True
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            STOP.release()
+            said = child.communicate(timeout=limit)[1]
+        except BaseException:
+            child.kill()
+            raise
+    return child.returncode, said
 
 
 def run_phase(options: argparse.Namespace) -> int:

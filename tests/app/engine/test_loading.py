@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,11 @@ def test_the_threads_of_a_shadow_stand_back_behind_all_others(small: Path, stand
     pytest.importorskip("model.native.kernel")
 
     def nice() -> dict[str, int]:
-        tasks = Path("/proc/self/task")
-        return {task.name: os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks.iterdir()}
+        found = {}
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(ProcessLookupError):  # another one that ends meanwhile
+                found[task.name] = os.getpriority(os.PRIO_PROCESS, int(task.name))
+        return found
 
     before = nice()
     settings = Settings(device="cpu", threads=3, backend="native")
@@ -80,5 +84,5 @@ def test_the_threads_of_a_shadow_stand_back_behind_all_others(small: Path, stand
     new = {task: value for task, value in nice().items() if task not in before}
     assert len(new) >= 2
     assert (max(new.values()) == loading.NICE) == stands_back
-    assert {task: value for task, value in nice().items() if task in before} == before
+    assert all(before[task] == value for task, value in nice().items() if task in before)
     model.engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from loadtest.gpu import checks
-from loadtest.gpu.__main__ import arguments, main, read, run_apart, summary, write
+from loadtest.gpu.__main__ import Stop, arguments, main, read, run_apart, summary, write
 from loadtest.gpu.card import Card
 from loadtest.gpu.checks import equal_bits, make_engine, parity, small_config
 from loadtest.gpu.compare import main as main_of_compare
@@ -96,7 +97,7 @@ def test_a_bench_that_is_stopped_still_says_what_it_has(tmp_path: Path) -> None:
     assert running.stdout is not None
     assert running.stdout.readline().startswith("environment")  # the next phase hangs
     running.terminate()
-    last = json.loads(running.communicate(timeout=60)[0].splitlines()[-1])
+    last = json.loads(running.communicate(timeout=60)[0].splitlines()[-1])  # no phase lives on with its output
     assert (running.returncode, last["ok"]) == (143, False)
     assert last["phases"] == {"environment": "ok", "products": "stopped"}
 
@@ -137,14 +138,14 @@ def test_a_phase_that_hangs_or_dies_costs_no_other(tmp_path: Path, monkeypatch: 
     """The phases are short scripts here: what is tested is how the bench takes their ends."""
     ends = {"environment": "import os; os.kill(os.getpid(), 11)", "products": "import time; time.sleep(60)", "bisect": "",
             "bits": "print('\\nboom', file=__import__('sys').stderr); raise SystemExit(3)"}  # fmt: skip
-    run_process = subprocess.run
+    popen = subprocess.Popen
 
-    def run(command: list[str], **options: Any) -> Any:
+    def begin(command: list[str], **options: Any) -> Any:
         name = command[command.index("--run") + 1]
         assert bool(options["env"].get("CUDA_LAUNCH_BLOCKING")) == (name == "bisect")
-        return run_process([sys.executable, "-c", ends[name]], **options)
+        return popen([sys.executable, "-c", ends[name]], **options)
 
-    monkeypatch.setattr("loadtest.gpu.__main__.subprocess.run", run)
+    monkeypatch.setattr("loadtest.gpu.__main__.subprocess.Popen", begin)
     options = arguments(["--device", "cpu", "--tiny", "--phase-seconds", "3"])
     options.log = tmp_path / "log.jsonl"
     phases = all_phases([])
@@ -261,3 +262,22 @@ def test_cached_work_is_the_candidates_alone() -> None:
     assert forward_work(config, 97, 128, cached=True).flops == pytest.approx(2 * cached.flops)
     assert cold.flops > cached.flops
     assert forward_work(config, 0, 64, cached=False).flops == forward_work(config, 0, 64, cached=True).flops
+
+
+def test_a_signal_while_a_phase_begins_ends_the_bench_and_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, begun = Stop(), []
+    popen = subprocess.Popen
+
+    def begin(*arguments: Any, **options: Any) -> Any:
+        begun.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        stop(signal.SIGTERM, None)
+        return begun[0]
+
+    monkeypatch.setattr("loadtest.gpu.__main__.STOP", stop)
+    monkeypatch.setattr("loadtest.gpu.__main__.subprocess.Popen", begin)
+    options = arguments(["--device", "cpu", "--tiny"])
+    options.log = Path(os.devnull)
+    with pytest.raises(SystemExit) as ended:
+        run_apart(options, "environment", all_phases([])["environment"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert begun[0].returncode == -signal.SIGKILL
