@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ LONG = (  # the files that take longest, the longest first
     "loadtest/test_locustfile.py",
     "e2e/test_client_package.py",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads_of_torch() -> Iterator[None]:
+    """An engine sets them for the whole process: each file leaves as many as it has found, for bits depend on them."""
+    torch = sys.modules.get("torch")
+    before = 0 if torch is None else torch.get_num_threads()
+    yield
+    if torch is not None:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
