@@ -23,7 +23,7 @@ from loadtest.machine import ROOT, machine
 from loadtest.timing import Figure, ratio
 from model.create import EngineOptions
 from weights.checkpoint import load_checkpoint
-from weights.scoring.job import score_log
+from weights.scoring.job import PARTITION_ROWS, score_log
 from weights.scoring.scorer import Scorer, batches
 from weights.training.log import write_log
 from weights.training.world.settings import WorldSettings
@@ -36,7 +36,7 @@ import re, sys, time
 from pathlib import Path
 from model.create import EngineOptions
 from weights.checkpoint import load_checkpoint
-from weights.scoring.job import score_log
+from weights.scoring.job import PARTITION_ROWS, score_log
 from weights.scoring.scorer import Scorer
 scorer = Scorer(load_checkpoint(sys.argv[1]), EngineOptions())
 began = time.perf_counter()
@@ -101,14 +101,18 @@ def copies(log: Path, times: int, directory: Path) -> None:
 
 
 def memory_rows(rows: int) -> tuple[list[Row], list[dict[str, float]]]:
-    """Jobs over a world's log, and over ten times as much, with partitions of equal size."""
+    """Jobs over a world's log, and over ten times as much, with partitions of equal size, no larger than a job's own."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        users = max(40, round(rows / 10 / 570))  # of about 570 impressions each
+        users = max(40, round(rows / 10 / 1250))  # of about 1 250 impressions each
+        parts = -(-rows // 10 // PARTITION_ROWS)
         write_log(place / "one.parquet", simulate(WorldSettings(users=users, new_users=0)).log)
         for name, times in (("less", 1), ("more", 10)):
             copies(place / "one.parquet", times, place / name)
-        less, more = (job_of(place / name, place / f"{name}-out", parts) for name, parts in (("less", 1), ("more", 10)))
+        less, more = (
+            job_of(place / name, place / f"{name}-out", parts)
+            for name, parts in (("less", parts), ("more", 10 * parts))
+        )
     name = f"{more['rows']:.0f} impressions ÷ {less['rows']:.0f}: most memory of the job"
     return [Row(name, Figure.of([more["MiB"] / less["MiB"]]), "", 2.0, False)], [less, more]
 
