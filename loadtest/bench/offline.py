@@ -36,7 +36,7 @@ import re, sys, time
 from pathlib import Path
 from model.create import EngineOptions
 from weights.checkpoint import load_checkpoint
-from weights.scoring.job import PARTITION_ROWS, score_log
+from weights.scoring.job import score_log
 from weights.scoring.scorer import Scorer
 scorer = Scorer(load_checkpoint(sys.argv[1]), EngineOptions())
 began = time.perf_counter()
