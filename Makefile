@@ -16,7 +16,7 @@ DEMO = $(if $(filter-out 0,$(RANKER_FRONTS)),,$(filter weights/demo,$(CHECKPOINT
 RETRIEVAL ?= $(if $(DEMO),$(wildcard weights/demo-towers))
 CORPUS ?= $(if $(DEMO),$(wildcard weights/demo-posts))
 
-.PHONY: emulators chromium haproxy nginx envoy istio screenshots wrk soak hostile-plot overload-plot help install serve test test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-train bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
+.PHONY: emulators chromium haproxy nginx envoy istio screenshots wrk soak hostile-plot overload-plot help install serve test test-long test-light test-ray demo bench bench-front bench-retrieve bench-offline bench-train bench-cluster bench-gpu compare-gpu kernels profile load load-open load-search load-report load-compare peers test-bits fuzz check hooks audit mutants files lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -53,16 +53,16 @@ emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests t
 # What compares speeds, and so needs the machine to itself; everything else runs several files at a time.
 ALONE := $(addprefix tests/reliability/test_,b11_budgets.py b3_long_bodies.py b4_slow.py rows.py)
 
-# A failure is tried once more, with its traceback kept; .ci/run names what passed only then, as a fault to mend.
-PYTEST := $(BIN)/python -m pytest --reruns 1 --rerun-show-tracebacks
-
 # A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
 WORKERS ?= 3
 
 test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy nginx envoy ## every test that needs no GPU
 	@failed=0; \
-	OMP_NUM_THREADS=1 $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%) || failed=1; \
-	$(PYTEST) $(ALONE) || failed=1; exit $$failed
+	OMP_NUM_THREADS=1 .ci/twice $(BIN)/python --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%) || failed=1; \
+	.ci/twice $(BIN)/python $(ALONE) || failed=1; exit $$failed
+
+test-long: $(VENV)/.installed wrk haproxy nginx ## the long forms of properties that no other target runs: a quarter of an hour
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
 	$(PYTHON) .ci/test-light

@@ -250,8 +250,13 @@ class Service(Protocol):
 async def ranked(service: Service, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
     """`Service.rank` for a task. Raises the error that it ended with; cancelling it drops the work."""
     ended: asyncio.Future[Ranked | ServiceError] = asyncio.get_running_loop().create_future()
+
+    def done(result: Ranked | ServiceError) -> None:
+        if not ended.done():  # a cancelled task has yet to release its ticket
+            ended.set_result(result)
+
     try:
-        service.rank(ticket, context, candidates, ended.set_result)
+        service.rank(ticket, context, candidates, done)
         result = await ended
     finally:
         ticket.release()

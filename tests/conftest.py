@@ -1,4 +1,4 @@
-"""For all tests: the loop of coroutines, the order of files, and as much time for a second try as for the first."""
+"""For all tests: the loop of coroutines and the order of files."""
 
 from __future__ import annotations
 
@@ -61,12 +61,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take files in this order: none of them is left with a long one at the end."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """pytest-timeout begins once for all tries, and stops at the first failure: a second try could hang for ever."""
-    if getattr(item, "execution_count", 1) > 1:
-        from pytest_timeout import _get_item_settings
-
-        item.ihook.pytest_timeout_set_timer(item=item, settings=_get_item_settings(item))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from app.engine.tell import tell
 from app.errors import DeadlineExceeded, ServiceError
 from app.interface import Done, Ranked
 from app.scheduling.job import Job
@@ -64,7 +65,8 @@ class RankJob(Job):
             return
         self.release()
         if error is not None:
-            done(error)
+            tell(done, error)
             return
         started = self.arrived if self.started is None else self.started
-        done(Ranked(Scores.concatenate(self.scores), self.cache, started - self.arrived, self.forward_seconds))
+        scores = Scores.concatenate(self.scores)
+        tell(done, Ranked(scores, self.cache, started - self.arrived, self.forward_seconds))

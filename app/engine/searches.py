@@ -14,6 +14,7 @@ import structlog
 
 from app.budgets import Budget
 from app.engine.loading import LoadedRetrieval
+from app.engine.tell import tell
 from app.errors import DeadlineExceeded, EngineDown, Overloaded, ServiceError
 from app.interface import Found, FoundDone
 from app.scheduling.forecast import ForwardTime
@@ -64,7 +65,7 @@ class Search:
         """It ends, unless it has."""
         if (done := self.done) is not None:
             self.queue.end(self)
-            done(result)
+            tell(done, result)
 
 
 class Searches:

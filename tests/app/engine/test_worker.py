@@ -10,7 +10,7 @@ import pytest
 
 from app.engine.loading import LoadedModel, Steps
 from app.errors import EngineDown
-from app.interface import ranked
+from app.interface import Done, ranked
 from app.settings import Batching
 from model.engine import EngineError
 from tests.app.fakes import FakeClock, FakeEngine, busy, loaded, rank, request, right, running, until
@@ -53,6 +53,40 @@ async def test_an_engine_that_is_lost_answers_everyone_and_is_fatal_once(error: 
         assert str(error) in service.health().reason
         assert await asyncio.to_thread(engine.closed.wait, 2)
     assert len(told) == 1
+
+
+async def test_a_caller_that_cannot_be_told_keeps_no_mate_of_its_batch_waiting() -> None:
+    def fault(result: object) -> None:
+        raise asyncio.InvalidStateError
+
+    async with busy() as (service, _, gate, first):
+        ticket = service.admit(service.model, candidates=4, history=2, deadline=None)
+        service.rank(ticket, *request(2), fault)
+        mates = [asyncio.ensure_future(rank(service, user)) for user in (3, 4)]
+        await asyncio.sleep(0)
+        gate.opened.set()
+        assert right(await first, 1)
+        assert right(await mates[0], 3)
+        assert right(await mates[1], 4)
+        assert service.admission.requests == 0
+
+
+async def test_a_forward_may_end_before_a_cancelled_task_has_released_its_ticket() -> None:
+    """Cancelling takes one more turn of the loop."""
+    told: list[Done] = []
+
+    class Keeping:
+        rank = staticmethod(lambda ticket, context, candidates, done: told.append(done))
+
+    async with running(FakeEngine()) as service:
+        ticket = service.admit(service.model, candidates=4, history=2, deadline=None)
+        leaving = asyncio.ensure_future(ranked(Keeping, ticket, *request(2)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        leaving.cancel()
+        told[0](EngineDown("as if its forward had ended"))
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert service.admission.requests == 0
 
 
 async def test_an_engine_that_cannot_be_closed_has_ended_all_the_same() -> None:

@@ -23,7 +23,10 @@ def parse(body: bytes) -> Any:
 def test_a_slow_word_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search(SIZE, 1.0)[0][0] < SLOW
     monkeypatch.setattr("app.request.body.parse", parse)
-    found, recipe = search(SIZE, 1.0)[0]
+    for seconds in (1.0, 4.0, 16.0):  # on a busy machine it tries fewer bodies in a second
+        found, recipe = search(SIZE, seconds)[0]
+        if found > SLOW:
+            break
     body = recipe.body(SIZE)
     assert found > SLOW
     assert b"dwell_time" in body
