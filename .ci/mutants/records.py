@@ -116,7 +116,7 @@ class Tests:
 
     def __init__(self) -> None:
         environment = os.environ | {"HOME": str(WORK / "home"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, Path(__file__).with_name("serve.py")]
+        command = [sys.executable, str(Path(__file__).with_name("serve.py"))]
         self.server = subprocess.Popen(
             command,
             env=environment,
