@@ -32,7 +32,7 @@ T = TypeVar("T", bound=Typed)
 MOST_WORDS = 4  # of both checkpoints, and of those that they have replaced
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Terms:
     """What the headers of a request say. `deadline` in seconds of the service's clock, None where the caller sets none; `wanted` are
     name and version of the model that it names, empty for any."""

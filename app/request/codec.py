@@ -34,7 +34,7 @@ from weights.format.manifest import Manifest
 MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
 HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
 
-Int64, Pointer, Text, Object = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.py_object
+Int64, Pointer, Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 
 
 class _Checkpoint(ctypes.Structure):
@@ -65,14 +65,8 @@ def load_library() -> ctypes.PyDLL | None:
 def open_library(path: Path) -> ctypes.PyDLL:
     """A compiled codec with the types of its functions. Raises OSError."""
     library = ctypes.PyDLL(str(path))
-    library.codec_create.argtypes = (Pointer, Pointer)
-    library.codec_destroy.argtypes = (Pointer,)
-    library.codec_destroy.restype = None
-    library.codec_read.argtypes = (Pointer, Object, Int64)
-    library.codec_write.argtypes = (
-        Pointer, Int64, Object, Object, Object, Object, Object, Int64, Object, Int64, Int64, Object, Object, Object,
-    )  # fmt: skip
-    library.codec_read.restype = library.codec_write.restype = Object
+    library.codec_functions.argtypes = (Pointer,)
+    library.codec_functions.restype = ctypes.py_object
     return library
 
 
@@ -81,9 +75,7 @@ class Codec:
 
     def __init__(self, library: ctypes.PyDLL, manifest: Manifest, vocabulary: Vocabulary, limits: Limits) -> None:
         """Raises MemoryError."""
-        self._library = library
         self._vocabulary = vocabulary
-        self._handle = Pointer()
         config, names, continuous = manifest.config, list(vocabulary.index), manifest.continuous
         self.actions = config.actions
         self._default = Wishes(), vocabulary.weights, None
@@ -100,15 +92,11 @@ class Codec:
             *(MAX_ACTION_VALUE, MAX_DWELL_SECONDS, len(names)),
             *(ctypes.addressof(kept) for kept in self._kept),
         )
-        if library.codec_create(ctypes.byref(words), ctypes.byref(self._handle)):
-            raise MemoryError
-
-    def __del__(self) -> None:
-        self._library.codec_destroy(self._handle)
+        self._read, self._write = library.codec_functions(ctypes.byref(words))
 
     def read(self, body: bytes | bytearray) -> Packed | None:
         """A valid request; None for any other, and for one that is written in an unusual way."""
-        data = self._library.codec_read(self._handle, body, True)
+        data = self._read(body, True)
         if not data:
             return None
         user_id, events, kept, count, quoted, rest = HEAD.unpack_from(data)
@@ -119,7 +107,7 @@ class Codec:
 
     def read_viewer(self, body: bytes | bytearray) -> Viewed | None:
         """The user and the history of a request without candidates; None as of `read`."""
-        data = self._library.codec_read(self._handle, body, False)
+        data = self._read(body, False)
         if not data:
             return None
         user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
@@ -149,8 +137,7 @@ class Codec:
         if len(scores) > MOST_ROWS:
             return None
         wanted = request.wanted
-        written: bytes = self._library.codec_write(
-            self._handle,
+        written: bytes = self._write(
             len(scores),
             request.candidates.post_ids,
             b"" if request.quoted is None else request.quoted,
