@@ -23,7 +23,7 @@ from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.request.wires import Render, Wire
 from app.settings import Limits, Settings
-from app.telemetry.exchange import Exchange
+from app.telemetry.exchange import Exchange, milliseconds
 from model.config import ModelConfig
 from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
@@ -197,7 +197,7 @@ class Ranking:
             ranked.scores,
             job.form,
             history_used=len(job.context),
-            timings_ms={stage: round(seconds * 1000, 3) for stage, seconds in stages.items()},
+            timings_ms={stage: milliseconds(seconds) for stage, seconds in stages.items()},
         )
         started = time.perf_counter()
         for piece in pieces:

@@ -113,7 +113,7 @@ class Codec:
         user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
         end = len(data) - rest
         start = end - 8 * (events - kept)
-        context, _, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
+        context, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
         posts = context.post_ids
         if kept < events:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
@@ -156,6 +156,7 @@ class Codec:
 
 
 _WISHES = msgspec.json.Decoder(Wishes)
+_UINT64, _INT64, _FLOAT32 = np.dtype(np.uint64), np.dtype(np.int64), np.dtype(np.float32)  # made for each array, else
 
 
 class Viewed(NamedTuple):
@@ -166,18 +167,21 @@ class Viewed(NamedTuple):
     rest: bytes
 
 
-def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -> tuple[Context, Any, int]:
-    """What the model reads of what the codec has read, all words as uint64, and where the bytes after it begin. `further`: words
-    that are none of the context's."""
-    words = 3 * kept + further
-    ids = np.frombuffer(data, np.uint64, words, HEAD.size)
-    place = HEAD.size + 8 * words
-    taken = np.frombuffer(data, np.float32, kept * actions, place).reshape(kept, actions)
-    place += taken.nbytes
-    dwell_seconds = np.frombuffer(data, np.float32, kept, place)
-    surfaces = ids[2 * kept : 3 * kept].view(np.int64)
-    context = Context(user_id, ids[:kept], ids[kept : 2 * kept], taken, surfaces, dwell_seconds)
-    return context, ids, place + 4 * kept
+def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -> tuple[Context, int]:
+    """What the model reads of what the codec has read, and where the bytes after it begin. `further`: words of candidates, which come
+    between the context's words and its other numbers."""
+    start, size = HEAD.size, 8 * kept
+    floats = start + 3 * size + 8 * further
+    end = floats + 4 * kept * actions
+    context = Context(
+        user_id,
+        np.ndarray(kept, _UINT64, data, start),
+        np.ndarray(kept, _UINT64, data, start + size),
+        np.ndarray((kept, actions), _FLOAT32, data, floats),
+        np.ndarray(kept, _INT64, data, start + 2 * size),
+        np.ndarray(kept, _FLOAT32, data, end),
+    )
+    return context, end + 4 * kept
 
 
 @dataclass(slots=True)
@@ -210,11 +214,13 @@ class Packed:
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
         data, kept, count, wishes = self.data, self.kept, self.candidates, self.wishes
-        context, ids, place = _context(data, self.user_id, kept, 4 * count, config.actions)
-        of_candidates = ids[3 * kept :]
-        surfaces = of_candidates[2 * count :].view(np.int64)
+        context, place = _context(data, self.user_id, kept, 4 * count, config.actions)
+        start, size = HEAD.size + 24 * kept, 8 * count
         candidates = Candidates(
-            of_candidates[:count], of_candidates[count : 2 * count], surfaces[:count], surfaces[count:]
+            np.ndarray(count, _UINT64, data, start),
+            np.ndarray(count, _UINT64, data, start + size),
+            np.ndarray(count, _INT64, data, start + 2 * size),
+            np.ndarray(count, _INT64, data, start + 3 * size),
         )
         request = Request(
             user_id=self.user_id,
