@@ -205,7 +205,7 @@ hooks: $(VENV)/.installed ## run make check before every commit
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
 	$(BIN)/python .ci/audit
 
-mutants: $(VENV)/.installed ## change one decision at a time, run what concerns it: SAMPLE=200 SEED=0 ARGS="--changed main --seconds 290"
+mutants: $(VENV)/.installed ## change one decision at a time, run the tests that reach it: SAMPLE=200 SEED=0 ARGS="--changed main --seconds 290"
 	$(BIN)/python .ci/mutants --sample $(or $(SAMPLE),200) --seed $(or $(SEED),0) $(ARGS)
 
 files: ## the lists of files and decisions in docs/, from the modules' first sentences

@@ -76,6 +76,15 @@ class BadRequest(ServiceError):
     default_detail = "The request cannot be read."
 
 
+class RequestTimeout(ServiceError):
+    """The request came too slowly."""
+
+    status = 408
+    code = "request_timeout"
+    title = "Request Timeout"
+    default_detail = "The request did not arrive in time."
+
+
 class Unauthorized(ServiceError):
     """Keys are configured, and none of them was sent."""
 

@@ -60,8 +60,7 @@ class ServedRetrieval:
     notes: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True, eq=False):
     """One request's posts, and the seconds that it waited and that its batch took to encode users and to search."""
 
     posts: Retrieved

@@ -281,6 +281,8 @@ class Grpc(Group):
 
     max_calls: int = Field(default=64, ge=1)
     """Calls at once; further ones are refused unread."""
+    max_connections: int = Field(default=256, ge=1)
+    """Connections at once; further ones are closed as they come."""
 
     host: str = "127.0.0.1"
     """Address to bind."""

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from app.engine.tell import tell
-from app.errors import ServiceError
+from app.errors import InternalError, ServiceError
 from app.interface import Done, Ranked
 from app.scheduling.job import Job
 from model.engine import CacheResult, Item
@@ -58,9 +60,13 @@ class RankJob(Job):
         if done is None:
             return
         self.release()
-        if error is not None:
-            tell(done, error)
-            return
+        tell(done, error or self._ranked())
+
+    def _ranked(self) -> Ranked | ServiceError:
         started = self.arrived if self.started is None else self.started
-        scores = Scores.concatenate(self.scores)
-        tell(done, Ranked(scores, self.cache, started - self.arrived, self.forward_seconds))
+        try:
+            scores = Scores.concatenate(self.scores)
+        except Exception as error:  # without memory, say: its mates in the batch are answered all the same
+            structlog.get_logger("app").error("scores could not be joined", exc_info=error)
+            return InternalError()
+        return Ranked(scores, self.cache, started - self.arrived, self.forward_seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,9 +139,12 @@ class Searches:
         search.finish(DeadlineExceeded())
 
     def _unqueue(self, search: Search) -> None:
-        for queue in (self._alone, self._queues.get(search.key, self._alone)):
-            if search in queue:
-                queue.remove(search)
+        if search in self._alone:
+            self._alone.remove(search)
+        elif search in (queue := self._queues.get(search.key, deque())):
+            queue.remove(search)
+            if not queue:
+                del self._queues[search.key]
 
     async def between(self, call: Callable[[], T]) -> T:
         """What `call` returns, made in the thread between two batches."""
@@ -201,6 +203,9 @@ class Searches:
         """Compute the next batch, or what is to be done between two."""
         if self._begun is not None:
             return
+        if not (self._calls or self._alone or self._queues):
+            self.idle.set()
+            return
         loop = asyncio.get_running_loop()
         if self._calls:
             call, future = self._calls.popleft()
@@ -208,9 +213,6 @@ class Searches:
             loop.run_in_executor(self._executor, call).add_done_callback(lambda done: self._called(future, done))
             return
         batch = self._take()
-        if not batch:
-            self._rest()
-            return
         version, queries = batch[0].version, [search.query for search in batch]
         engine = version.loaded.engine
         version.places += 1
@@ -237,14 +239,12 @@ class Searches:
         while turns and len(batch) < self.settings.retrieval.batch_requests:
             key = turns.popleft()
             queue = self._queues[key]
-            if queue and (not batch or queue[0].version is batch[0].version):
+            if not batch or queue[0].version is batch[0].version:
                 batch.append(queue.popleft())
-                turns.append(key)
-                self._queues[key] = self._queues.pop(key)  # others come first the next time
-            if not queue:
                 del self._queues[key]
-                with contextlib.suppress(ValueError):
-                    turns.remove(key)
+                if queue:
+                    self._queues[key] = queue  # others come first the next time
+                    turns.append(key)
         return batch
 
     def _is_short(self, queries: Sequence[Query]) -> bool:
@@ -264,46 +264,41 @@ class Searches:
         """Answer, and begin the next batch. A batch that raises is split, so that only the one to blame fails."""
         assert self._begun is not None
         begun, self._begun, self._running = self._begun, None, []
-        found: list[Found] = []
-        ended: Sequence[Found | ServiceError] = found
+        seconds, loop = self.clock() - begun, asyncio.get_running_loop()
+        ended: list[Found | ServiceError] = []  # none where each is tried by itself
         if not isinstance(result, BaseException):
-            self._learn(batch, self.clock() - begun, result)
-            seconds = result.encode_seconds, result.search_seconds
-            found += [
-                Found(posts, begun - search.arrived, *seconds)
-                for search, posts in zip(batch, result.retrieved, strict=True)
-            ]
+            for search, posts in zip(batch, result.retrieved, strict=True):
+                ended.append(Found(posts, begun - search.arrived, result.encode_seconds, result.search_seconds))
         else:
             log.error("a search failed", requests=len(batch), exc_info=result)
             if len(batch) == 1:
-                ended = [EngineDown("The search failed on this request.", retry_after_seconds=1.0)]
+                ended.append(EngineDown("The search failed on this request.", retry_after_seconds=1.0))
             else:
                 self._alone.extend(search for search in batch if search.done is not None)
         self.leave(batch[0].version)
         self._begin()
-        for search, one in zip(batch, ended, strict=False):  # none where each is tried by itself
+        for search, one in zip(batch, ended, strict=False):
             search.finish(one)
-        if found:  # after the forward that these have asked for has begun
-            asyncio.get_running_loop().call_soon(self._count, found)
+        if not isinstance(result, BaseException):
+            loop.call_soon(self._learn, batch, result, begun, seconds)  # after the forward that was asked for has begun
 
-    def _learn(self, batch: Sequence[Search], seconds: float, answers: Answers) -> None:
-        """What a batch takes, for the forecasts."""
+    def _learn(self, batch: Sequence[Search], answers: Answers, begun: float, seconds: float) -> None:
+        """What a batch took, for the forecasts and the metrics."""
+        metrics, queries = self.metrics, [search.query for search in batch]
         self._batch_seconds += SMOOTHING * (seconds - self._batch_seconds) if self._batch_seconds else seconds
-        made = [search for search, posts in zip(batch, answers.retrieved, strict=True) if not posts.cached]
-        self._encode_time.observe(sum(1 + len(search.query.context) for search in made), answers.encode_seconds)
-        self._search_time.observe(_cost([search.query for search in batch]), answers.search_seconds)
-
-    def _count(self, found: Sequence[Found]) -> None:
-        """The metrics of a batch."""
-        metrics = self.metrics
-        metrics.searches.observe(len(found))
-        metrics.stage["encode"].observe(found[0].encode_seconds)
-        metrics.stage["search"].observe(found[0].search_seconds)
-        for one in found:
-            metrics.stage["queue"].observe(one.queue_seconds)
-            metrics.visible_rows.observe(one.posts.visible)
-            metrics.scored_rows.observe(one.posts.scored)
-            metrics.user_vectors.labels("cache" if one.posts.cached else "tower").inc()
+        made = sum(
+            1 + len(query.context) for query, posts in zip(queries, answers.retrieved, strict=True) if not posts.cached
+        )
+        self._encode_time.observe(made, answers.encode_seconds)
+        self._search_time.observe(_cost(queries), answers.search_seconds)
+        metrics.searches.observe(len(batch))
+        metrics.stage["encode"].observe(answers.encode_seconds)
+        metrics.stage["search"].observe(answers.search_seconds)
+        for search, posts in zip(batch, answers.retrieved, strict=True):
+            metrics.stage["queue"].observe(begun - search.arrived)
+            metrics.visible_rows.observe(posts.visible)
+            metrics.scored_rows.observe(posts.scored)
+            metrics.user_vectors.labels("cache" if posts.cached else "tower").inc()
 
     def keep(self, version: Version) -> None:
         """Somebody may still ask for it, until `leave`."""
@@ -320,7 +315,7 @@ class Searches:
             self._executor.submit(version.loaded.engine.close)
 
     def _rest(self) -> None:
-        if self._begun is None and not self._calls and not self.waiting:
+        if self._begun is None and not (self._calls or self._alone or self._queues):
             self.idle.set()
 
 

@@ -74,7 +74,7 @@ class EngineWorker:
         self._next: asyncio.Handle | None = None  # will begin a forward
         self._look: asyncio.TimerHandle | None = None  # at the deadlines of all jobs
         self._look_at = math.inf  # clock seconds, of the earliest of them or before
-        self._closing = False
+        self.is_closing = False  # it takes no work any more
 
     def submit(self, job: RankJob) -> None:
         """Queue a job that has its context and items; it is told of its end by `finish`."""
@@ -103,7 +103,7 @@ class EngineWorker:
 
     def close(self) -> None:
         """Free the engine after its present forward; `closed` is done then."""
-        self._closing = True
+        self.is_closing = True
         if self._next is not None:
             self._next.cancel()
         self._look_later(math.inf)
@@ -149,7 +149,7 @@ class EngineWorker:
     def _begin(self) -> None:
         """Take the next batch out of the queue and have it computed."""
         self._next = None
-        if self._running or self._closing or self.failure is not None:
+        if self._running or self.is_closing or self.failure is not None:
             return
         now = self.clock()
         expired: list[RankJob] = []
@@ -191,7 +191,7 @@ class EngineWorker:
             finished - self._collated,
             isinstance(result, BaseException),
         )
-        if self._closing:
+        if self.is_closing:
             self.close()
         self._begin_next()
         for job, error in ended:
@@ -213,11 +213,11 @@ class EngineWorker:
 
     def _keep(self, chunks: Sequence[Chunk[RankJob]], outcomes: Sequence[Outcome]) -> list[Ended]:
         """Give the jobs their scores; those that end with this forward."""
+        if [len(outcome.scores) for outcome in outcomes] != [chunk.stop - chunk.start for chunk in chunks]:
+            return self._failed(chunks, EngineError("the engine answered for another number of candidates"))
         ended: list[Ended] = []
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             job, scores = chunk.job, outcome.scores
-            if len(scores) != chunk.stop - chunk.start:
-                return self._failed(chunks, EngineError("the engine answered for another number of candidates"))
             if not scores.is_finite():
                 ended.append((job, NonFiniteScores()))
                 continue

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import orjson
 
-from app.errors import ServiceError
+from app.errors import BadRequest, RequestTimeout, ServiceError
 from app.http.arms import named
 from app.http.asgi import Headers, timeout_seconds_of
 from app.http.observe import Recorder
@@ -25,6 +26,7 @@ CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     413: grpc.StatusCode.INVALID_ARGUMENT,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -69,6 +71,7 @@ class InferenceServer:
                     "grpc.max_receive_message_length",
                     settings.limits.max_body_bytes,
                 ),  # and once inflated: since 1.85 at least
+                ("grpc.max_allowed_incoming_connections", settings.grpc.max_connections),
                 ("grpc.max_metadata_size", settings.connections.max_header_bytes),
                 ("grpc.max_connection_idle_ms", round(settings.connections.keep_alive_seconds * 1000)),
                 ("grpc.so_reuseport", int(settings.fronts > 0)),  # the supervisor has looked whether the port is free
@@ -77,7 +80,7 @@ class InferenceServer:
         )
         answers = (self._live, self._ready, self._metadata, self._model_ready, self._model_metadata, self._infer)
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(self._observed(name, answer))
+            name: grpc.stream_unary_rpc_method_handler(self._observed(name, answer))
             for name, answer in zip(METHODS, answers, strict=True)
         }
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(protobuf.SERVICE, handlers)])
@@ -93,10 +96,13 @@ class InferenceServer:
         if self._server is not None:
             await self._server.stop(seconds)
 
-    def _observed(self, name: str, answer: Answer) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        """Named, counted and logged as an HTTP request is; errors become statuses."""
+    def _observed(self, name: str, answer: Answer) -> Callable[[AsyncIterator[bytes], Any], Awaitable[bytes]]:
+        """Named, counted and logged as an HTTP request is; errors become statuses.
 
-        async def handle(data: bytes, context: Any) -> bytes:
+        All methods are unary; as one that takes a stream it begins with the headers, so that a message which never ends has a deadline.
+        """
+
+        async def handle(messages: AsyncIterator[bytes], context: Any) -> bytes:
             headers = {
                 key.encode(): value.encode() for key, value in context.invocation_metadata() if type(value) is str
             }
@@ -104,6 +110,7 @@ class InferenceServer:
             call = Call(context, exchange, headers)
             reply, problem = b"", None
             try:
+                data = await _message(messages, self.settings.connections.body_seconds)
                 reply = await answer(protobuf.read(f"{name}Request", data), call)
                 exchange.status = 200
             except Exception as error:
@@ -151,6 +158,17 @@ class InferenceServer:
         (reply,) = ranking.render(job, result, exchange.stages["parse"], exchange, protobuf.reply)
         call.fields = ranking.headers(job.model, [result], exchange)
         return reply
+
+
+async def _message(messages: AsyncIterator[bytes], seconds: float) -> bytes:
+    """The only message of a call. Raises RequestTimeout and BadRequest."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(messages)
+    except TimeoutError:
+        raise RequestTimeout from None
+    except StopAsyncIteration:
+        raise BadRequest("The call holds no message.") from None
 
 
 def _status(problem: ServiceError, request_id: str, fields: list[tuple[str, str]]) -> tuple[Any, str, tuple[Any, ...]]:

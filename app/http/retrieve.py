@@ -16,7 +16,7 @@ from app.http.observe import Recorder
 from app.http.rank import Ranking, Words, add_seconds
 from app.http.rank_batch import JSON_HEADER
 from app.interface import Found, Ranked, ServedModel
-from app.request import features, reply
+from app.request import reply
 from app.request.posts_body import PostsBody
 from app.request.reply import Joined
 from app.request.retrieval import (
@@ -183,23 +183,23 @@ class RecommendCall(PostsCall):
         self._tickets = (ticket,)
 
     def _go_on(self) -> None:
-        posts, context, service = self._found.posts, self._request.context, self.ranking.service
-        request = self._to_rank = self._request.ranking(posts)
-        assert context is not None
+        posts, request, service = self._found.posts, self._request, self.ranking.service
+        config = self._model.manifest.config
         if len(posts):
-            service.shrink(self._tickets[0], len(posts))
-            candidates = features.candidates_of(request, self._model.manifest.config)
-            service.rank(self._tickets[0], context, candidates, self._ranked)
+            if len(posts) < request.query.k:
+                service.shrink(self._tickets[0], len(posts))
+            assert request.context is not None
+            service.rank(self._tickets[0], request.context, request.candidates(posts, config), self._ranked)
             asyncio.get_running_loop().call_soon(self._prepare)  # while the forward runs
         else:
             self._prepare()
-            config = self._model.manifest.config
             widths = config.actions, config.actions, config.continuous_actions
             self._write(Scores(*(np.empty((0, width), np.float32) for width in widths)), cached=False)
 
     def _prepare(self) -> None:
         """What the reply says whatever the scores are."""
         manifest = self._model.manifest
+        self._to_rank = self._request.ranking(self._found.posts)
         names = reply.names_of(self._to_rank, self.ranking.words_of(manifest)[1])
         self._joined = joined(self._found.posts, self._served, manifest, names)
 

@@ -20,6 +20,7 @@ def _fits(text: str) -> str:
 
 DecimalId = Annotated[str, Field(strict=True, pattern=ID_PATTERN, description="decimal"), AfterValidator(_fits)]
 Id = Annotated[int, Field(strict=True, ge=0, le=MAX_ID)] | DecimalId
+Count = Annotated[int, Field(strict=True, ge=1, le=MAX_ID)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Seconds = Annotated[int, Field(strict=True, ge=0, le=MAX_TIME)]
 Text = Annotated[str, Field(strict=True)]
@@ -107,7 +108,7 @@ class RankRequest(Strict):
     the server's clock."""
     weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = absent()
     """Weights of the combined score by action, in place of the checkpoint's own."""
-    top_k: Annotated[int, Field(strict=True, ge=1)] = absent()
+    top_k: Count = absent()
     """Sort the reply by score, best first, and keep this many."""
     actions_wanted: list[Text] = absent()
     """Which actions' probabilities to return, in this order; all of them when missing."""

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
+from app.request.bounds import MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
 from app.request.ids import are_ids
 from app.request.vocabulary import Vocabulary
 
@@ -154,7 +154,6 @@ def _once(problems: Problems) -> Rule:
 
 
 NAME = fulfils(is_request_id, REQUEST_ID_RULE)
-COUNT = fulfils(lambda value: type(value) is int and value >= 1, "must be an integer of at least 1")
 
 
 def integer_rule(low: int, high: int) -> str:
@@ -180,6 +179,9 @@ def _within(kinds: set[type], low: float, high: float) -> Callable[[Sequence[Any
     return lambda values: (
         set(map(type, values)) <= kinds and (not values or (low <= min(values) and max(values) <= high))
     )
+
+
+COUNT = integer(1, MAX_ID)
 
 
 def object_of(rules: Rules) -> Rule:

@@ -34,7 +34,7 @@ from app.request.validate import NO_POSTS, NOTHING, Posts, Request, viewer_of, w
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import ModelConfig
-from model.inputs import Context, Ids
+from model.inputs import Candidates, Context, Ids, age_bucket
 from model.retrieval.inputs import Filters, Query, Retrieved
 from weights.format.manifest import Manifest
 
@@ -65,7 +65,7 @@ Models = Sequence[Reading]
 """The retrieval model, and the ranker where the posts are to be ranked."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PostsRequest:
     """A valid request for posts. Where they are to be ranked: `context`, what the ranker reads of the user, and `weights` (float64
     `[A]`), `top_k` and the `wanted` columns of its reply."""
@@ -78,6 +78,11 @@ class PostsRequest:
     weights: NDArray[np.float64] | None = None
     top_k: int | None = None
     wanted: list[int] | None = None
+
+    def candidates(self, posts: Retrieved, config: ModelConfig) -> Candidates:
+        """These posts as the ranker reads them: what `features.candidates_of` makes of `ranking`."""
+        ages = age_bucket(self.impression_ts, posts.created_at, config)
+        return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages)
 
     def ranking(self, posts: Retrieved) -> Request:
         """The request to rank these posts, best first: the one that a caller would send who got them from /retrieve."""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from app.request.bounds import MAX_TIME, MAX_WEIGHT, REQUEST_ID_PATTERN
 from app.request.contract import (
+    Count,
     HistoryItem,
     HistoryItemColumns,
     Id,
@@ -58,7 +59,7 @@ class RecommendRequest(RetrieveRequest):
 
     weights: dict[Text, Annotated[Number, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]] = absent()
     """Weights of the combined score by action, in place of the ranking checkpoint's own."""
-    top_k: Annotated[int, Field(strict=True, ge=1)] = absent()
+    top_k: Count = absent()
     """Return this many of the retrieved posts; all of them when missing."""
     actions_wanted: list[Text] = absent()
     """Which actions' probabilities to return, in this order; all of them when missing."""

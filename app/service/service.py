@@ -289,7 +289,7 @@ class RankingService:
             raise ValueError("this ticket was used before")
         job.context, job.items = context, candidates
         job.done = self.second_checkpoint.watched(job, done)
-        if job.worker.failure is not None:
+        if job.worker.is_closing:  # its engine is lost, or was given up
             down = EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
             asyncio.get_running_loop().call_soon(job.finish, down)
             return

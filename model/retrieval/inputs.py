@@ -1,4 +1,7 @@
-"""What one retrieval asks for and gets, in numpy. Not for JSON, and not for tensors on a device."""
+"""What one retrieval asks for and gets, in numpy. Not for JSON, and not for tensors on a device.
+
+Nobody changes these values. Those that each request makes are not `frozen`, which takes several times as long to make.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from numpy.typing import NDArray
 from model.inputs import Context, Ids
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Filters:
     """What a request wants hidden. `exclude`: uint64 post ids. `topics`: any of these names; None for all, and a name that the
     corpus lacks matches nothing. `created_after`: Unix seconds; posts from before it or of an unknown time are hidden."""
@@ -20,7 +23,7 @@ class Filters:
     created_after: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Query:
     """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more."""
 
@@ -53,7 +56,7 @@ class Change:
     posts: NewPosts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Retrieved:
     """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `created_at`: int64
     `[r]`, 0 where unknown; `topics`: a name or None for each. `visible`: rows that the filters left. `scored`: rows that were
@@ -75,7 +78,7 @@ class Retrieved:
         return len(self.post_ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Answers:
     """What one batch gave, in the order of its queries, and how long its two parts took."""
 

@@ -28,7 +28,7 @@ BLOCK_ROWS = 65536  # rows in one product with a batch of queries
 Bits = NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Wish:
     """What to look for: the best `k` rows for `query` (float32 `[D]`) that are visible and score `least` or more.
 
@@ -54,7 +54,7 @@ class Wish:
         return np.ascontiguousarray(self.visible)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Found:
     """`rows`: int64, best first, equal scores by row. `scores`: float32. `visible`: how many rows could have been found.
     `scored`: how many of them were scored in fp32."""

@@ -11,6 +11,8 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / ".ci/mutants"
 TOOL: dict[str, Any] = runpy.run_path(str(SCRIPT))
+CHANGES: dict[str, Any] = TOOL["decisions"].__globals__["CHANGES"]
+FILE = "tests/app/test_half.py"
 
 PYTHON = """
 @dataclass(frozen=True)
@@ -34,21 +36,21 @@ bool seen(Index j, const Tile& tile) {
 def changes(kind: str, source: str) -> list[str]:
     raw = source.encode()
     found = []
-    for start, before, after in sorted(TOOL[kind](source)):
+    for start, before, after in sorted(CHANGES[kind](source)):
         assert raw[start : start + len(before.encode())].decode() == before
         found.append(f"{before.strip()} → {after}")
     return found
 
 
 def test_decisions_of_python() -> None:
-    assert changes("python_changes", PYTHON) == [
+    assert changes(".py", PYTHON) == [
         "3 → (3 + 1)", "not → ", "or → and", "<= → <", "and → or", "is not → is",
         "max → min", "% → *", "2 → (2 + 1)", "+ → -",
     ]  # fmt: skip
 
 
 def test_decisions_of_cpp() -> None:
-    assert changes("cpp_changes", CPP) == [
+    assert changes(".cpp", CPP) == [
         "+ → -",
         "16 → 17",
         "< → <=",
@@ -69,32 +71,73 @@ def tests() -> Iterator[Any]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A project of one module, one of whose decisions no test looks at."""
+    """A project of one module."""
     for path, text in {
-        "app/half.py": "def half(x: int) -> int:\n    if x < 0:\n        return 0\n    return x // 2\n",
-        "tests/app/test_half.py": "from app.half import half\n\ndef test_it():\n    assert half(6) == 3\n    assert half(-5) == 0\n",
+        "app/half.py": """LEAST = 0
+
+def half(x: int) -> int:
+    if x < LEAST:
+        return 0
+    while x % 2:
+        x = x - 1
+    return x // 2
+
+def lost(x: int) -> int:
+    return x + 1
+""",
+        FILE: """from app.half import half
+
+def test_what_is_positive():
+    assert half(5) == 2
+
+def test_what_is_negative():
+    assert half(-6) == 0
+""",
         "tests/elsewhere.toml": "[app]\n",
         "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.']\n",
-        "tests/e2e/test_process.py": "",
-        "tests/reliability/test_rows.py": "",
     }.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    return tmp_path
+        (tmp_path / "tree" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / path).write_text(text)
+    return tmp_path / "tree"
 
 
-def test_what_no_test_sees_survives_and_the_rest_is_killed(tests: Any, tree: Path) -> None:
-    found = TOOL["decisions"](tree, None)
-    verdicts = {mutant.change: TOOL["verdict"](tests, tree, mutant, {}) for mutant in found}
-    assert verdicts["< → <="] == "survived"  # half of 0 is 0 either way: such a one is judged equivalent
-    assert verdicts["// → *"] == "killed"
-    assert verdicts["2 → (2 + 1)"] == "killed"
-    assert (tree / "app/half.py").read_text().count("x < 0") == 1  # the change is taken back
+def mutant_of(tree: Path, change: str, line: str) -> Any:
+    return next(mutant for mutant in TOOL["decisions"](tree, None) if (mutant.change, mutant.line) == (change, line))
 
 
-def test_tests_that_fail_anyway_kill_nothing(tests: Any, tree: Path) -> None:
-    (tree / "tests/app/test_half.py").write_text("def test_it():\n    assert False\n")
-    assert {TOOL["verdict"](tests, tree, mutant, {}) for mutant in TOOL["decisions"](tree, None)} == {"broken"}
+def test_a_mutant_is_killed_by_the_tests_that_reach_it(tests: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = mutant_of(tree, "- → +", "x = x - 1")
+    assert TOOL["verdict"](tests, tree, mutant) == "killed"
+    assert tests.record(tree, FILE, []).reaching(tree, mutant) == [f"{FILE}::test_what_is_positive"]
+    assert "x = x - 1" in (tree / "app/half.py").read_text()  # the change is taken back
+    hangs = mutant_of(tree, "1 → (1 + 1)", "x = x - 1")
+    for limit in ("SLACK_SECONDS", "HANGS_AFTER"):
+        monkeypatch.setitem(tests.first_failing.__func__.__globals__, limit, 1.0)
+    assert TOOL["verdict"](tests, tree, hangs) == "killed"
+
+
+def test_what_no_test_looks_at_survives(tests: Any, tree: Path) -> None:
+    constant = mutant_of(tree, "0 → (0 + 1)", "LEAST = 0")  # half of 0 is 0 either way: such a one is judged equivalent
+    assert TOOL["verdict"](tests, tree, constant) == "survived"
+    assert len(tests.record(tree, FILE, []).reaching(tree, constant)) == 2  # it is run at import
+    assert TOOL["verdict"](tests, tree, mutant_of(tree, "+ → -", "return x + 1")) == "unreached"
+
+
+def test_a_test_that_fails_anyway_kills_nothing(tests: Any, tree: Path) -> None:
+    (tree / FILE).write_text("from app.half import half\n\ndef test_it():\n    assert half(6) == 4\n")
+    assert TOOL["verdict"](tests, tree, mutant_of(tree, "// → *", "return x // 2")) == "survived"
+    assert tests.unsound == {f"{FILE}::test_it"}
+
+
+def test_lines_that_another_process_runs_are_reached(tests: Any, tree: Path) -> None:
+    command = "[sys.executable, '-c', 'import app.half; app.half.lost(1)']"
+    (tree / FILE).write_text(
+        f"import subprocess, sys\n\ndef test_it():\n    subprocess.run({command})\n\ndef test_other():\n    pass\n"
+    )
+    record = tests.record(tree, FILE, [])
+    assert record.reaching(tree, mutant_of(tree, "+ → -", "return x + 1")) == [f"{FILE}::test_it"]
+    # A constant concerns every test of the file: who imports a module first says nothing.
+    assert len(record.reaching(tree, mutant_of(tree, "0 → (0 + 1)", "LEAST = 0"))) == 2
 
 
 def test_only_changed_lines_are_drawn_when_asked(tree: Path) -> None:

@@ -19,8 +19,15 @@ from hypothesis import strategies as st
 
 from loadtest.bits import Compositions, small_config
 from model.cache import ENTRY_BYTES, ContextCache, ContextKey
+from model.engine import Item
+from model.inputs import Context
 from model.native.engine import NativeEngine
-from tests.model.builders import random_config, random_context, random_ranker
+from model.retrieval.corpus import Corpus
+from model.retrieval.engine import RetrievalEngine
+from model.retrieval.inputs import Filters, Query
+from model.split.engine import SplitEngine
+from tests.model.builders import random_candidates, random_config, random_context, random_ids, random_ranker
+from weights.synthetic.random_weights import random_model, retrieval_config
 
 POST, SURFACE = b"12345678", b"abcd"
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,3 +179,46 @@ def test_keys_that_are_not_compared_are_caught(monkeypatch: pytest.MonkeyPatch) 
     draws = Compositions(NativeEngine(ranker, torch.bfloat16), seed=3)
     engine = NativeEngine(ranker, torch.bfloat16, cache_bytes=10**7)
     assert sum(draws.check(engine)[1] for _ in range(20)) > 0
+
+
+SEEN_ALIKE = random_config(
+    has_dwell=False, has_post_age=False, continuous_actions=0
+)  # by rankers and towers: equal keys
+
+
+def held(ranks: type[NativeEngine | SplitEngine]) -> list[Any]:
+    """What one process may hold: two rankers and the engines of two user towers, all of the same sizes."""
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((50, SEEN_ALIKE.width)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    corpus = Corpus("x", "1", "d", random_ids(rng, 50), random_ids(rng, 50), vectors)
+    towers = (random_model(retrieval_config(SEEN_ALIKE), seed) for seed in (1, 2))
+    rankers = (random_ranker(SEEN_ALIKE, seed) for seed in (1, 2))
+    return [
+        *(ranks(ranker, cache_bytes=2**20) for ranker in rankers),
+        *(RetrievalEngine(one, corpus) for one in towers),
+    ]
+
+
+def answer(engine: Any, context: Context) -> bytes:
+    """Scores of some candidates, or of the best posts."""
+    if isinstance(engine, RetrievalEngine):
+        return bytes(engine.retrieve([Query(context, 9, Filters(np.empty(0, np.uint64)))]).retrieved[0].scores)
+    return bytes(engine.forward([Item(context, random_candidates(SEEN_ALIKE, 9))])[0].scores.logits)
+
+
+@pytest.mark.parametrize("ranks", [NativeEngine, SplitEngine])
+def test_models_share_no_states(ranks: type[NativeEngine | SplitEngine]) -> None:
+    """Each gives a user whom the others know what it gives alone, from the cache and not; a cache of two models is noticed."""
+    context = random_context(SEEN_ALIKE, 11)
+    alone = [answer(engine, context) for engine in held(ranks)]
+    assert len(set(alone)) == len(alone)
+
+    engines = held(ranks)
+    for _ in range(2):
+        assert [answer(engine, context) for engine in engines] == alone
+    assert [engine.cache_stats().hits for engine in engines] == [1] * len(engines)
+
+    for own, other, name in ((0, 1, "_cache"), (2, 3, "_users")):
+        setattr(engines[own], name, getattr(engines[other], name))
+        assert answer(engines[own], context) != alone[own]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import grpc
@@ -25,7 +27,7 @@ from app.request import protobuf, tensors
 from app.request.vocabulary import Vocabulary
 from app.server.process import RankingServer
 from app.service.service import OVERRUN, RankingService
-from app.settings import Auth, Grpc, Limits, Settings, SettingsProblem
+from app.settings import Auth, Connections, Grpc, Limits, Settings, SettingsProblem
 from app.telemetry.metrics import Metrics
 from loadtest.generate.tensors import Inference, datatype, inference_of
 from tests.app.fakes import ACTIONS, FakeEngine, loaded, loader
@@ -35,6 +37,7 @@ from tests.app.triton_inputs import inputs
 ASKED = inference_of(good(request_id=...), ACTIONS)
 SETTINGS = Settings(port=0, grpc=Grpc(port=0), limits=Limits(max_candidates=100, max_body_bytes=50_000))
 INFER = ROUTES[-1]
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # of HTTP/2, with empty settings
 VOCABULARY = Vocabulary.of(loaded(FakeEngine()).checkpoint.manifest)
 
 
@@ -258,6 +261,38 @@ def test_a_call_leaves_one_line(server: RankingServer) -> None:
     seen = [(line["route"], line["status"], line.get("candidates"), line.get("code")) for line in lines]
     assert seen == [(INFER, 200, 3, None), (INFER, 400, None, "bad_request")]
     assert lines[0]["request_id"] == "mine"
+
+
+def test_calls_that_never_end_leave_room_for_others() -> None:
+    """As many as may be at once, each of a client that sends its headers and no message."""
+    impatient = {"connections": Connections(body_seconds=0.2), "grpc": Grpc(port=0, max_calls=2)}
+    with listening(settings=SETTINGS.model_copy(update=impatient)) as server:
+        forever = threading.Event()
+        with grpc.insecure_channel(address(server)) as channel:
+            slow = [channel.stream_unary(INFER).future(iter(forever.wait, True)) for _ in range(2)]
+            for one in slow:
+                assert one.exception(10).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert json.loads(dict(one.trailing_metadata())["problem-bin"])["code"] == "request_timeout"
+            forever.set()
+            assert isinstance(call(server, message())[0], bytes)
+
+
+def test_a_call_without_a_message_is_a_bad_request(server: RankingServer) -> None:
+    with grpc.insecure_channel(address(server)) as channel:
+        assert channel.stream_unary(INFER).future(iter(())).exception(10).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_connections_beyond_the_bound_are_closed() -> None:
+    with listening(settings=SETTINGS.model_copy(update={"grpc": Grpc(port=0, max_connections=2)})) as server:
+        port = server.others[0].port
+        with ExitStack() as stack:
+            held = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(2)]
+            for one in held:
+                one.sendall(PREFACE)
+                assert one.recv(1)
+            with socket.create_connection(("127.0.0.1", port), 10) as further, suppress(ConnectionResetError):
+                assert further.recv(1) == b""
+        assert isinstance(call(server, message())[0], bytes)
 
 
 def test_a_drain_answers_what_was_begun() -> None:

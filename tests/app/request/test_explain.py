@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -71,3 +73,37 @@ def test_many_values_are_judged_as_each_of_them_is(value: Any) -> None:
 def test_a_refusal_without_a_reason_is_a_fault_of_ours() -> None:
     with pytest.raises(AssertionError):
         explain(good(), request_rule(VOCABULARY))
+
+
+EVENT = POST | {"product_surface": 1, "actions": ["favorite"], "dwell_time": 1.5}
+EVERYTHING = {
+    "user_id": 1, "history": [EVENT], "candidates": [POST | {"product_surface": 1, "created_at": 5}],
+    "weights": {"favorite": 1.0}, "top_k": 1, "actions_wanted": ["favorite"], "impression_ts": 5, "request_id": "a", "reply": "objects",
+}  # fmt: skip
+ODD = [
+    -1, -0.0, 1.0, 0.5, 1e300, 5e-324, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**20, 10**40, -(10**40),
+    None, True, "", "1", "01", str(2**64), [], {}, [1], [None], [2**64], [-1], [1.5], {"favorite": 2**64}, {"0": 1, "favorite": 1},
+]  # fmt: skip
+
+
+def columns(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: [item[name] for item in items] for name in items[0]}
+
+
+def changed(value: Any, odd: Any) -> Iterator[Any]:
+    """The value, with each part of it in turn replaced."""
+    yield odd
+    for place in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for other in changed(value[place], odd):
+            copied = copy.copy(value)
+            copied[place] = other
+            yield copied
+
+
+@pytest.mark.parametrize("form", [list, columns])
+def test_each_field_with_each_odd_value_is_served_or_refused_with_a_reason(form: Callable[..., Any]) -> None:
+    body = EVERYTHING | {name: form(EVERYTHING[name]) for name in ("history", "candidates")}
+    for odd in ODD:
+        for value in changed(body, odd):
+            with suppress(InvalidRequest):  # which cannot be made without a reason
+                checked(value)

@@ -50,7 +50,7 @@ FIELDS: dict[str, list[Any]] = {
 }  # fmt: skip
 WISHES: dict[str, list[Any]] = {
     "weights": [{}, {"reply": 1}, {"reply": 1e10}, {"reply": None}, [], None],
-    "top_k": [1, 0, -1, 1.0, None, True],
+    "top_k": [1, 0, -1, 1.0, None, True, 2**64 - 1, 2**64],
     "actions_wanted": [[], ["reply"], [1], None, "reply"],
 }
 
