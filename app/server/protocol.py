@@ -174,6 +174,8 @@ class StrictProtocol(HttpToolsProtocol):
         else:
             if self.state is State.HEADERS and self.header_bytes > self.limits.max_header_bytes:
                 self._refuse("headers")
+            elif self.state in (State.HEADERS, State.BODY) and not self.deadline.is_set:
+                self._watch()
             is_whole = is_first and self.begun_count == 1 and self.state is State.IDLE and len(data) < SHORT_BYTES
             self.refused = data if is_whole and isinstance(self.cycle, Call) and self.cycle.is_refused else b""
         return None
@@ -189,7 +191,6 @@ class StrictProtocol(HttpToolsProtocol):
         if self.cycle is not None:  # the first one has begun with the connection
             self.begun = self.loop.time()
         self._enter(State.HEADERS)
-        self.deadline.set(self.begun + self.limits.header_seconds - self.loop.time(), self._refuse, "slow")
 
     def _declined(self, rest: bytes) -> bytes:
         """An upgrade may be declined by answering in HTTP/1.1: the same request, asking for none, and what follows."""
@@ -236,8 +237,6 @@ class StrictProtocol(HttpToolsProtocol):
             self._close_after_last()
         self._enter(State.BODY)
         self.body_bytes = 0
-        self.body_until = max(self.begun + self.limits.body_seconds, self.loop.time() + LEAST_BODY_SECONDS)
-        self._watch_body()
         if endpoint is not None:
             if (before is None or before.response_complete) and not self.is_resting:
                 self.cycle.start()
@@ -258,6 +257,15 @@ class StrictProtocol(HttpToolsProtocol):
             cycle.start()
         else:
             super()._start_asgi_task(cycle, app)
+
+    def _watch(self) -> None:
+        """A request has begun, or its body has, and what was read does not end it."""
+        now = self.loop.time()
+        if self.state is State.HEADERS:
+            self.deadline.set(self.begun + self.limits.header_seconds - now, self._refuse, "slow")
+        else:
+            self.body_until = max(self.begun + self.limits.body_seconds, now + LEAST_BODY_SECONDS)
+            self._watch_body()
 
     def _watch_body(self) -> None:
         left = self.body_until - self.loop.time()
