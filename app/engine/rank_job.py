@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from app.engine.tell import tell
-from app.errors import DeadlineExceeded, InternalError, ServiceError
+from app.errors import InternalError, ServiceError
 from app.interface import Done, Ranked
 from app.scheduling.job import Job
 from model.engine import CacheResult, Item
@@ -33,7 +32,6 @@ class RankJob(Job):
     context: Context | None = None
     items: Candidates | None = None
     done: Done | None = None
-    timer: asyncio.TimerHandle | None = None  # of its deadline
     scores: list[Scores] = field(default_factory=list)
     state: Any = None
     cache: CacheResult = "miss"
@@ -55,10 +53,6 @@ class RankJob(Job):
         assert self.items is not None
         whole = stop - start == len(self.items)
         return Item(self.context, self.items if whole else self.items.chunk(start, stop), self.state)
-
-    def expire(self) -> None:
-        """Its deadline has passed."""
-        self.finish(DeadlineExceeded())
 
     def finish(self, error: ServiceError | None = None) -> None:
         """Free the place and tell the caller: the scores, or this error. Only the first time counts."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from app.engine.loading import LoadedModel, Steps
-from app.errors import EngineDown, InternalError
+from app.errors import DeadlineExceeded, EngineDown, InternalError
 from app.interface import Done, ranked
 from app.settings import Batching
 from model.engine import EngineError, Item, Outcome
@@ -72,6 +72,31 @@ async def test_a_caller_that_cannot_be_told_keeps_no_mate_of_its_batch_waiting()
         assert right(await mates[0], 3)
         assert right(await mates[1], 4)
         assert service.admission.requests == 0
+
+
+async def test_each_is_told_when_its_own_deadline_has_passed_in_whatever_order_they_came() -> None:
+    """Also one that is being computed. One timer serves all of them, and none is left behind."""
+    async with busy() as (service, _, gate, first):
+        assert service.versions.current is not None
+        worker, begun = service.versions.current, service.clock()
+
+        async def late(user: int, seconds: float) -> None:
+            with pytest.raises(DeadlineExceeded):
+                await rank(service, user, deadline=begun + seconds)
+            assert service.clock() >= begun + seconds
+
+        patient = asyncio.ensure_future(rank(service, 2))
+        await asyncio.gather(late(3, 0.2), late(4, 0.05), late(5, 0.1))
+        assert not first.done()
+        assert not patient.done()
+        worker._running[0].job.deadline = service.clock() + 0.05
+        with pytest.raises(DeadlineExceeded):
+            await rank(service, 6, deadline=service.clock() + 0.05)
+        with pytest.raises(DeadlineExceeded):
+            await first
+        gate.opened.set()
+        assert right(await patient, 2)
+    assert worker._look is None
 
 
 async def test_scores_that_cannot_be_joined_keep_no_mate_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
