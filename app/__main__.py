@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 
 import structlog
@@ -16,6 +17,7 @@ from app.telemetry import logs
 
 def main() -> int:
     """Exit code of the process: 0 after a drain, 2 for settings that cannot be used."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a checkpoint to be read again
     try:
         role = Role.inherited()
         settings = load_settings(sys.argv[1:])

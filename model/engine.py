@@ -15,7 +15,7 @@ from model.inputs import Candidates, Context, Scores
 CacheResult = Literal["hit", "prefix", "miss"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Item:
     """Some or all candidates of one request. `state` is what an earlier forward of the same request returned, else None."""
 
@@ -24,7 +24,7 @@ class Item:
     state: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """Scores of an item, in its order. With `state` the next item of the same request needs no context; the caller only keeps it.
 

@@ -1,4 +1,7 @@
-"""What one request is to the model: ids and features in numpy, before hashing. Not for JSON and not for tensors on a device."""
+"""What one request is to the model: ids and features in numpy, before hashing. Not for JSON and not for tensors on a device.
+
+Nobody changes these values. They are not `frozen`, which takes several times as long to make, and each request makes some.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from model.config import ModelConfig
 Ids = NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Context:
     """A user and that user's history, oldest first, at most `history_length` items.
 
@@ -52,7 +55,7 @@ class Context:
         return posts, authors, actions, self.surfaces.tobytes(), *dwell
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Candidates:
     """The posts to score. `post_ids, author_ids`: uint64 `[C]`; `surfaces`, `age_buckets`: int64 `[C]`; see `age_bucket`.
 
@@ -94,7 +97,7 @@ class Candidates:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Scores:
     """`logits` float32 `[C, A]`; `probabilities` float32 `[C, A]`, their sigmoid; `continuous` float32 `[C, Z]`, in 0 … 1.
 

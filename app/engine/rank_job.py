@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from app.engine.tell import tell
-from app.errors import DeadlineExceeded, ServiceError
+from app.errors import InternalError, ServiceError
 from app.interface import Done, Ranked
 from app.scheduling.job import Job
 from model.engine import CacheResult, Item
@@ -31,7 +32,6 @@ class RankJob(Job):
     context: Context | None = None
     items: Candidates | None = None
     done: Done | None = None
-    timer: asyncio.TimerHandle | None = None  # of its deadline
     scores: list[Scores] = field(default_factory=list)
     state: Any = None
     cache: CacheResult = "miss"
@@ -54,19 +54,19 @@ class RankJob(Job):
         whole = stop - start == len(self.items)
         return Item(self.context, self.items if whole else self.items.chunk(start, stop), self.state)
 
-    def expire(self) -> None:
-        """Its deadline has passed."""
-        self.finish(DeadlineExceeded())
-
     def finish(self, error: ServiceError | None = None) -> None:
         """Free the place and tell the caller: the scores, or this error. Only the first time counts."""
         done, self.done = self.done, None
         if done is None:
             return
         self.release()
-        if error is not None:
-            tell(done, error)
-            return
+        tell(done, error or self._ranked())
+
+    def _ranked(self) -> Ranked | ServiceError:
         started = self.arrived if self.started is None else self.started
-        scores = Scores.concatenate(self.scores)
-        tell(done, Ranked(scores, self.cache, started - self.arrived, self.forward_seconds))
+        try:
+            scores = Scores.concatenate(self.scores)
+        except Exception as error:  # without memory, say: its mates in the batch are answered all the same
+            structlog.get_logger("app").error("scores could not be joined", exc_info=error)
+            return InternalError()
+        return Ranked(scores, self.cache, started - self.arrived, self.forward_seconds)

@@ -103,7 +103,7 @@ class NativeForwards:
         self._engine = engine
         self._loop = loop
         self._clock = clock
-        self._descriptor = descriptor
+        self._descriptor: int | None = descriptor
         self._on_result: OnResult | None = None
         self._time = ForwardTime()
         self._begun, self._cost = 0.0, 0
@@ -122,8 +122,10 @@ class NativeForwards:
             self._loop.call_soon(on_result, *self._result(lambda: self._engine.forward(items)))
 
     def close(self) -> None:
-        """Nothing more is begun."""
-        self._loop.remove_reader(self._descriptor)
+        """Nothing more is begun. A second time does nothing: the number of its descriptor may be another one's by then."""
+        if self._descriptor is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._descriptor = None
 
     def _ready(self) -> None:
         assert self._on_result is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,6 +20,8 @@ from app.scheduling.job import Clock
 from app.settings import Batching
 from app.telemetry.metrics import BatchReport
 from model.engine import EngineError, Outcome, OverlappingEngine
+
+LOOK_SECONDS = 0.001  # at least, from one look at all deadlines to the next
 
 Ended = tuple[RankJob, ServiceError | None]
 
@@ -69,7 +72,9 @@ class EngineWorker:
         self._busy_since = 0.0  # clock seconds when work came to an engine without any
         self._last_forward = 0.0  # clock seconds when one last finished
         self._next: asyncio.Handle | None = None  # will begin a forward
-        self._closing = False
+        self._look: asyncio.TimerHandle | None = None  # at the deadlines of all jobs
+        self._look_at = math.inf  # clock seconds, of the earliest of them or before
+        self.is_closing = False  # it takes no work any more
 
     def submit(self, job: RankJob) -> None:
         """Queue a job that has its context and items; it is told of its end by `finish`."""
@@ -77,6 +82,8 @@ class EngineWorker:
         if not self._has_work():
             self._busy_since = now
         self.batcher.add(job, now)
+        if job.deadline < self._look_at:
+            self._look_later(job.deadline)
         if self._running:
             return
         if self._next is None:
@@ -96,9 +103,10 @@ class EngineWorker:
 
     def close(self) -> None:
         """Free the engine after its present forward; `closed` is done then."""
-        self._closing = True
+        self.is_closing = True
         if self._next is not None:
             self._next.cancel()
+        self._look_later(math.inf)
         if not self._running:
             if self._native is not None:
                 self._native.close()
@@ -117,12 +125,31 @@ class EngineWorker:
     def _has_work(self) -> bool:
         return bool(self._running or self._alone or len(self.batcher))
 
+    # deadlines
+
+    def _look_later(self, at: float) -> None:
+        if self._look is not None:
+            self._look.cancel()
+        self._look_at = at
+        seconds = max(LOOK_SECONDS, at - self.clock())
+        self._look = self._loop.call_later(seconds, self._expire) if at < math.inf else None
+
+    def _expire(self) -> None:
+        """Answer the jobs whose deadline has passed. Most end long before theirs, so one timer serves all of them."""
+        now = self.clock()
+        chunks = (*self._running, *self._alone)
+        jobs = {job for job in (*(chunk.job for chunk in chunks), *self.batcher.jobs()) if job.done is not None}
+        late = {job for job in jobs if job.deadline <= now}
+        self._look_later(min((job.deadline for job in jobs - late), default=math.inf))
+        for job in late:
+            job.finish(DeadlineExceeded())
+
     # a forward
 
     def _begin(self) -> None:
         """Take the next batch out of the queue and have it computed."""
         self._next = None
-        if self._running or self._closing or self.failure is not None:
+        if self._running or self.is_closing or self.failure is not None:
             return
         now = self.clock()
         expired: list[RankJob] = []
@@ -164,7 +191,7 @@ class EngineWorker:
             finished - self._collated,
             isinstance(result, BaseException),
         )
-        if self._closing:
+        if self.is_closing:
             self.close()
         self._begin_next()
         for job, error in ended:
@@ -186,11 +213,11 @@ class EngineWorker:
 
     def _keep(self, chunks: Sequence[Chunk[RankJob]], outcomes: Sequence[Outcome]) -> list[Ended]:
         """Give the jobs their scores; those that end with this forward."""
+        if [len(outcome.scores) for outcome in outcomes] != [chunk.stop - chunk.start for chunk in chunks]:
+            return self._failed(chunks, EngineError("the engine answered for another number of candidates"))
         ended: list[Ended] = []
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             job, scores = chunk.job, outcome.scores
-            if len(scores) != chunk.stop - chunk.start:
-                return self._failed(chunks, EngineError("the engine answered for another number of candidates"))
             if not scores.is_finite():
                 ended.append((job, NonFiniteScores()))
                 continue

@@ -251,5 +251,6 @@ class RemoteService:
         try:
             told: frames.Exposition = await self.uplink.ask(frames.Scrape, deadline=self.clock() + SCRAPE_SECONDS)
         except DeadlineExceeded:
-            raise EngineDown(self.health().reason, retry_after_seconds=RETRY_AFTER_SECONDS) from None
+            reason = self.health().reason or "The engine process has not told the metrics in time."
+            raise EngineDown(reason, retry_after_seconds=RETRY_AFTER_SECONDS) from None
         return told.text

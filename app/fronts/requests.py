@@ -103,6 +103,9 @@ class Requests:
             front.link.send(frames.Attended(number, found.shape, found.tobytes()))
         except ServiceError as error:
             fail(front, number, error)
+        except Exception as error:  # such as an answer that is too long for a frame
+            log.error("fault", exc_info=error)
+            fail(front, number, InternalError())
         finally:
             front.tickets.pop(number, None)
 

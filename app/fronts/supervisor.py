@@ -5,6 +5,7 @@ SIGTERM, SIGINT                every process drains; the engine process ends aft
 the same a second time         ends all at once                                                    128 + signal
 SIGHUP                         hands it to the engine process                                      –
 a front ends                   starts it again; one that cannot use its settings ends the whole    its code
+no process can be had          tries again after a pause                                           –
 the engine process ends:
   the first load failed        fronts stop as after the drain delay                                1
   otherwise                    starts it again, or the same: RANKER_ENGINE_LOSS                    70
@@ -35,7 +36,7 @@ from app.settings import Settings
 from app.telemetry import logs
 
 SOON_SECONDS = 1.0  # a front that lived less is started again after a pause
-PAUSE_SECONDS = 0.5
+PAUSE_SECONDS = 0.5  # also before a start that the system refused is tried again
 ENGINE_SECONDS = 5.0  # an engine process that lived less is not started again
 PATIENCE_SECONDS = 10.0  # beyond what draining may take
 
@@ -120,7 +121,15 @@ class Supervisor:
     async def _keep_engine(self) -> None:
         while True:
             began = time.monotonic()
-            self._engine = await self._start(self._commands[0], Role(self._path, os.getpid()))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)  # of the one before
+            try:
+                self._engine = await self._start(self._commands[0], Role(self._path, os.getpid()))
+            except OSError as error:
+                await _pause(error)
+                if self._ending.is_set():
+                    return
+                continue
             log.info("engine_started", process=self._engine.pid)
             if self._ending.is_set():
                 _send(self._engine, signal.SIGTERM)
@@ -141,7 +150,11 @@ class Supervisor:
     async def _keep_front(self, number: int) -> None:
         while not self._ending.is_set():
             began = time.monotonic()
-            spare = await self._take_spare()
+            try:
+                spare = await self._take_spare()
+            except OSError as error:
+                await _pause(error)
+                continue
             if self._ending.is_set():
                 return
             self._fronts[number] = spare.process
@@ -162,8 +175,9 @@ class Supervisor:
 
     async def _take_spare(self) -> Spare:
         async with self._starting:
-            taken = self._spare or await self._start_spare()
-            self._spare = await self._start_spare()
+            taken, self._spare = self._spare or await self._start_spare(), None
+            with contextlib.suppress(OSError):  # whoever needs the next one says why there is none
+                self._spare = await self._start_spare()
         return taken
 
     async def _start_spare(self) -> Spare:
@@ -171,6 +185,9 @@ class Supervisor:
         try:
             listening = {number: [one.fileno() for one in sockets] for number, sockets in self._listening.items()}
             process = await self._start(self._commands[1], Role(self._path, os.getpid(), listening, reader))
+        except BaseException:
+            os.close(writer)
+            raise
         finally:
             os.close(reader)
         return Spare(process, writer)
@@ -178,8 +195,9 @@ class Supervisor:
     # ends
 
     def _reload(self) -> None:
-        if self._engine is not None:
-            self._engine.send_signal(signal.SIGHUP)
+        """An engine process that does not listen yet would be ended by the signal, and reads the checkpoint anyway."""
+        if self._engine is not None and os.path.exists(self._path):
+            _send(self._engine, signal.SIGHUP)
 
     def _end_by(self, number: signal.Signals) -> None:
         """First signal: drain. Second: end at once."""
@@ -230,6 +248,11 @@ class Supervisor:
 def _send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)
+
+
+async def _pause(error: OSError) -> None:
+    log.error("cannot_start", reason=error.strerror)
+    await asyncio.sleep(PAUSE_SECONDS)
 
 
 def _failed(code: int) -> int:

@@ -73,6 +73,9 @@ class DirectEndpoint(ABC):
         except ServiceError as error:
             call.fail(error)
             status, headers, body = replied.result()
+        except asyncio.CancelledError:
+            call.abandon()
+            raise
         await send({"type": "http.response.start", "status": status, "headers": list(headers)})
         await send({"type": "http.response.body", "body": body})
 

@@ -23,7 +23,7 @@ from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.request.wires import Render, Wire
 from app.settings import Limits, Settings
-from app.telemetry.exchange import Exchange
+from app.telemetry.exchange import Exchange, milliseconds
 from model.config import ModelConfig
 from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
@@ -32,7 +32,7 @@ T = TypeVar("T", bound=Typed)
 MOST_WORDS = 4  # of both checkpoints, and of those that they have replaced
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Terms:
     """What the headers of a request say. `deadline` in seconds of the service's clock, None where the caller sets none; `wanted` are
     name and version of the model that it names, empty for any."""
@@ -197,7 +197,7 @@ class Ranking:
             ranked.scores,
             job.form,
             history_used=len(job.context),
-            timings_ms={stage: round(seconds * 1000, 3) for stage, seconds in stages.items()},
+            timings_ms={stage: milliseconds(seconds) for stage, seconds in stages.items()},
         )
         started = time.perf_counter()
         for piece in pieces:

@@ -34,7 +34,7 @@ from weights.format.manifest import Manifest
 MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
 HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
 
-Int64, Pointer, Text, Object = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.py_object
+Int64, Pointer, Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 
 
 class _Checkpoint(ctypes.Structure):
@@ -65,14 +65,8 @@ def load_library() -> ctypes.PyDLL | None:
 def open_library(path: Path) -> ctypes.PyDLL:
     """A compiled codec with the types of its functions. Raises OSError."""
     library = ctypes.PyDLL(str(path))
-    library.codec_create.argtypes = (Pointer, Pointer)
-    library.codec_destroy.argtypes = (Pointer,)
-    library.codec_destroy.restype = None
-    library.codec_read.argtypes = (Pointer, Object, Int64)
-    library.codec_write.argtypes = (
-        Pointer, Int64, Object, Object, Object, Object, Object, Int64, Object, Int64, Int64, Object, Object, Object,
-    )  # fmt: skip
-    library.codec_read.restype = library.codec_write.restype = Object
+    library.codec_functions.argtypes = (Pointer,)
+    library.codec_functions.restype = ctypes.py_object
     return library
 
 
@@ -81,9 +75,7 @@ class Codec:
 
     def __init__(self, library: ctypes.PyDLL, manifest: Manifest, vocabulary: Vocabulary, limits: Limits) -> None:
         """Raises MemoryError."""
-        self._library = library
         self._vocabulary = vocabulary
-        self._handle = Pointer()
         config, names, continuous = manifest.config, list(vocabulary.index), manifest.continuous
         self.actions = config.actions
         self._default = Wishes(), vocabulary.weights, None
@@ -100,15 +92,11 @@ class Codec:
             *(MAX_ACTION_VALUE, MAX_DWELL_SECONDS, len(names)),
             *(ctypes.addressof(kept) for kept in self._kept),
         )
-        if library.codec_create(ctypes.byref(words), ctypes.byref(self._handle)):
-            raise MemoryError
-
-    def __del__(self) -> None:
-        self._library.codec_destroy(self._handle)
+        self._read, self._write = library.codec_functions(ctypes.byref(words))
 
     def read(self, body: bytes | bytearray) -> Packed | None:
         """A valid request; None for any other, and for one that is written in an unusual way."""
-        data = self._library.codec_read(self._handle, body, True)
+        data = self._read(body, True)
         if not data:
             return None
         user_id, events, kept, count, quoted, rest = HEAD.unpack_from(data)
@@ -119,13 +107,13 @@ class Codec:
 
     def read_viewer(self, body: bytes | bytearray) -> Viewed | None:
         """The user and the history of a request without candidates; None as of `read`."""
-        data = self._library.codec_read(self._handle, body, False)
+        data = self._read(body, False)
         if not data:
             return None
         user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
         end = len(data) - rest
         start = end - 8 * (events - kept)
-        context, _, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
+        context, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
         posts = context.post_ids
         if kept < events:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
@@ -149,8 +137,7 @@ class Codec:
         if len(scores) > MOST_ROWS:
             return None
         wanted = request.wanted
-        written: bytes = self._library.codec_write(
-            self._handle,
+        written: bytes = self._write(
             len(scores),
             request.candidates.post_ids,
             b"" if request.quoted is None else request.quoted,
@@ -169,6 +156,7 @@ class Codec:
 
 
 _WISHES = msgspec.json.Decoder(Wishes)
+_UINT64, _INT64, _FLOAT32 = np.dtype(np.uint64), np.dtype(np.int64), np.dtype(np.float32)  # made for each array, else
 
 
 class Viewed(NamedTuple):
@@ -179,18 +167,21 @@ class Viewed(NamedTuple):
     rest: bytes
 
 
-def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -> tuple[Context, Any, int]:
-    """What the model reads of what the codec has read, all words as uint64, and where the bytes after it begin. `further`: words
-    that are none of the context's."""
-    words = 3 * kept + further
-    ids = np.frombuffer(data, np.uint64, words, HEAD.size)
-    place = HEAD.size + 8 * words
-    taken = np.frombuffer(data, np.float32, kept * actions, place).reshape(kept, actions)
-    place += taken.nbytes
-    dwell_seconds = np.frombuffer(data, np.float32, kept, place)
-    surfaces = ids[2 * kept : 3 * kept].view(np.int64)
-    context = Context(user_id, ids[:kept], ids[kept : 2 * kept], taken, surfaces, dwell_seconds)
-    return context, ids, place + 4 * kept
+def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -> tuple[Context, int]:
+    """What the model reads of what the codec has read, and where the bytes after it begin. `further`: words of candidates, which come
+    between the context's words and its other numbers."""
+    start, size = HEAD.size, 8 * kept
+    floats = start + 3 * size + 8 * further
+    end = floats + 4 * kept * actions
+    context = Context(
+        user_id,
+        np.ndarray(kept, _UINT64, data, start),
+        np.ndarray(kept, _UINT64, data, start + size),
+        np.ndarray((kept, actions), _FLOAT32, data, floats),
+        np.ndarray(kept, _INT64, data, start + 2 * size),
+        np.ndarray(kept, _FLOAT32, data, end),
+    )
+    return context, end + 4 * kept
 
 
 @dataclass(slots=True)
@@ -223,11 +214,13 @@ class Packed:
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
         data, kept, count, wishes = self.data, self.kept, self.candidates, self.wishes
-        context, ids, place = _context(data, self.user_id, kept, 4 * count, config.actions)
-        of_candidates = ids[3 * kept :]
-        surfaces = of_candidates[2 * count :].view(np.int64)
+        context, place = _context(data, self.user_id, kept, 4 * count, config.actions)
+        start, size = HEAD.size + 24 * kept, 8 * count
         candidates = Candidates(
-            of_candidates[:count], of_candidates[count : 2 * count], surfaces[:count], surfaces[count:]
+            np.ndarray(count, _UINT64, data, start),
+            np.ndarray(count, _UINT64, data, start + size),
+            np.ndarray(count, _INT64, data, start + 2 * size),
+            np.ndarray(count, _INT64, data, start + 3 * size),
         )
         request = Request(
             user_id=self.user_id,

@@ -26,7 +26,7 @@ from app.request.vocabulary import Vocabulary
 Column = Any  # a sequence with one entry an item, or UNSET
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Posts:
     """Checked columns of history or candidates: ids uint64 `[n]`, surfaces int64 `[n]`."""
 
@@ -53,7 +53,7 @@ class Viewer:
     dwell_seconds: NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """A valid request. `quoted` bool `[C]`: which of the candidates' post ids came as text, None where none did.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -80,16 +82,20 @@ class Batcher(Generic[JobT]):
         self._pop(job)
         return True
 
+    def jobs(self) -> Iterator[JobT]:
+        """Every job that waits; none may come or go meanwhile."""
+        return itertools.chain.from_iterable(self._queues.values())
+
     def clear(self) -> list[JobT]:
         """Take every job out."""
-        jobs = [job for queue in self._queues.values() for job in queue]
+        jobs = list(self.jobs())
         for job in jobs:
             self._pop(job)
         return jobs
 
     def oldest(self) -> float | None:
         """When the job arrived that has been here longest."""
-        return min((job.arrived for queue in self._queues.values() for job in queue), default=None)
+        return min((job.arrived for job in self.jobs()), default=None)
 
     def window_end(self) -> float:
         """Until when a busy engine lets the next forward grow; the past where that is full, or the queue empty."""
@@ -101,7 +107,7 @@ class Batcher(Generic[JobT]):
 
     def take(self, now: float) -> tuple[list[Chunk[JobT]], list[JobT]]:
         """Take out of the queue the next forward, and the jobs whose deadline has passed."""
-        expired = [job for queue in self._queues.values() for job in queue if job.deadline <= now]
+        expired = [job for job in self.jobs() if job.deadline <= now]
         for job in expired:
             self._pop(job)
         return self._fill(), expired

@@ -30,6 +30,11 @@ class Deadline:
         if self.at < self._ends:
             self._set_timer(self.at)
 
+    @property
+    def is_set(self) -> bool:
+        """Whether there is one now."""
+        return self.at < math.inf
+
     def clear(self) -> None:
         """None for now."""
         self.at = math.inf

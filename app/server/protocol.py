@@ -23,11 +23,13 @@ the client closes, or takes no bytes for too long   CLOSED
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import deque
 from enum import Enum, auto
 from typing import Any
 
 import httptools
+import structlog
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -49,6 +51,8 @@ LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
 LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
+
+log = structlog.get_logger("app.server.protocol")
 
 
 class State(Enum):
@@ -141,14 +145,22 @@ class StrictProtocol(HttpToolsProtocol):
         self._go_on()
 
     def data_received(self, data: bytes) -> None:
+        rest, declined = self._read(data), 0
+        while rest is not None and declined < MAX_PIPELINED:
+            rest, declined = self._read(rest), declined + 1
+        if rest is not None:
+            self._refuse("bad_request")
+
+    def _read(self, data: bytes) -> bytes | None:
+        """Parse these bytes. It returns those that are to be parsed again."""
         if self.state in (State.ENDING, State.LINGERING) or self._is_answered():
             self.leftover.drop(len(data))
         if self.state in (State.ENDING, State.LINGERING, State.CLOSED):
-            return
+            return None
         is_first = self.state is State.IDLE
         if is_first:
             if data == self.refused and self._is_refused_again():
-                return
+                return None
             self._begin_request()
         if self.state is State.HEADERS:
             self.header_bytes += len(data)
@@ -156,14 +168,17 @@ class StrictProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._decline(data[upgrade.args[0] :])
+            return self._declined(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            self._refuse(error.__context__.args[0] if isinstance(error.__context__, Refused) else "bad_request")
+            self._refuse(_refusal_of(error))
         else:
             if self.state is State.HEADERS and self.header_bytes > self.limits.max_header_bytes:
                 self._refuse("headers")
+            elif self.state in (State.HEADERS, State.BODY) and not self.deadline.is_set:
+                self._watch()
             is_whole = is_first and self.begun_count == 1 and self.state is State.IDLE and len(data) < SHORT_BYTES
             self.refused = data if is_whole and isinstance(self.cycle, Call) and self.cycle.is_refused else b""
+        return None
 
     def _is_refused_again(self) -> bool:
         """The bytes of the last request have come once more: a caller who is refused sends the same again and again."""
@@ -176,15 +191,14 @@ class StrictProtocol(HttpToolsProtocol):
         if self.cycle is not None:  # the first one has begun with the connection
             self.begun = self.loop.time()
         self._enter(State.HEADERS)
-        self.deadline.set(self.begun + self.limits.header_seconds - self.loop.time(), self._refuse, "slow")
 
-    def _decline(self, rest: bytes) -> None:
-        """An upgrade may be declined by answering in HTTP/1.1: parse the same request again, asking for none."""
+    def _declined(self, rest: bytes) -> bytes:
+        """An upgrade may be declined by answering in HTTP/1.1: the same request, asking for none, and what follows."""
         parser = self.parser
         head = without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
         self.parser = httptools.HttpRequestParser(self)
         self._reset_counts()
-        self.data_received(head + rest)
+        return head + rest
 
     # parser callbacks
 
@@ -208,7 +222,7 @@ class StrictProtocol(HttpToolsProtocol):
         if len(self.pending) >= MAX_PIPELINED:
             raise Refused("bad_request")
         if self.parser.should_upgrade():
-            return  # llhttp would take the body for another protocol: see `_decline`
+            return  # llhttp would take the body for another protocol: see `_declined`
         endpoint = self.routes(self.parser.get_method(), self.url)
         before = self.cycle
         if endpoint is None:
@@ -223,8 +237,6 @@ class StrictProtocol(HttpToolsProtocol):
             self._close_after_last()
         self._enter(State.BODY)
         self.body_bytes = 0
-        self.body_until = max(self.begun + self.limits.body_seconds, self.loop.time() + LEAST_BODY_SECONDS)
-        self._watch_body()
         if endpoint is not None:
             if (before is None or before.response_complete) and not self.is_resting:
                 self.cycle.start()
@@ -245,6 +257,15 @@ class StrictProtocol(HttpToolsProtocol):
             cycle.start()
         else:
             super()._start_asgi_task(cycle, app)
+
+    def _watch(self) -> None:
+        """A request has begun, or its body has, and what was read does not end it."""
+        now = self.loop.time()
+        if self.state is State.HEADERS:
+            self.deadline.set(self.begun + self.limits.header_seconds - now, self._refuse, "slow")
+        else:
+            self.body_until = max(self.begun + self.limits.body_seconds, now + LEAST_BODY_SECONDS)
+            self._watch_body()
 
     def _watch_body(self) -> None:
         left = self.body_until - self.loop.time()
@@ -407,6 +428,20 @@ class StrictProtocol(HttpToolsProtocol):
             self.deadline.close()
         else:
             self.deadline.clear()
+
+
+def _refusal_of(error: httptools.HttpParserError) -> str:
+    """Why parsing has stopped: what a callback has refused, a fault of ours in one, or the bytes."""
+    cause = error.__context__
+    if isinstance(cause, Refused):
+        return str(cause.args[0])
+    if cause is None or not isinstance(error, httptools.HttpParserCallbackError):
+        return "bad_request"
+    frames = traceback.extract_tb(cause.__traceback__)[-12:]  # without the message: that may hold what the caller sent
+    log.error(
+        "fault", error=type(cause).__name__, trace=[f"{each.filename}:{each.lineno} {each.name}" for each in frames]
+    )
+    return "fault"
 
 
 def _disconnect(cycle: RequestResponseCycle | Call, answered: tuple[int, str] | None = None) -> None:

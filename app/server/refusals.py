@@ -11,6 +11,7 @@ REFUSALS = {  # status, code, title, sentence
         431, "headers_too_large", "Request Header Fields Too Large", "The headers are longer than the limit.",
     ),
     "crowded": (429, "overloaded", "Too Many Requests", "There is no room to read this request now."),
+    "fault": (500, "internal", "Internal Server Error", "The server failed to answer this request."),
     "version": (505, "http_version", "HTTP Version Not Supported", "This server speaks HTTP/1.1 and HTTP/1.0."),
 }  # fmt: skip
 MAX_HEADERS = 100

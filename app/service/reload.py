@@ -14,7 +14,7 @@ import structlog
 
 from app.engine.loading import Loader, RetrievalLoader
 from app.errors import CorpusNotLoaded
-from app.interface import CheckpointNotFound, ServedModel, ServedRetrieval
+from app.interface import CheckpointNotFound, ReloadInProgress, ServedModel, ServedRetrieval
 from app.service.service import RankingService
 from weights.checkpoint import CheckpointError, load_manifest
 from weights.corpus.store import load_corpus_manifest
@@ -67,9 +67,10 @@ class Reloader:
         """Where a place below the root leads now. Raises CheckpointNotFound."""
         try:
             root, target = self.root.resolve(strict=True), path.resolve(strict=True)
-        except OSError:
+            is_found = root in target.parents and (target / MANIFEST_NAME).is_file()
+        except (OSError, RuntimeError):  # the second for links in a circle, before Python 3.13
             raise CheckpointNotFound from None
-        if root not in target.parents or not (target / MANIFEST_NAME).is_file():
+        if not is_found:
             raise CheckpointNotFound
         return target
 
@@ -139,22 +140,27 @@ class Reloader:
         seen, seen_posts = await asyncio.to_thread(self._both), await asyncio.to_thread(self._posts)
         while True:
             await asyncio.sleep(seconds)
+            if not self.service.lifecycle.started:
+                continue  # what the first load has read is not known yet
             posts = await asyncio.to_thread(self._posts)
-            if posts != seen_posts and None not in posts:
+            # a compaction replaces the manifest, too
+            if (
+                posts != seen_posts
+                and None not in posts
+                and (await asyncio.to_thread(self._retrieves_already) or await self._try(self.reload_retrieval()))
+            ):
                 seen_posts = posts
-                if not await asyncio.to_thread(self._retrieves_already):  # a compaction replaces the manifest, too
-                    await self._try(self.reload_retrieval())
-            now = await asyncio.to_thread(self._both)
-            changed = [found is not None and found != before for found, before in zip(now, seen, strict=True)]
-            seen = [
-                found or before for found, before in zip(now, seen, strict=True)
-            ]  # one that is refused is not tried again until it changes
-            if changed[0] and await asyncio.to_thread(_digest, self.current) != self.service.model.manifest.digest:
-                await self._try(self.reload())
-            held = self.service.second
-            digest = None if held is None or held.model is None else held.model.manifest.digest
-            if changed[1] and self.second is not None and await asyncio.to_thread(_digest, self.second) != digest:
-                await self._try(self.reload(second=True))
+            for place, found in enumerate(await asyncio.to_thread(self._both)):
+                if found not in (None, seen[place]) and await self._follow(second=bool(place)):
+                    seen[place] = found  # one that is refused is not tried again until it changes
+
+    async def _follow(self, *, second: bool) -> bool:
+        """Serve, or hold, the checkpoint that lies there now; False where that has to be tried again."""
+        path, held = (self.second, self.service.second) if second else (self.current, None)
+        model = self.service.model if not second else None if held is None else held.model
+        if path is None or (model is not None and await asyncio.to_thread(_digest, path) == model.manifest.digest):
+            return True
+        return await self._try(self.reload(second=second))
 
     async def _everything(self) -> None:
         await self._try(self.reload())
@@ -163,11 +169,15 @@ class Reloader:
         if None not in self.retrieval:
             await self._try(self.reload_retrieval())
 
-    async def _try(self, reload: Awaitable[object]) -> None:
+    async def _try(self, reload: Awaitable[object]) -> bool:
+        """Whether it has ended, in whatever way, and was not kept out by another one."""
         try:
             await reload
+        except ReloadInProgress:
+            return False
         except Exception:
-            return  # it has been logged and counted
+            return True  # it has been logged and counted
+        return True
 
     def _both(self) -> list[tuple[int, int, int] | None]:
         """What changes when the manifest of the first or of the second checkpoint is replaced."""

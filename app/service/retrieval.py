@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
 from app.budgets import Budget
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
-from app.engine.searches import Searches, Version
+from app.engine.searches import RETRIEVAL_THREAD, Searches, Version
 from app.errors import CorpusNotLoaded, EngineDown, Overloaded
 from app.interface import Changed, FoundDone, PostChange, ReloadInProgress, ServedRetrieval, Ticket
 from app.scheduling.job import Clock
@@ -37,7 +38,10 @@ class RetrievalService:
         self._changes: set[asyncio.Task[Changed]] = set()
         self._compaction: asyncio.Task[Changed] | None = None
         self._since: list[Change] | None = None  # since the compaction that runs has begun
+        self._is_committing = False  # what it wrote is being put in force: no change may come between
         self._compact_at = settings.retrieval.compact_rows
+        # for what takes long, and is not waited for at the end of the process: see `RankingService.has_running_threads`
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix=f"{RETRIEVAL_THREAD}-slow")
 
     @property
     def served(self) -> ServedRetrieval:
@@ -82,7 +86,7 @@ class RetrievalService:
         self._loading = True
         try:
             async with self._swapping, self._changing:
-                self._install(await asyncio.to_thread(load))
+                self._install(await asyncio.get_running_loop().run_in_executor(self._slow, load))
                 self._compact_at = self.settings.retrieval.compact_rows
         finally:
             self._loading = False
@@ -105,18 +109,22 @@ class RetrievalService:
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Finish the searches that were admitted, then free the engines. False when the time was not enough."""
-        if self._compaction is not None:
+        begun: list[asyncio.Task[Changed]] = []
+        if self._compaction is not None and self._is_committing:
+            begun.append(self._compaction)
+        elif self._compaction is not None:
             self._compaction.cancel()  # what it wrote is not in force
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self.searches.idle.wait()
-                await asyncio.gather(*self._changes, return_exceptions=True)
+                await asyncio.gather(*begun, *self._changes, return_exceptions=True)
         finished = self.searches.idle.is_set() and not self._changes
         self.searches.abandon(lambda: EngineDown("The process stops."))
         self._current = None
         for version in self._versions:
             version.loaded.log.close()
         self.searches.close([version for version in self._versions if not version.freed])
+        self._slow.shutdown(wait=False, cancel_futures=True)
         self._versions.clear()
         return finished
 
@@ -175,8 +183,10 @@ class RetrievalService:
                 async with self._changing:
                     parts, changes = await self.searches.between(lambda: (engine.parts(), engine.changes))
                     self._since = []
-                compacted = await asyncio.to_thread(loaded.compact, parts, changes)
+                writing = asyncio.get_running_loop().run_in_executor(self._slow, loaded.compact, parts, changes)
+                compacted = await writing
                 async with self._changing:
+                    self._is_committing = True
                     self._install(await asyncio.to_thread(compacted.commit, self._since))
             except Exception as error:
                 self._compact_at = engine.changed_rows + self.settings.retrieval.compact_rows
@@ -184,7 +194,7 @@ class RetrievalService:
                 log.error("compaction_failed", reason=str(error) or type(error).__name__)
                 raise
             finally:
-                self._since = None
+                self._since, self._is_committing = None, False
         self._compact_at = self.settings.retrieval.compact_rows
         self.metrics.compactions.labels("success").inc()
         state = self._state()

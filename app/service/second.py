@@ -55,6 +55,7 @@ class SecondCheckpoint:
         self._queue = settings.queue
         self._service = service
         self._shadow: Shadow | None = None
+        self._hangs = False  # at the last look
         if load is not None:
             series = ShadowMetrics(metrics.registry, self.labels)
             self._shadow = Shadow(settings, first, self.versions, series, clock, service.is_busy)
@@ -116,7 +117,8 @@ class SecondCheckpoint:
     def look(self) -> None:
         """To be called now and then: one that hangs is given up."""
         silent = self.versions.silent_seconds()
-        if silent > self._queue.stall_exit_seconds:
+        before, self._hangs = self._hangs, silent > self._queue.stall_exit_seconds
+        if before and self._hangs:
             self.engine_lost(f"it has work and has finished no forward for {silent:.1f} s")
         self.soon()
 

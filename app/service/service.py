@@ -244,9 +244,6 @@ class RankingService:
         """The job is answered, cancelled or expired."""
         self._answered += 1
         self.admission.remove(job)
-        if job.timer is not None:
-            job.timer.cancel()
-            job.timer = None
         if job.done is not None:
             job.done = None
             self.metrics.cancelled.labels("queue" if job.started is None else "forward").inc()
@@ -287,15 +284,15 @@ class RankingService:
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
         """Have them scored. `done` is called once, later, unless the ticket is released before."""
         assert isinstance(ticket, RankJob)
-        job, loop = ticket, asyncio.get_running_loop()
+        job = ticket
         if not job.reserved or job.done is not None:
             raise ValueError("this ticket was used before")
         job.context, job.items = context, candidates
         job.done = self.second_checkpoint.watched(job, done)
-        if job.worker.failure is not None:
-            loop.call_soon(job.finish, EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
+        if job.worker.is_closing:  # its engine is lost, or was given up
+            down = EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
+            asyncio.get_running_loop().call_soon(job.finish, down)
             return
-        job.timer = loop.call_later(max(0.0, job.deadline - self.clock()), job.expire)
         job.worker.submit(job)
 
     async def attention(

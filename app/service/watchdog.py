@@ -41,14 +41,20 @@ class Watchdog:
         self._looks: int | None = None  # of `hang`; None before and after it
 
     async def hang(self) -> str:
-        """Wait until something has hung for too long to come back; a sentence about it."""
+        """Wait until something has hung for too long to come back; a sentence about it.
+
+        Seen at two looks, as by `SecondCheckpoint.look`: a process that was stopped for a while may look before it hears of what has
+        ended.
+        """
         self._looks = 0
+        before = silence = ""
         try:
-            while not (silence := self._silence(self._queue.stall_exit_seconds)):  # time is the event
+            while not (before and silence):  # time is the event
                 await asyncio.sleep(WATCHDOG_SECONDS)
                 self._looks += 1
                 collect_garbage()
                 self._second.look()
+                before, silence = silence, self._silence(self._queue.stall_exit_seconds)
         finally:
             self._looks = None
         return silence

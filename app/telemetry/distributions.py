@@ -93,14 +93,16 @@ class ReplyProbabilities(Collector):
         text = "Mean probability of an action over a reply's candidates."
         self._histograms = Histograms("ranker_reply_probability", text, ["action"], PROBABILITIES)
         self._action_names: tuple[str, ...] = ()
-        self._pending: list[NDArray[np.float32]] = []
+        self._pending: list[NDArray[np.float32]] = []  # sums over the candidates of a reply
+        self._candidates: list[int] = []
 
     def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
         """Count a reply's probabilities, float32 `[C, A]`."""
         if action_names != self._action_names or len(self._pending) >= MOST_PENDING_REPLIES:
             self._count()
             self._action_names = action_names
-        self._pending.append(np.add.reduce(probabilities, 0) / len(probabilities))
+        self._pending.append(np.add.reduce(probabilities, 0))
+        self._candidates.append(len(probabilities))
 
     def describe(self) -> Iterable[Metric]:
         """See `Histograms.describe`."""
@@ -114,6 +116,7 @@ class ReplyProbabilities(Collector):
     def _count(self) -> None:
         if not self._pending:
             return
-        for action, values in zip(self._action_names, np.array(self._pending, np.float64).T, strict=True):
+        means = np.array(self._pending) / np.array(self._candidates, np.float32)[:, None]
+        for action, values in zip(self._action_names, means.T.astype(np.float64), strict=True):
             self._histograms.labels(action).observe_all(values)
-        self._pending = []
+        self._pending, self._candidates = [], []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import logging
@@ -19,7 +18,7 @@ import orjson
 import structlog
 
 from app.settings import Logs
-from app.telemetry.exchange import Exchange
+from app.telemetry.exchange import Exchange, milliseconds
 from app.telemetry.sink import Sink
 
 MAX_TEXT = 512  # characters of one value; nothing of ours is longer
@@ -104,13 +103,13 @@ class RequestLog:
             "method": exchange.method,
             "route": exchange.route,
             "status": exchange.status,
-            "duration_ms": round(seconds * 1e3, 3),
+            "duration_ms": milliseconds(seconds),
         }
         for name in ("code", "key", "version", "candidates", "history", "requests", "cache"):
             if value := getattr(exchange, name):
                 fields[name] = value
         if exchange.stages:
-            fields["stages_ms"] = {stage: round(value * 1e3, 3) for stage, value in exchange.stages.items()}
+            fields["stages_ms"] = {stage: milliseconds(value) for stage, value in exchange.stages.items()}
         if trace_id is not None:
             fields["trace_id"] = trace_id
         if not is_ours:
@@ -146,9 +145,11 @@ _now = _Clock()
 
 def _render(logger: Any, name: str, event: Event) -> str:
     """ASCII only, so that no terminal or log viewer finds a control character. It never raises."""
-    with contextlib.suppress(TypeError):  # what orjson does not know, such as half of a surrogate pair
+    try:
         if (line := orjson.dumps(event)).isascii():
             return line.replace(b"\x7f", b"\\u007f").decode()
+    except TypeError:  # what orjson does not know, such as half of a surrogate pair
+        pass
     try:
         text = json.dumps(event, default=str, ensure_ascii=True, separators=(",", ":"))
     except Exception as error:

@@ -11,7 +11,7 @@ import structlog
 
 BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all
 LINE_OVERHEAD_BYTES = 64  # of a waiting line, beside its characters
-GATHER_SECONDS = 0.005  # the lines of this time share a system call
+GATHER_SECONDS = 0.02  # the lines of this time share a turn of this thread, for which others wait
 RETRY_SECONDS = 0.2
 STALL_SECONDS = 1.0  # how long `drain` waits for a reader that takes nothing
 DRAIN_SECONDS = 5.0  # and for one that is slow

@@ -23,7 +23,7 @@ from loadtest.machine import ROOT, machine
 from loadtest.timing import Figure, ratio
 from model.create import EngineOptions
 from weights.checkpoint import load_checkpoint
-from weights.scoring.job import PARTITION_ROWS, score_log
+from weights.scoring.job import PARTITION_ROWS, partition_of, score_log
 from weights.scoring.scorer import Scorer, batches
 from weights.training.log import write_log
 from weights.training.world.settings import WorldSettings
@@ -47,10 +47,13 @@ print(rows, seconds, most[1])
 
 
 def speed_rows(log: Path, rounds: int, threads: int) -> list[Row]:
-    """The engine's time for the forwards of a log ÷ the time of the whole job, from Parquet to Parquet: by the clock, and of processors."""
+    """The engine's time for the forwards of a job ÷ the time of the whole job, from Parquet to Parquet: by the clock, and of processors."""
     scorer = Scorer(load_checkpoint(CHECKPOINT), EngineOptions(threads=threads))
-    prepared = scorer.prepare(pq.read_table(log))
-    forwards = list(batches(prepared))
+    table = pq.read_table(log)
+    where = partition_of(table["user_id"].to_numpy(), PARTITIONS)
+    forwards = [
+        items for part in range(PARTITIONS) for items in batches(scorer.prepare(table.filter(pa.array(where == part))))
+    ]
 
     def engine_alone() -> None:
         for items in forwards:
@@ -75,7 +78,7 @@ def speed_rows(log: Path, rounds: int, threads: int) -> list[Row]:
     rows = []
     for place, what in enumerate(("rows a second ÷ the engine's own", "rows a processor's second ÷ the engine's own")):
         engine, whole = ([reading[place] for reading in readings] for _, readings in sides.values())
-        name = f"{len(prepared.rows)} impressions, {threads} threads: {what}"
+        name = f"{len(table)} impressions, {threads} threads: {what}"
         medians = [1e3 * Figure.of(seconds).median for seconds in (whole, engine)]
         rows.append(Row(name, ratio(engine, whole), "", 0.9, True, *medians))
     return rows

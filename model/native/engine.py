@@ -176,16 +176,23 @@ class _Plan:
             jobs.append(CANDIDATE_JOB(count, rows, slot, keys.rows, keys.blocks, context, keys.address))
             self.results.append((keys, result))
             rows += count
-        lists, actions = [item.candidates for item in items], engine.config.actions
-        widths = (actions, actions, engine.config.continuous_actions)
-        self.scores = tuple([np.empty((rows, width), np.float32) for width in widths])
+        lists = [item.candidates for item in items]
+        actions, continuous = engine.config.actions, engine.config.continuous_actions
+        size = rows * actions
+        whole = np.empty(2 * size + rows * continuous, np.float32)
+        address = whole.ctypes.data
+        self.scores = (
+            whole[:size].reshape(rows, actions),
+            whole[size : 2 * size].reshape(rows, actions),
+            whole[2 * size :].reshape(rows, continuous),
+        )
         columns = (
             b"".join([candidates.post_ids.tobytes() for candidates in lists]),
             b"".join([candidates.author_ids.tobytes() for candidates in lists]),
             b"".join([candidates.surfaces.tobytes() for candidates in lists]),
             b"".join([candidates.age_buckets.tobytes() for candidates in lists]),
         )
-        self.work = Work(self._contexts, jobs, columns, self.scores)
+        self.work = Work(self._contexts, jobs, columns, (address, address + 4 * size, address + 8 * size))
 
     def _keys_of(self, item: Item) -> tuple[Keys, int, CacheResult]:
         """The keys of an item's context, the index of the job that will make them (or -1), and what the cache said."""

@@ -7,9 +7,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from model.engine import EngineError
 from model.native.build import KernelUnavailable, Vectors, build_kernel
 from model.native.packing import STRUCTS
@@ -26,7 +23,7 @@ class Work:
     """The arguments of one forward, which must live until it ends.
 
     `contexts`, `jobs`: packed structs. `columns`: post ids, author ids, surfaces and age buckets of all candidates.
-    `scores`: logits, probabilities and continuous scores, to be filled.
+    `scores`: where logits, probabilities and continuous scores go.
     """
 
     def __init__(
@@ -34,10 +31,9 @@ class Work:
         contexts: Sequence[bytes],
         jobs: Sequence[bytes],
         columns: Iterable[bytes],
-        scores: Iterable[NDArray[np.float32]],
+        scores: Iterable[int],
     ) -> None:
-        addresses = [array.ctypes.data for array in scores]
-        self.arguments = (b"".join(contexts), len(contexts), b"".join(jobs), len(jobs), *columns, *addresses)
+        self.arguments = (b"".join(contexts), len(contexts), b"".join(jobs), len(jobs), *columns, *scores)
 
 
 class Kernel:

@@ -27,10 +27,14 @@ class Gate:
     def __init__(self) -> None:
         self.entered = threading.Event()
         self.opened = threading.Event()
+        self.left = threading.Event()
 
     def __call__(self, items: object) -> None:
         self.entered.set()
-        assert self.opened.wait(10)
+        try:
+            assert self.opened.wait(10)
+        finally:
+            self.left.set()
 
     async def reached(self) -> None:
         await asyncio.to_thread(self.entered.wait, 10)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +16,6 @@ from weights.checkpoint import Checkpoint
 from weights.errors import CheckpointError
 from weights.training.examples import Examples
 from weights.training.log import aligned, log_of
-
-Result = TypeVar("Result")
 
 BATCH_TOKENS = 8192
 """A forward takes requests until it has so many candidates and events. No bit of a score depends on it."""
@@ -56,9 +51,8 @@ class Scorer:
         self._wanted = [names.index(name) for name in wanted]
         self._scales = np.array([output.scale for output in self.manifest.continuous], np.float32)
         self._weights = np.array([self.manifest.score_weights.get(name, 0.0) for name in names])
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")  # an engine belongs to one thread
-        self.engine = self._thread.submit(create_engine, checkpoint.ranker, options).result()
-        self._thread.submit(self.engine.warm_up).result()
+        self.engine = create_engine(checkpoint.ranker, options)
+        self.engine.warm_up()
 
     @property
     def schema(self) -> pa.Schema:
@@ -92,47 +86,32 @@ class Scorer:
 
     def score(self, prepared: Prepared, progress: Callable[[int], None] = lambda rows: None) -> pa.Table:
         """The second half. `progress` is told how many rows are scored."""
-        log, rows = prepared.examples.log, prepared.rows
-        is_wanted = np.zeros(len(log), np.bool_)
-        is_wanted[rows] = True
-        place = (np.cumsum(is_wanted) - 1)[rows]  # in the order of the log
-        actions = np.empty((len(rows), len(self._wanted)), np.float32)
-        continuous = np.empty((len(rows), len(self._scales)), np.float32)
-        score, done = np.empty(len(rows), np.float64), 0
-        forwards = (partial(self.engine.forward, items) for items in batches(prepared))
-        for outcomes in one_ahead(self._thread, forwards):
-            found = [outcome.scores for outcome in outcomes]
+        log, rows, actions, done = prepared.examples.log, prepared.rows, len(self._wanted), 0
+        score = np.empty(len(rows), np.float64)
+        outputs = np.empty((actions + len(self._scales), len(rows)), np.float32)  # in the order of the forwards
+        for items in batches(prepared):
+            found, stop = [outcome.scores for outcome in self.engine.forward(items)], done
+            for scores in found:
+                if not scores.is_finite():
+                    request = log.request_id[rows[stop]]
+                    raise EngineError(f"{prepared.where}: request {request} gives scores that are no numbers")
+                stop += len(scores)
             probabilities = np.concatenate([scores.probabilities for scores in found])
-            mine = place[done : done + len(probabilities)]
-            broken = next((number for number, scores in enumerate(found) if not scores.is_finite()), None)
-            if broken is not None:
-                request = log.request_id[rows[done + sum(map(len, found[:broken]))]]
-                raise EngineError(f"{prepared.where}: request {request} gives scores that are no numbers")
-            score[mine] = combine(probabilities, self._weights)
-            actions[mine] = probabilities[:, self._wanted]
-            continuous[mine] = np.concatenate([scores.continuous for scores in found]) * self._scales
-            done += len(mine)
+            score[done:stop] = combine(probabilities, self._weights)
+            outputs[:actions, done:stop] = probabilities.T[self._wanted]
+            outputs[actions:, done:stop] = (np.concatenate([scores.continuous for scores in found]) * self._scales).T
+            done = stop
             progress(done)
-        columns = [getattr(log, name)[is_wanted] for name in NAMING]
-        columns += [score, *actions.T.copy(), *continuous.T.copy()]
+        place = np.full(len(log), -1)
+        place[rows] = np.arange(len(rows))
+        is_scored = place >= 0
+        place = place[is_scored]  # in the order of the log
+        columns = [getattr(log, name)[is_scored] for name in NAMING] + [column[place] for column in (score, *outputs)]
         return pa.table([pa.array(column) for column in columns], schema=self.schema)
 
     def close(self) -> None:
         """Free the engine."""
-        self._thread.submit(self.engine.close).result()
-        self._thread.shutdown()
-
-
-def one_ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """Their results, in order; the next call runs in the pool while its caller works on the last result."""
-    coming: Future[Result] | None = None
-    for call in calls:
-        begun = pool.submit(call)
-        if coming is not None:
-            yield coming.result()
-        coming = begun
-    if coming is not None:
-        yield coming.result()
+        self.engine.close()
 
 
 def batches(prepared: Prepared) -> Iterator[list[Item]]:

@@ -126,8 +126,8 @@ def histories(
 
     Every event is part of one of the requests.
     """
-    _, rank = np.unique(np.concatenate((user_id, of_user)), return_inverse=True)
-    of_event, of_request = rank[: len(user_id)], rank[len(user_id) :]
+    users, of_request = np.unique(of_user, return_inverse=True)
+    of_event = np.searchsorted(users, user_id)
     order = np.lexsort((impression_ts, of_event))
     origin, span = (int(at.min()), int(np.ptp(at)) + 1) if len(at) else (0, 1)
     keys = of_event[order] * span + (impression_ts[order] - origin)

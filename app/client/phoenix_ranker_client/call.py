@@ -165,7 +165,12 @@ class Calls:
         def parse(headers: httpx.Headers, content: bytes) -> T:
             return read(orjson.loads(content))
 
-        return self._call(path, orjson.dumps(body), JSON, requests, parse, timeout_seconds, request_id)
+        request_id = request_id or uuid.uuid4().hex
+        try:
+            raw = orjson.dumps(body)
+        except orjson.JSONEncodeError as error:
+            raise RequestRefused(0, "invalid_request", f"The request is no JSON: {error}", request_id) from error
+        return self._call(path, raw, JSON, requests, parse, timeout_seconds, request_id)
 
     def _call(
         self,

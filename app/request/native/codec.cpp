@@ -1,6 +1,6 @@
 // Requests in JSON → columns, scores → JSON, for requests as most callers write them. What is unusual is declined, and Python
 // reads it: body.py, validate.py, features.py and reply.py say what all of this means, and tests compare the two.
-#include <new>
+#include <memory>
 #include <numeric>
 
 #include "decimal.h"
@@ -205,59 +205,70 @@ private:
     }
 };
 
+constexpr char NAME[] = "codec";
+
+Codec* codec_of(Object* capsule) { return static_cast<Codec*>(PyCapsule_GetPointer(capsule, NAME)); }
+
+// Bytes, which are empty where Python should do the work.
 template <class Work>
-Object* answer(Codec* codec, Work work) {
+Object* answer(Object* capsule, bool is_complete, Work work) {
+    Codec* codec = codec_of(capsule);
     try {
-        Int size = work();
+        if (!is_complete) throw Declined();
+        Int size = work(*codec);
         return PyBytes_FromStringAndSize(codec->data(), size);
     } catch (...) {
         return PyBytes_FromStringAndSize(nullptr, 0);
     }
 }
 
+// Of a body, bytes or a bytearray, behind which Python keeps a zero byte, and whether it has candidates.
+Object* read_request(Object* capsule, Object* const* given, ssize_t count) {
+    return answer(capsule, count == 2, [&](Codec& codec) {
+        Bytes text(given[0]);
+        return codec.read(text.as<char>(), text.size(), PyLong_AsLongLong(given[1]));
+    });
+}
+
+// `quoted` and `retrieved` may be empty; `wanted` is read unless its count is negative.
+Object* write_reply(Object* capsule, Object* const* given, ssize_t count) {
+    return answer(capsule, count == 13, [&](Codec& codec) {
+        const Checkpoint& words = codec.words;
+        Int candidates = PyLong_AsLongLong(given[0]), top_k = PyLong_AsLongLong(given[6]);
+        Int wanted_count = PyLong_AsLongLong(given[8]), is_columnar = PyLong_AsLongLong(given[9]);
+        Bytes ids(given[1], 8 * candidates), quoted(given[2]);
+        Bytes probabilities(given[3], 4 * candidates * words.actions), continuous(given[4], 4 * candidates * words.continuous);
+        Bytes weights(given[5], 8 * words.actions), wanted(given[7], 8 * std::max<Int>(wanted_count, 0));
+        Bytes retrieved(given[10]), head(given[11]), tail(given[12]);
+        if (quoted.size() && quoted.size() != candidates) throw Declined();
+        if (!candidates || (retrieved.size() && retrieved.size() != 4 * candidates)) throw Declined();
+        return codec.write({candidates, ids.as<Id>(), quoted.size() ? quoted.as<uint8_t>() : nullptr,
+            probabilities.as<float>(), continuous.as<float>(), weights.as<double>(), top_k,
+            wanted_count < 0 ? nullptr : wanted.as<Int>(), wanted_count, is_columnar,
+            retrieved.size() ? retrieved.as<float>() : nullptr, head.text(), tail.text()});
+    });
+}
+
+Method methods[] = {{"read", read_request, FASTCALL, nullptr}, {"write", write_reply, FASTCALL, nullptr}};
+
 }  // namespace
 }  // namespace codec
 
-using codec::Bytes, codec::Codec, codec::Checkpoint, codec::Declined, codec::Id, codec::Int;
-
-// What returns an object returns bytes, which are empty where Python should do the work.
-extern "C" {
-
-Int codec_create(const Checkpoint* words, Codec** made) {
+// `read` and `write` in the words of a checkpoint, as functions of Python, which keep what they need: calls by ctypes take a
+// microsecond and more. Null, with MemoryError set, where memory ends.
+extern "C" Object* codec_functions(const codec::Checkpoint* words) {
+    using namespace codec;
     try {
-        *made = new Codec(*words);
-        return 0;
+        auto made = std::make_unique<Codec>(*words);
+        Object* capsule = PyCapsule_New(made.get(), NAME, [](Object* capsule) { delete codec_of(capsule); });
+        if (!capsule) return nullptr;
+        made.release();
+        Object* read = PyCFunction_NewEx(&methods[0], capsule, nullptr);
+        Object* write = PyCFunction_NewEx(&methods[1], capsule, nullptr);
+        Object* both = read && write ? PyTuple_Pack(2, read, write) : nullptr;
+        for (Object* object : {capsule, read, write}) if (object) Py_DecRef(object);
+        return both;
     } catch (...) {
-        return -1;
+        return PyErr_NoMemory();
     }
-}
-
-void codec_destroy(Codec* codec) { delete codec; }
-
-// `body` is bytes or a bytearray, behind which Python keeps a zero byte.
-Object* codec_read(Codec* codec, Object* body, Int has_candidates) {
-    return answer(codec, [&] {
-        Bytes text(body);
-        return codec->read(text.as<char>(), text.size(), has_candidates);
-    });
-}
-
-// `wanted` is read unless `wanted_count` is negative; `quoted` and `retrieved` may be empty.
-Object* codec_write(
-    Codec* codec, Int candidates, Object* ids, Object* quoted, Object* probabilities, Object* continuous, Object* weights,
-    Int top_k, Object* wanted, Int wanted_count, Int is_columnar, Object* retrieved, Object* head, Object* tail
-) {
-    return answer(codec, [&] {
-        const Checkpoint& words = codec->words;
-        Bytes id(ids, 8 * candidates), text(quoted), before(head), after(tail);
-        Bytes p(probabilities, 4 * candidates * words.actions), z(continuous, 4 * candidates * words.continuous);
-        Bytes w(weights, 8 * words.actions), columns(wanted, 8 * std::max<Int>(wanted_count, 0));
-        Bytes cosines(retrieved);
-        if (text.size() && text.size() != candidates) throw Declined();
-        if (!candidates || (cosines.size() && cosines.size() != 4 * candidates)) throw Declined();
-        return codec->write({candidates, id.as<Id>(), text.size() ? text.as<uint8_t>() : nullptr, p.as<float>(), z.as<float>(),
-            w.as<double>(), top_k, wanted_count < 0 ? nullptr : columns.as<Int>(), wanted_count, is_columnar,
-            cosines.size() ? cosines.as<float>() : nullptr, before.text(), after.text()});
-    });
-}
 }

@@ -1,4 +1,5 @@
-// Bytes of Python's objects, by the little of its stable interface that is needed, so that its headers are not.
+// Bytes of Python's objects and functions for it to call, by the little of its stable interface that is needed, so that its headers
+// are not.
 #pragma once
 #include <sys/types.h>
 
@@ -16,16 +17,32 @@ struct View {
     ssize_t *shape, *strides, *suboffsets;
     void* internal;
 };
+using Function = Object*(Object* self, Object* const* arguments, ssize_t count);
+struct Method {
+    const char* name;
+    Function* function;
+    int flags;
+    const char* text;
+};
 int PyObject_GetBuffer(Object*, View*, int);
 void PyBuffer_Release(View*);
 void PyErr_Clear();
 Object* PyBytes_FromStringAndSize(const char*, ssize_t);
+Object* PyCapsule_New(void*, const char* name, void (*destroy)(Object*));
+void* PyCapsule_GetPointer(Object*, const char* name);
+Object* PyCFunction_NewEx(Method*, Object* self, Object* module);
+Object* PyErr_NoMemory();
+long long PyLong_AsLongLong(Object*);
+Object* PyTuple_Pack(ssize_t, ...);
+void Py_DecRef(Object*);
 }
 
 
 namespace codec {
 
 using Int = int64_t;
+
+constexpr int FASTCALL = 0x80;  // arguments come as an array, without a tuple
 
 // Thrown where Python should do the work.
 struct Declined {};

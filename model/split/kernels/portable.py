@@ -26,7 +26,7 @@ from model.split.weights import Norm, TokenWeights
 
 KEY_TILE = 128  # states are allocated in multiples of it, so that every product has the same shape
 WIDE_ROW_SIZES = (1024, 256)  # products of so many rows, where they give the bits of TILE_ROWS
-PIECE = 32768  # elements: torch runs so many without splitting them over threads
+PIECE = 16384  # elements: torch runs so many without splitting them over threads; of gelu no more, unlike of all else
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

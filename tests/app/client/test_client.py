@@ -285,6 +285,14 @@ async def test_the_routing_key_is_the_users_alone_and_the_same_everywhere() -> N
     assert routing_key(user, b"secret") not in {*keys, routing_key(user, b"other")}
 
 
+def test_what_no_body_can_hold_is_refused_unsent_on_either_wire() -> None:
+    for wire in ("json", "binary"):
+        client, seen = scripted(wire=wire)
+        with pytest.raises(RequestRefused) as caught:
+            client.rank(2**64, CANDIDATES, request_id="page-7")
+        assert (caught.value.request_id, seen) == ("page-7", [])
+
+
 def test_a_batch_of_nothing_has_no_routing_key() -> None:
     client, seen = scripted(refusal(422, "invalid_request"))
     with pytest.raises(RequestRefused):

@@ -17,6 +17,7 @@ from loadtest.fuzz.checkpoints import write_small
 from model.engine import EngineError
 
 CPU = Settings(device="cpu", threads=1)
+DEMO = Path(__file__).parents[3] / "weights" / "demo"
 
 
 @pytest.fixture
@@ -86,3 +87,10 @@ def test_the_threads_of_a_shadow_stand_back_behind_all_others(small: Path, stand
     assert (max(new.values()) == loading.NICE) == stands_back
     assert all(before[task] == value for task, value in nice().items() if task in before)
     model.engine.close()
+
+
+@pytest.mark.parametrize("threads", [3, 5, 6])
+def test_without_a_compiler_a_machine_of_any_number_of_cores_starts_in_fp32(threads: int) -> None:
+    """The warm-up checks that no bit depends on the batch; numbers that do not divide the work evenly showed that some did."""
+    settings = Settings(device="cpu", backend="torch", dtype="float32", threads=threads)
+    checkpoint_loader(DEMO, settings)(Steps(lambda: None)).engine.close()

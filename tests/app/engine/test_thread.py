@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +142,22 @@ def test_a_model_that_is_replaced_while_it_computes_ends_what_it_began(monkeypat
         assert len(closed) == 1
 
     serve(main)
+
+
+def test_a_forwards_descriptor_is_let_go_once() -> None:
+    """A second time, as when the process ends after a lost engine, its number may be a connection's."""
+
+    async def scenario() -> None:
+        loop, heard = asyncio.get_running_loop(), asyncio.Event()
+        reader, writer = os.pipe()
+        forwards = NativeForwards(None, reader, loop, time.monotonic)  # type: ignore[arg-type]  # it computes nothing
+        forwards.close()
+        loop.add_reader(reader, heard.set)
+        forwards.close()
+        os.write(writer, b"x")
+        await asyncio.wait_for(heard.wait(), 10)
+        loop.remove_reader(reader)
+        os.close(reader)
+        os.close(writer)
+
+    run(scenario())

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from app.engine.loading import LoadedModel, Steps
-from app.errors import EngineDown
+from app.errors import DeadlineExceeded, EngineDown, InternalError
 from app.interface import Done, ranked
 from app.settings import Batching
-from model.engine import EngineError
-from tests.app.fakes import FakeClock, FakeEngine, busy, loaded, rank, request, right, running, until
+from model.engine import EngineError, Item, Outcome
+from model.inputs import Scores
+from tests.app.fakes import FakeClock, FakeEngine, Gate, busy, loaded, rank, request, right, running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -69,6 +72,67 @@ async def test_a_caller_that_cannot_be_told_keeps_no_mate_of_its_batch_waiting()
         assert right(await mates[0], 3)
         assert right(await mates[1], 4)
         assert service.admission.requests == 0
+
+
+async def test_each_is_told_when_its_own_deadline_has_passed_in_whatever_order_they_came() -> None:
+    """Also one that is being computed. One timer serves all of them, and none is left behind."""
+    async with busy() as (service, _, gate, first):
+        assert service.versions.current is not None
+        worker, begun = service.versions.current, service.clock()
+
+        async def late(user: int, seconds: float) -> None:
+            with pytest.raises(DeadlineExceeded):
+                await rank(service, user, deadline=begun + seconds)
+            assert service.clock() >= begun + seconds
+
+        patient = asyncio.ensure_future(rank(service, 2))
+        await asyncio.gather(late(3, 0.2), late(4, 0.05), late(5, 0.1))
+        assert not first.done()
+        assert not patient.done()
+        worker._running[0].job.deadline = service.clock() + 0.05
+        with pytest.raises(DeadlineExceeded):
+            await rank(service, 6, deadline=service.clock() + 0.05)
+        with pytest.raises(DeadlineExceeded):
+            await first
+        gate.opened.set()
+        assert right(await patient, 2)
+    assert worker._look is None
+
+
+async def test_scores_that_cannot_be_joined_keep_no_mate_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Scores.concatenate
+
+    def join(parts: Sequence[Scores]) -> Scores:
+        if len(parts[0]) == 3:
+            raise MemoryError
+        return real(parts)
+
+    monkeypatch.setattr(Scores, "concatenate", join)
+    async with busy() as (service, _, gate, first):
+        mates = [asyncio.ensure_future(rank(service, user, 3 if user == 2 else 4)) for user in (2, 3)]
+        await asyncio.sleep(0)
+        gate.opened.set()
+        assert right(await first, 1)
+        with pytest.raises(InternalError):
+            await mates[0]
+        assert right(await mates[1], 3)
+
+
+@pytest.mark.parametrize("fault", ["an outcome too few", "a candidate too few"])
+async def test_an_engine_that_answers_for_others_than_it_was_asked_is_asked_for_each_alone(fault: str) -> None:
+    class Short(FakeEngine):
+        def forward(self, items: Sequence[Item]) -> list[Outcome]:
+            outcomes = super().forward(items)
+            if len(items) < 2:
+                return outcomes
+            *others, last = outcomes
+            return others if "outcome" in fault else [*others, replace(last, scores=last.scores.rows(slice(0, 3)))]
+
+    gate = Gate()
+    async with running(Short(before=gate)) as service:
+        tasks = [asyncio.ensure_future(rank(service, user)) for user in (1, 2)]
+        gate.opened.set()
+        assert [right(scores, user) for user, scores in enumerate(await asyncio.gather(*tasks), 1)] == [True, True]
 
 
 async def test_a_forward_may_end_before_a_cancelled_task_has_released_its_ticket() -> None:

@@ -282,7 +282,7 @@ def test_a_question_ends_with_its_answer_its_deadline_or_whoever_asked(monkeypat
                 await front.exposition()
             take[frames.Scrape] = lambda front, frame: None
             monkeypatch.setattr(remote, "SCRAPE_SECONDS", 0.01)
-            with pytest.raises(EngineDown):
+            with pytest.raises(EngineDown, match="has not told the metrics in time"):
                 await front.exposition()
             asking = asyncio.ensure_future(front.uplink.ask(frames.Scrape))
             await asyncio.sleep(0)

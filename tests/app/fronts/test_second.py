@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.errors import DeadlineExceeded, NotReady
+from app.errors import DeadlineExceeded, InternalError, NotReady
 from app.fronts.reload import RemoteReloads
 from app.fronts.remote import RemoteService
 from app.http.arms import Arms, is_second
@@ -96,5 +96,21 @@ def test_attention_is_that_of_one_process() -> None:
                 np.testing.assert_allclose(here.sum(-1), 1, atol=1e-6)
             with pytest.raises(DeadlineExceeded):
                 await front.attention(front.model, context, candidates, front.clock() - 1)
+
+    run(main())
+
+
+def test_a_fault_in_attention_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one whose answer is too long for a frame; not as a deadline that has passed."""
+
+    async def attention(*asked: object) -> None:
+        raise ValueError("planted")
+
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            [front] = found.fronts
+            monkeypatch.setattr(found.service, "attention", attention)
+            with pytest.raises(InternalError):
+                await front.attention(front.model, *request(1), front.clock() + 60)
 
     run(main())

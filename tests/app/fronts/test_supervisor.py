@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from app.fronts.supervisor import ENGINE_SECONDS
+from app.fronts import supervisor
+from app.fronts.supervisor import ENGINE_SECONDS, Supervisor
+from app.settings import Settings
 from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, Server, free_port, ranking_server
 from loadtest.soak.fronts import process_of
 from loadtest.soak.servers import FRONTED
+from tests.app.fakes import until
 from tests.app.server.test_process import event, status
 from tests.reliability.live import wait_until
 
@@ -173,8 +179,51 @@ def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_other
         assert server.process.wait(30) == 70
 
 
+def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes; only the system's refusal is planted."""
+    real, refused = asyncio.create_subprocess_exec, 0
+
+    async def start(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        nonlocal refused
+        if refused:
+            refused -= 1
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await real(*command, **options)
+
+    async def scenario() -> None:
+        nonlocal refused
+        whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"])
+        ending = asyncio.ensure_future(whole.run())
+
+        async def replaced(now: Callable[[], asyncio.subprocess.Process | None]) -> None:
+            before = now()
+            if before is not None:
+                before.kill()
+            await until(lambda: now() not in (None, before))
+
+        await until(lambda: None not in (whole._engine, whole._spare, whole._fronts.get(1)))
+        descriptors = len(os.listdir("/proc/self/fd"))
+        refused = 2
+        await replaced(lambda: whole._engine)
+        assert refused == 0
+        refused = 2  # the next spare, and then a front without one
+        for _ in range(2):
+            await replaced(lambda: whole._fronts.get(1))
+        assert refused == 0
+        await until(lambda: whole._spare is not None and len(os.listdir("/proc/self/fd")) == descriptors)
+        whole._end(0)
+        assert await ending == 0
+
+    monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "ENGINE_SECONDS", 0.0)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    asyncio.run(scenario())
+
+
 def test_sighup_reads_the_checkpoint_again() -> None:
     with started(device="cpu", backend="dense") as server:
+        event(server, "engine_started")
+        server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
         server.wait_ready()
         server.process.send_signal(signal.SIGHUP)
         assert event(server, "reloaded")["checkpoint"] == "weights/demo"

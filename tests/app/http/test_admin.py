@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from app.assembly import create_reloader
-from app.engine.loading import LoadedModel, Loader, RetrievalLoader, retrieval_loader
+from app.engine.loading import LoadedModel, Loader, RetrievalLoader, Steps, retrieval_loader
 from app.http.admin import create_admin_app
 from app.interface import CheckpointNotFound, ReloadInProgress
 from app.service.reload import Reloader
@@ -21,7 +21,7 @@ from app.service.service import RankingService
 from app.settings import Admin, Settings, Shadow
 from app.telemetry.metrics import Metrics
 from tests.app import retrieving
-from tests.app.fakes import FakeEngine, loaded, loader, until
+from tests.app.fakes import FakeEngine, Gate, loaded, loader, until
 from weights.checkpoint import CheckpointError
 
 TOKEN = "correct horse"
@@ -37,6 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name != "root/empty":
             (tmp_path / name / "manifest.json").write_text("{}")
     (tmp_path / "root" / "escape").symlink_to(tmp_path / "outside")
+    (tmp_path / "root" / "circle").symlink_to("circle")
     (tmp_path / "root" / "deep").symlink_to(tmp_path)
     return tmp_path / "root"
 
@@ -131,7 +132,7 @@ def test_local_names_are_let_in(client: TestClient, host: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "", ".", "..", "../outside", "v1/../../outside", "nested/../v1", "/etc", "//etc", "~/x", "escape", "deep/outside",
+        "", ".", "..", "../outside", "v1/../../outside", "nested/../v1", "/etc", "//etc", "~/x", "escape", "circle", "deep/outside",
         "deep/root/../outside", "no-such", "empty", "v1\0", "v1\\..\\..", "./v1", "x" * 5000, "%2e%2e/outside", "v1/manifest.json",
     ],
 )  # fmt: skip
@@ -218,6 +219,48 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
         point("v3")
         await until(lambda: service.model.manifest.version == "v3")
         assert loads == ["refused", "v3"]
+        reloader.stop()
+        await service.stop(1.0)
+
+    asyncio.run(main())
+
+
+def test_the_watch_goes_on_after_a_change_during_the_first_load_or_another_reload(tmp_path: Path) -> None:
+    place, gate = tmp_path / "model", Gate()
+    place.mkdir()
+
+    def write(name: str) -> None:
+        (tmp_path / "fresh").write_text(name)
+        (tmp_path / "fresh").rename(place / "manifest.json")
+
+    def first(steps: Steps) -> LoadedModel:
+        gate(None)
+        return loaded(FakeEngine())
+
+    def load(path: Path) -> Loader:
+        return loader(FakeEngine(), f"v{(path / 'manifest.json').read_text()}")
+
+    async def main() -> None:
+        write("1")
+        service = RankingService(first, Settings(), Metrics())
+        service.start()
+        await gate.reached()
+        reloader = Reloader(service, tmp_path, place, load)
+        reloader.watch(0.01)
+        await asyncio.sleep(0.1)
+        write("2")
+        await asyncio.sleep(0.1)
+        gate.opened.set()
+        await until(lambda: service.versions.current is not None and service.model.manifest.version == "v2")
+
+        other = Gate()
+        swap = asyncio.ensure_future(service.swap(lambda steps: (other(None), loaded(FakeEngine(), "v3"))[1]))
+        await other.reached()
+        write("4")
+        await until(lambda: service.metrics.reloads.labels("failure")._value.get() > 0)
+        other.opened.set()
+        await swap
+        await until(lambda: service.model.manifest.version == "v4")
         reloader.stop()
         await service.stop(1.0)
 

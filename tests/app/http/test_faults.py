@@ -159,6 +159,7 @@ def test_a_server_that_cancels_is_no_client_that_leaves() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            assert service.admission.requests == 0, "and nobody waits for what it asked for"
             gate.set()
 
     asyncio.run(main())

@@ -15,11 +15,12 @@ from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from app.engine.searches import Searches
+from app.http.application import Application
 from app.service.service import RankingService
 from app.settings import Auth, Limits, Queue, Settings
 from model.retrieval.engine import RetrievalEngine
 from tests.app import retrieving
-from tests.app.fakes import Gate
+from tests.app.fakes import Gate, until
 from tests.app.serving import served, value_of
 
 NOW = retrieving.NOW
@@ -322,3 +323,24 @@ def test_a_search_waits_under_the_key_of_its_request(tmp_path: Path, monkeypatch
             assert client.post(path, json=asked()).status_code == 401
             assert client.post(path, json=asked(), headers={"authorization": "Bearer secret"}).status_code == 200
     assert keys == ["feed", "feed"]
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_posts_are_sent_before_their_log_line(
+    running: tuple[TestClient, RankingService], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = running
+    app, order = client.app, list[str]()
+    assert isinstance(app, Application)
+    assert client.portal is not None
+    endpoint = app.direct[path]
+    monkeypatch.setattr(endpoint.recorder, "end", lambda exchange, headers: order.append(f"log of {exchange.status}"))
+
+    async def ask() -> None:
+        fields = [(b"content-type", b"application/json")]
+        call = endpoint.begin(fields, lambda status, headers, body, may_wait: order.append(f"reply {status}"))
+        call.finish(json.dumps(asked()).encode())
+        await until(lambda: len(order) == 2)
+
+    client.portal.call(ask)
+    assert order == ["reply 200", "log of 200"]

@@ -264,3 +264,35 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
             assert statuses(read_all(sock)) == [200] * 10
             took[rest[0]] = time.monotonic() - began
     assert took[0.0] < 18 * 0.05 < took[0.05]
+
+
+def test_a_fault_of_ours_while_a_request_is_read_is_no_fault_of_its_caller(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def begin(*arguments: Any) -> Any:
+        raise RuntimeError("planted")
+
+    seen: list[str] = []
+    with live(FakeEngine()) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(RankEndpoint, "begin", begin)
+            reply = exchange(server.port, rank_request(1) + rank_request(2))
+        assert (statuses(reply), b'"code":"internal"' in reply) == ([500], True)
+        assert statuses(exchange(server.port, rank_request(1, headers={"Connection": "close"}))) == [200]
+
+        def is_told() -> bool:
+            seen.append(capfd.readouterr().err)
+            return "RuntimeError" in "".join(seen) and "planted" not in "".join(seen)
+
+        wait_until(is_told)
+
+
+@pytest.mark.parametrize("count", [protocol.MAX_PIPELINED - 1, 2000])
+def test_upgrades_in_one_read_are_declined_one_after_another(count: int) -> None:
+    """As many as may be pipelined; a recursion over more would end anywhere."""
+    asking = b"POST /rank HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: x\r\nContent-Length: 0\r\n\r\n"
+    with live(FakeEngine()) as server:
+        reply = exchange(server.port, asking * count + asking.replace(b"upgrade\r", b"close, upgrade\r"))
+        *others, last = statuses(reply)
+        assert set(others) == {415}
+        assert (len(others), last) == (count, 415) or (count > protocol.MAX_PIPELINED and last == 400)

@@ -46,6 +46,8 @@ def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:
 
 def test_sighup_reads_the_checkpoint_again_and_a_second_signal_ends_at_once() -> None:
     with started(drain__delay_seconds="30", device="cpu", backend="dense") as server:
+        event(server, "settings")
+        server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
         server.wait_ready()
         server.process.send_signal(signal.SIGHUP)
         assert event(server, "reloaded")["checkpoint"] == "weights/demo"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from model.inputs import Context
 from model.retrieval.inputs import Answers, Filters, Query
 from tests.app import retrieving
 from tests.app.fakes import FakeClock, Gate, ended
+from weights.corpus import compaction
 from weights.corpus.compaction import Compaction
 from weights.errors import CheckpointError
 
@@ -328,11 +329,67 @@ def test_the_end_does_not_wait_for_a_compaction(tmp_path: Path, held_writing: Ga
         compaction = asyncio.get_running_loop().create_task(service.compact())
         await held_writing.reached()
         assert await service.stop(5.0)
-        held_writing.opened.set()
         with pytest.raises(asyncio.CancelledError):
             await compaction
 
     asyncio.run(scenario())
+    assert not held_writing.left.is_set(), "nor does the event loop"
+    held_writing.opened.set()
+
+
+def test_the_end_does_not_wait_for_a_load() -> None:
+    gate = Gate()
+
+    def load() -> LoadedRetrieval:
+        gate(None)
+        raise CheckpointError("planted")
+
+    async def scenario() -> None:
+        service = RetrievalService(load, Settings(), Metrics(), FakeClock())
+        loading = asyncio.get_running_loop().create_task(service.load())
+        await gate.reached()
+        assert await service.stop(0.1)
+        loading.cancel()
+
+    asyncio.run(scenario())
+    assert not gate.left.is_set()
+    gate.opened.set()
+
+
+def test_a_change_beside_the_end_of_a_compaction_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process stops while the new corpus is put in force: what is acknowledged meanwhile is there at the next start."""
+    gate, real = Gate(), compaction.write_file
+
+    def write_file(*arguments: Any) -> None:
+        gate(None)
+        real(*arguments)
+
+    monkeypatch.setattr(compaction, "write_file", write_file)
+
+    async def scenario() -> list[int]:
+        loop = asyncio.get_running_loop()
+        service = RetrievalService(retrieving.loader(tmp_path), Settings(), Metrics(), FakeClock())
+        await service.load()
+        await service.change(change([1], []))
+        compacting = loop.create_task(service.compact())
+        await gate.reached()
+        changing = loop.create_task(service.change(change([2], [])))
+        await asyncio.sleep(0)
+        stopping = loop.create_task(service.stop(5.0))
+        await asyncio.wait([changing], timeout=0.3)
+        gate.opened.set()
+        await asyncio.gather(stopping, compacting, return_exceptions=True)
+        kept = [1]
+        with suppress(CheckpointError, CorpusNotLoaded, asyncio.CancelledError):
+            await changing
+            kept.append(2)
+        return kept
+
+    kept = asyncio.run(scenario())
+    again = retrieval_loader(tmp_path / "towers-v1", tmp_path / "corpus-v1", Settings(threads=1))()
+    posts = again.engine.retrieve([query(1, 500)]).retrieved[0].post_ids.tolist()
+    assert not {*kept} & {*posts}
+    again.engine.close()
 
 
 def test_a_swap_that_fails_changes_nothing(load: RetrievalLoader) -> None:

@@ -346,3 +346,24 @@ async def test_no_body_begins_a_garbage_collection_and_cycles_are_collected_all_
 class Cycle:
     def __init__(self) -> None:
         self.itself = self
+
+
+@pytest.mark.parametrize(("silences", "told"), [([60.0, 0.0], 0), ([60.0, 60.5], 1)])
+async def test_a_process_that_was_stopped_for_a_while_is_not_stuck(
+    silences: list[float], told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks once before it hears what has ended meanwhile."""
+    monkeypatch.setattr("app.service.watchdog.WATCHDOG_SECONDS", 0.001)
+    lost: list[str] = []
+    async with running(FakeEngine()) as service:
+        service.on_fatal = lost.append
+        looks, after = iter(silences), threading.Event()
+
+        def silent_seconds() -> float:
+            found = next(looks, None)
+            after.set() if found is None else None
+            return found or 0.0
+
+        monkeypatch.setattr(service.versions, "silent_seconds", silent_seconds)
+        await until(lambda: after.is_set() or bool(lost))
+        assert len(lost) == told

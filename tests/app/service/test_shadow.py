@@ -302,3 +302,15 @@ async def test_a_load_that_hangs_delays_neither_readiness_nor_a_reload_of_the_fi
     goes_on.set()
     await until(lambda: service.second is not None and service.second.model is not None)
     await service.stop(1.0)
+
+
+async def test_a_ticket_for_a_second_checkpoint_that_was_given_up_is_told_at_once() -> None:
+    """As of `/recommend`, which is admitted before its search."""
+    async with both(FakeEngine(), FakeEngine(2), split=HALF) as service:
+        second = service.second
+        assert second is not None
+        assert second.model is not None
+        ticket = service.admit(second.model, candidates=4, history=2, deadline=None)
+        service.second_checkpoint.engine_lost("planted")
+        with pytest.raises(EngineDown):
+            await ranked(service, ticket, *request(1))
