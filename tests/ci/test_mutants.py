@@ -25,9 +25,7 @@ def admit(é: int, limit: int = 3) -> Literal[1]:
     return max(é % 2, limit) + len("a + b" / "c")
 
 class Limiting(Protocol):
-    def admit(self, limit: int = 3) -> int:
-        """How many."""
-        ...
+    def admit(self, limit: int = 3) -> int: ...
 """
 CPP = """
 #define NEVER(a) ((a) + 1)
