@@ -215,7 +215,7 @@ class Ranking:
         exchange.version, exchange.cache = version, cache
         for stage in ("parse", "serialize"):
             self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
-        timing = ", ".join(f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items())
+        timing = ", ".join([f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items()])
         return [
             (b"x-model-version", exchange.version.encode()),
             (b"x-context-cache", exchange.cache.encode()),
