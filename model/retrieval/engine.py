@@ -138,21 +138,30 @@ class RetrievalEngine:
 
     def change(self, change: Change) -> int:
         """From the next search on, the deleted posts are gone, and the new ones stand in place of what had their ids. How many
-        posts were deleted by name."""
+        posts were deleted by name. Raises EngineError where an index cannot be made; then nothing has changed."""
+        added, is_merged = self._added(change) if len(change.posts) else (None, False)
         hidden = [
             sum(segment.hide(ids) for segment in self._segments) for ids in (change.delete, change.posts.post_ids)
         ]
         self.posts -= sum(hidden)
         self._gone += sum(hidden)
         self.changes += 1
-        if len(change.posts):
-            self._add(change.posts)
+        if is_merged:
+            last = self._segments.pop()
+            self.posts -= len(last.shown_rows())
+            last.close()
+        if added is not None:
+            self._segments.append(added)
+            self.posts += len(added.shown_rows())
         return hidden[0]
 
-    def _add(self, posts: NewPosts) -> None:
-        last = self._segments[-1]
-        if len(self._segments) > 1 and len(last.corpus) < SEGMENT_ROWS:
+    def _added(self, change: Change) -> tuple[Segment, bool]:
+        """The segment of the new posts, and whether it takes the place of the last one, whose posts it holds too then."""
+        posts, last = change.posts, self._segments[-1]
+        is_merged = len(self._segments) > 1 and len(last.corpus) < SEGMENT_ROWS
+        if is_merged:
             rows, corpus = last.shown_rows(), last.corpus
+            rows = rows[~np.isin(corpus.post_ids[rows], np.concatenate((change.delete, posts.post_ids)))]
             posts = NewPosts(
                 np.concatenate((corpus.post_ids[rows], posts.post_ids)),
                 np.concatenate((corpus.author_ids[rows], posts.author_ids)),
@@ -160,10 +169,7 @@ class RetrievalEngine:
                 last.topics_of(rows) + posts.topics,
                 np.concatenate((corpus.vectors[rows], posts.vectors)),
             )
-            self._segments.pop().close()
-            self.posts -= len(rows)
-        self._segments.append(segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)))
-        self.posts += len(self._segments[-1].shown_rows())
+        return segment_of(self.corpus, posts, self._make_index(posts.vectors, 1)), is_merged
 
     def parts(self) -> list[tuple[Corpus, NDArray[np.int64]]]:
         """What a search without filters can return: corpora and their rows, in the order of equal scores."""

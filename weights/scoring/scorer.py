@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from model.create import EngineOptions, create_engine
+from model.config import ModelConfig
+from model.create import EngineOptions, cache_budget, create_engine, find_device
 from model.engine import EngineError, Item
 from model.ranking import combine
 from weights.checkpoint import Checkpoint
@@ -51,18 +52,19 @@ class Scorer:
         self._wanted = [names.index(name) for name in wanted]
         self._scales = np.array([output.scale for output in self.manifest.continuous], np.float32)
         self._weights = np.array([self.manifest.score_weights.get(name, 0.0) for name in names])
-        self.engine = create_engine(checkpoint.ranker, options)
+        cache_bytes = _cache_bytes(self.manifest.config, options)
+        self.engine = create_engine(checkpoint.ranker, replace(options, cache_bytes=cache_bytes))
         self.engine.warm_up()
 
     @property
     def schema(self) -> pa.Schema:
         """Of what `score_table` returns: who and what, `score`, the wanted actions' probabilities, continuous outputs in their units."""
         names = self.manifest.action_names
+        kinds = [*((name, pa.uint64()) for name in NAMING), ("score", pa.float64())]
+        kinds += [(f"p.{names[column]}", pa.float32()) for column in self._wanted]
+        kinds += [(output.name, pa.float32()) for output in self.manifest.continuous]
         return pa.schema(
-            [pa.field(name, pa.uint64()) for name in NAMING]
-            + [pa.field("score", pa.float64())]
-            + [pa.field(f"p.{names[column]}", pa.float32()) for column in self._wanted]
-            + [pa.field(output.name, pa.float32()) for output in self.manifest.continuous],
+            [pa.field(name, kind, nullable=False) for name, kind in kinds],
             metadata={"checkpoint": self.manifest.digest, "version": self.manifest.version},
         )
 
@@ -112,6 +114,12 @@ class Scorer:
     def close(self) -> None:
         """Free the engine."""
         self.engine.close()
+
+
+def _cache_bytes(config: ModelConfig, options: EngineOptions) -> int:
+    """What the options allow, but no more than the contexts of four forwards in float32: a user's next request is in the next one."""
+    token_bytes = 2 * 4 * config.layers * config.kv_heads * config.head_width
+    return min(cache_budget(options.cache_bytes, find_device(options.device)), 4 * BATCH_TOKENS * token_bytes)
 
 
 def batches(prepared: Prepared) -> Iterator[list[Item]]:

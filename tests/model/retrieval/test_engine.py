@@ -297,3 +297,23 @@ def test_a_new_post_has_its_time_and_topic(encoder: Encoder, corpus: Corpus, con
     engine.change(Change(NONE, replace(as_new(corpus, [40], [1]), vectors=np.zeros((1, 64), np.float32))))
     (gone,) = engine.retrieve([wanted(contexts[4], 300)]).retrieved
     assert 1 not in gone.post_ids.tolist(), "a zero vector is hidden, and so is what it replaced"
+
+
+def test_a_change_that_no_index_can_be_made_for_changes_nothing(
+    engine: RetrievalEngine, corpus: Corpus, contexts: list[Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise EngineError("there is not enough memory")
+
+    engine.change(Change(NONE, as_new(corpus, [40, 41], [900_001, 900_002])))
+    before, state = engine.retrieve([wanted(contexts[0], 500)]).retrieved[0], (engine.posts, engine.changes)
+    change = Change(np.array([900_001], np.uint64), as_new(corpus, [42], [900_003]))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_make_index", fail)
+        with pytest.raises(EngineError):
+            engine.change(change)
+    assert same(engine.retrieve([wanted(contexts[0], 500)]).retrieved[0], before)
+    assert (engine.posts, engine.changes) == state
+    assert engine.change(change) == 1
+    after = engine.retrieve([wanted(contexts[0], 500)]).retrieved[0]
+    assert {900_001, 900_002, 900_003} & {*after.post_ids.tolist()} == {900_002, 900_003}

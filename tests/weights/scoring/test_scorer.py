@@ -123,6 +123,21 @@ def test_a_request_continues_the_context_of_its_users_last_one(
     assert found > 0.9 * prepared.is_kept.sum()
 
 
+def test_the_cache_keeps_the_contexts_of_a_few_forwards_and_none_where_it_is_turned_off(
+    table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BATCH_TOKENS", 300)
+    config = load_checkpoint(DEMO).manifest.config
+    few_forwards = 4 * 300 * 2 * 4 * config.layers * config.kv_heads * config.head_width
+    for allowed, most in ((None, few_forwards), (few_forwards // 2, few_forwards // 2), (0, 0)):
+        scorer = Scorer(load_checkpoint(DEMO), replace(OPTIONS, cache_bytes=allowed))
+        scorer.score_table(table)
+        found = scorer.engine.cache_stats()
+        assert found.bytes <= most
+        assert (found.prefixes > 50) == (found.evictions > 50) == (most > 0)
+        scorer.close()
+
+
 def test_scores_that_are_no_numbers_name_their_request(
     scorer: Scorer, table: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
