@@ -91,6 +91,8 @@ def python_changes(source: str) -> Iterator[tuple[int, str, str]]:
                 yield at(node), text, SWAPS.get(text) or f"({text} + 1)"
             case ast.Call(func=ast.Name(id="Field")) | ast.JoinedStr():
                 return
+            case ast.FunctionDef(body=[*_, ast.Expr(value=ast.Constant(value=last))]) if last is ...:
+                return  # of a protocol: what is called is another
         for name, inner in ast.iter_fields(node):
             if name not in ("annotation", "returns", "type_params", "decorator_list"):
                 for child in inner if isinstance(inner, list) else [inner]:

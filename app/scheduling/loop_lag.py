@@ -33,10 +33,10 @@ REFUSAL_SHARE = 0.1  # of what a request costs that is answered
 class Work(NamedTuple):
     """What the loop has done and has in hand: processor seconds, answered and refused requests as totals, unanswered ones now."""
 
-    cpu_seconds: float = 0.0
-    answered: int = 0
-    refused: int = 0
-    unanswered: int = 0
+    cpu_seconds: float
+    answered: int
+    refused: int
+    unanswered: int
 
 
 class LoopLag:

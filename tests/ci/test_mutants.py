@@ -23,6 +23,9 @@ def admit(é: int, limit: int = 3) -> Literal[1]:
     if not é or é <= limit and limit is not None:
         raise ValueError(f"{é + 1} is too small")
     return max(é % 2, limit) + len("a + b" / "c")
+
+class Limiting(Protocol):
+    def admit(self, limit: int = 3) -> int: ...
 """
 CPP = """
 #define NEVER(a) ((a) + 1)

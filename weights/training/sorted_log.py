@@ -148,7 +148,7 @@ def _write_impressions(
             rows.tofile(file)
             for name in checksums:
                 checksums[name] = zlib.crc32(np.ascontiguousarray(rows[name]).data, checksums[name])
-            first = np.flatnonzero(np.diff(rows["request_id"], prepend=rows["request_id"][:1] + np.uint64(1)))
+            first = np.flatnonzero(np.diff(rows["request_id"], prepend=~rows["request_id"][:1]))
             starts.append(done + first)
             times.append(rows["impression_ts"][first])
             users.append(rows["user_id"][first])

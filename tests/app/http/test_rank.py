@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from app.errors import TooLarge
-from app.http.asgi import check_length
 from loadtest.fuzz.bodies import in_arrays
 from tests.app.fakes import FakeEngine, expected
 from tests.app.serving import checked, good, served, value_of
@@ -139,10 +137,3 @@ def test_a_reply_in_pieces_is_whole(client: TestClient) -> None:
     rows = client.post("/rank", json=good(candidates=posts, top_k=...)).json()["candidates"]
     assert [row["post_id"] for row in rows] == posts["post_id"]
     assert sorted(row["rank"] for row in rows) == posts["post_id"]
-
-
-@pytest.mark.parametrize("length", [b"101", b"x", b"-1", b"9" * 30])
-def test_a_length_beyond_the_limit_or_none_at_all_is_refused_before_the_body(length: bytes) -> None:
-    check_length({b"content-length": b"100"}, 100)
-    with pytest.raises(TooLarge):
-        check_length({b"content-length": length}, 100)

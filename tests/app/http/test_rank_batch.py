@@ -35,7 +35,9 @@ class Broken(FakeEngine):
 
 
 def test_each_item_has_a_form_of_its_own(client: TestClient) -> None:
-    objects, columns = client.post("/rank/batch", json=[good(), good(reply="columns")]).json()
+    reply = client.post("/rank/batch", json=[good(), good(reply="columns")])
+    assert int(reply.headers["content-length"]) == len(reply.content)
+    objects, columns = reply.json()
     told = columns.pop("candidates")
     rows = objects.pop("candidates")
     for name in ("post_id", "score", "rank", "probabilities"):

@@ -26,7 +26,7 @@ OVERRUN = [(LATE, 2 * FULL, 4 * STANDING_SECONDS)]
 def after(*phases: tuple[float, int, float], refused_each_tick: int = 0) -> LoopLag:
     """A busy loop whose every tick was so late, with so many requests unanswered, for so many seconds on end."""
     lag, now, cpu, answered, refused = LoopLag(), 100.0, 0.0, 0, 0
-    lag.tick(now, Work())
+    lag.tick(now, Work(0.0, 0, 0, 0))
     for late, unanswered, seconds in phases:
         until = now + seconds
         while now < until:
@@ -47,7 +47,7 @@ def test_an_overrun_refuses_what_would_wait_longer_than_the_limit(refused: int) 
 
 
 def test_what_a_request_costs_is_learnt_anew() -> None:
-    lag, work = after(*OVERRUN), Work()
+    lag, work = after(*OVERRUN), Work(0.0, 0, 0, 0)
     for tick in range(200):
         work = Work(work.cpu_seconds + 0.01, work.answered + 1, 0, 1)
         lag.tick(200.0 + tick * 2 * TICK_SECONDS, work)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from app.service import watchdog
 from app.service.service import RankingService
 from app.settings import Batching, Queue, Settings, Shadow, Split
 from app.telemetry.metrics import Metrics
-from model.engine import EngineError
+from model.engine import CacheStats, EngineError
 from tests.app.fakes import (
     ACTIONS,
     FakeEngine,
@@ -223,7 +224,11 @@ async def test_one_that_hangs_is_given_up_and_readiness_stays(monkeypatch: pytes
 
 
 async def test_where_it_answers_users_its_work_is_the_services() -> None:
-    async with both(FakeEngine(), FakeEngine(2), split=HALF) as service:
+    class Caching(FakeEngine):
+        def cache_stats(self) -> CacheStats:
+            return replace(super().cache_stats(), bytes=100)
+
+    async with both(Caching(), Caching(2), split=HALF) as service:
         second = service.second
         assert second is not None
         assert second.model is not None
@@ -232,6 +237,7 @@ async def test_where_it_answers_users_its_work_is_the_services() -> None:
             assert right((await ranked(service, ticket, *request(user))).scores, user, user)
         await until(lambda: counted(service, "candidates_scored_total") == 8)
         assert counted(service, 'context_cache_lookups_total{result="miss"}') == 2
+        assert counted(service, "context_cache_bytes") == 200
         assert results(service) == {}, "and it shadows nothing"
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from tests.weights.training.small_run import TRAINING, small_config
 from weights.training import sorted_log
-from weights.training.examples import Examples
+from weights.training.examples import Examples, index_of
 from weights.training.log import COLUMNS, LogError, aligned, read_log, write_log
 from weights.training.run import train
 from weights.training.sorted_log import open_sorted, sort_log
@@ -54,6 +54,11 @@ def test_a_sorted_log_has_every_bit_of_one_in_memory(
     for name in (*COLUMNS, "actions"):
         assert np.array_equal(getattr(found.log, name), getattr(expected.log, name)), name
         assert np.array_equal(getattr(found.events, name), getattr(expected.events, name)), name
+    largest = int(world.log.product_surface.max())
+    assert open_sorted(tmp_path / "sorted").index.surfaces == index_of(read_log(shuffled)).surfaces == largest + 1
+    Examples(log, replace(small_config(), product_surfaces=largest + 1))
+    with pytest.raises(LogError, match=f"must be below {largest}, got {largest}"):
+        Examples(log, replace(small_config(), product_surfaces=largest))
     assert {path.name for path in (tmp_path / "sorted").iterdir()} == {
         "events.bin", "first.npy", "impressions.bin", "last.npy", "log.json", "starts.npy", "users.npy", "times.npy"
     }  # fmt: skip
