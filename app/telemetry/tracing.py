@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 STAGES = ("parse", "queue", "forward", "serialize")  # in the order in which a request passes them
 SERVICE_NAME = "phoenix-ranking-server"
+EXPORT_SECONDS = 2.0  # a collector that is down holds up the end of the process no longer
 
 
 def create_tracer(settings: Tracing, processor: SpanProcessor | None = None) -> RequestTracer | None:
@@ -42,7 +43,7 @@ class RequestTracer:
             resource=Resource.create({"service.name": SERVICE_NAME}),
         )
         if processor is None:
-            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=settings.endpoint))
+            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=settings.endpoint, timeout=EXPORT_SECONDS))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(SERVICE_NAME)
         self._propagator = TraceContextTextMapPropagator()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -49,6 +51,18 @@ def test_without_a_parent_a_new_trace_begins_and_the_ratio_decides() -> None:
 
 def test_the_callers_decision_not_to_sample_holds() -> None:
     assert traced({b"traceparent": PARENT[b"traceparent"][:-2] + b"00"})[1] == {}
+
+
+def test_a_collector_that_is_silent_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.telemetry.tracing.EXPORT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        tracer = create_tracer(Tracing(enabled=True, endpoint=endpoint))
+        assert tracer is not None
+        tracer.record(Exchange("r1", 0.0, "POST", "/rank", 200), 0.008, {})
+        started = time.monotonic()
+        tracer.close()
+        assert time.monotonic() - started < 8  # OpenTelemetry's own patience is 10 s
 
 
 def test_off_costs_nothing() -> None:
