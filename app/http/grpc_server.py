@@ -168,7 +168,7 @@ async def _message(messages: AsyncIterator[bytes], seconds: float) -> bytes:
     except TimeoutError:
         raise RequestTimeout from None
     except StopAsyncIteration:
-        raise BadRequest("The call holds no message.") from None
+        raise BadRequest("The call holds no message, or a longer one than grpc takes.") from None
 
 
 def _status(problem: ServiceError, request_id: str, fields: list[tuple[str, str]]) -> tuple[Any, str, tuple[Any, ...]]:

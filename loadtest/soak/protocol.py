@@ -16,7 +16,7 @@ from loadtest.servers.launch import HOST
 from loadtest.soak.servers import fake
 
 CONNECTIONS = 200
-PATIENCE_SECONDS = 0.3  # the server's, for headers and bodies: corrupted bytes may announce more than comes
+PATIENCE_SECONDS = 1.0  # the server's, for headers and bodies: corrupted bytes may announce more than comes
 CLOSE_SECONDS = 15.0
 NAME = b"X-Request-ID: "
 PIECES = (

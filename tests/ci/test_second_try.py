@@ -36,7 +36,8 @@ def run(project: Path, *failures: int) -> tuple[int, str]:
     (project / "tests").mkdir()
     (project / "tests/test_flaky.py").write_text(FLAKY.replace("FAILURES", repr(failures)))
     (project / "pytest.ini").write_text("[pytest]\naddopts = -q\n")
-    own = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     command = [ROOT / ".ci/twice", sys.executable, "--numprocesses", "1"]
     said = subprocess.run(command, cwd=project, env=own, capture_output=True, text=True, timeout=100)
     return said.returncode, said.stdout

@@ -331,6 +331,26 @@ def test_two_requests_stand_side_by_side(tab: Explorer, client: httpx.Client) ->
     assert tab.shown(0) == ranked(client, changed(user_id="0"))
 
 
+def test_reasons_that_come_while_a_comparison_begins_find_its_list(tab: Explorer) -> None:
+    tab.of_the_request()
+    reasons: list[Any] = []
+    rankings: list[Any] = []
+    tab.page.route("**/explain", lambda route: reasons.append(route))
+    tab.page.route("**/rank", lambda route: rankings.append(route))
+    with tab.page.expect_request("**/explain"):
+        tab.page.get_by_role("button", name="Why").first.click()
+    with tab.page.expect_request("**/rank"):
+        tab.page.get_by_role("button", name="Compare").click()
+    with tab.page.expect_response("**/explain"):
+        reasons.pop().continue_()
+    tab.page.wait_for_selector(".reasons")
+    for path in ("**/explain", "**/rank"):
+        tab.page.unroute(path)
+    tab.settle(lambda: [each.continue_() for each in rankings])
+    assert tab.shown(0) == tab.shown(1)
+    assert tab.complaints == []
+
+
 @pytest.mark.parametrize("source", ["of the request", "of the corpus"])
 def test_curl_and_python_say_what_the_page_says(tab: Explorer, source: str) -> None:
     tab.of_the_request()

@@ -51,15 +51,16 @@ export const app = {
   weightOf(name) {
     return this.weights()[name] ?? 0;
   },
-  posts() {
-    return (this.replies[this.state.side]?.candidates ?? []).map((post) => this.known(post));
+  /** Of the reply that a side has; none before its first, as when a comparison has just begun. */
+  posts(side = this.state.side) {
+    return (this.replies[side]?.candidates ?? []).map((post) => this.known(post));
   },
 
   /** What a side's list shows, best first: each with a `key` that it keeps from one ranking to the next, and its `place`. */
   shown(side) {
     const { onePer } = this.state;
     const keys = new Set();
-    const posts = this.replies[side].candidates.map((post) => this.known(post)).sort((a, b) => a.rank - b.rank);
+    const posts = this.posts(side).sort((a, b) => a.rank - b.rank);
     const rows = posts.map((post) => ({
       ...post,
       key: onePer && post.author_id !== "0" ? `author ${post.author_id}` : post.post_id,
@@ -231,8 +232,8 @@ export const app = {
         before: two && side ? ofA : this.before[side],
       });
     });
-    const count = this.replies[state.side].candidates.length;
-    const rows = views[state.side].posts.length;
+    const { posts, reply } = views[Math.min(state.side, views.length - 1)];
+    const [rows, count] = [posts.length, reply.candidates.length];
     byId("legend").textContent =
       (rows < count ? `${rows} of ${count} posts. ` : "") +
       `Small bars: the probabilities of ${this.actions.map(words).join(", ")}, by their square roots. ` +
