@@ -144,9 +144,12 @@ class Ingress:
         return limits.default_seconds if asked is None else min(asked, limits.max_seconds)
 
     async def _metrics(self) -> bytes:
-        """Those of every replica, with a label of its own."""
+        """Those of every replica, with a label of its own. Raises EngineDown where there is none, as while the only one is replaced."""
         seconds = self.settings.deadline.default_seconds
-        found = await self.ranker.broadcast("exposition").results_async(timeout_s=seconds, return_exceptions=True)
+        try:
+            found = await self.ranker.broadcast("exposition").results_async(timeout_s=seconds, return_exceptions=True)
+        except self.lost:
+            raise EngineDown("No replica is there.", retry_after_seconds=RETRY_AFTER_LOST_SECONDS) from None
         return await asyncio.to_thread(labelled, [each for each in found if not isinstance(each, Exception)])
 
 

@@ -115,8 +115,10 @@ def post(http: httpx.Client, user: int, **headers: str) -> httpx.Response:
 
 
 def scrape(url: str) -> str:
-    """The metrics of all replicas."""
-    return httpx.get(f"{url}/metrics", timeout=WAIT_SECONDS).text
+    """The metrics of all replicas; nothing while there is none."""
+    reply = httpx.get(f"{url}/metrics", timeout=WAIT_SECONDS)
+    assert reply.status_code in (200, 503)
+    return reply.text if reply.status_code == 200 else ""
 
 
 def replicas(url: str) -> set[int]:

@@ -40,6 +40,9 @@ class Handle:
     def answer(self) -> Any:
         return self
 
+    def broadcast(self, method: str) -> Any:
+        raise Lost
+
     def remote(self, asked: Asked) -> Awaitable[Reply]:
         self.asked.append(asked)
         return (self.ends.pop(0) if len(self.ends) > 1 else self.ends[0])(asked)
@@ -161,6 +164,16 @@ def test_a_lost_replica_is_asked_again_elsewhere_once() -> None:
     assert body["request_id"] == "page-7"
     status, headers, body, handle = asking(gone)
     assert (status, body["code"], headers["retry-after"], len(handle.asked)) == (503, "engine_down", "1", 2)
+
+
+def test_metrics_without_a_replica_are_503() -> None:
+    """As while the only one is replaced."""
+
+    async def main() -> Any:
+        return await ask(Handle(gone), b"", method="GET", path="/metrics")
+
+    status, headers, body = run(main())
+    assert (status, body["code"], headers["retry-after"]) == (503, "engine_down", "1")
 
 
 def test_a_fault_is_500_and_says_nothing_of_itself() -> None:
