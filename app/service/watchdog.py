@@ -43,8 +43,8 @@ class Watchdog:
     async def hang(self) -> str:
         """Wait until something has hung for too long to come back; a sentence about it.
 
-        Seen at two looks, as by `SecondCheckpoint.look`: a process that was stopped for a while may look before it hears of what has
-        ended.
+        Two checks in a row must find it, as in `SecondCheckpoint.look`: after a pause of the process the first may run before the event
+        loop has handled the forwards that finished.
         """
         self._looks = 0
         before = silence = ""
