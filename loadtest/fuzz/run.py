@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from app.errors import Overloaded
+from app.errors import DeadlineExceeded, Overloaded
 from loadtest.fuzz.calls import JSON_TYPE, MAX_PROBLEM_BYTES, REQUEST_ID, Answer, Call, complaint
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.sources import corpus, from_hypothesis, from_pages, from_schemathesis
@@ -28,6 +28,7 @@ SLOW = ("hypothesis", "schemathesis")  # to make: in a thread, since the applica
 BLOCK = 64  # calls in flight together
 WARM_UP_CALLS = 3000
 KEPT = 5
+LATE = (Overloaded.status, DeadlineExceeded.status)  # what a busy machine answers to a good body
 
 Known = dict[bytes, Any]
 
@@ -62,10 +63,11 @@ class Tally:
     def _crossed(self, call: Call, answer: Answer) -> str:
         """Whether it is another call's: `named` has given each a name of its own."""
         name, given = call.headers[-1] if call.headers else (b"", b""), answer.headers.get(REQUEST_ID)
-        if name[0] == REQUEST_ID and name[1].startswith(NAME) and given not in (name[1], None):
+        is_ours = name[0] == REQUEST_ID and name[1].startswith(NAME)
+        if is_ours and given not in (name[1], None):
             return "another request's name"
         is_known = call.path == "/rank" and call.headers[:-1] == (JSON_TYPE,) and call.body in self.known
-        if not is_known or call.method != "POST" or answer.status == Overloaded.status:
+        if not (is_ours and is_known) or call.method != "POST" or answer.status in LATE:
             return ""
         self.compared += 1
         is_right = answer.status == 200 and plain(answer) == self.known[call.body]

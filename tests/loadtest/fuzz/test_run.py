@@ -249,6 +249,20 @@ def test_replies_that_are_crossed_are_found(run: Run, rename: bool) -> None:
     assert not tally.rows()[3].ok
 
 
+def test_a_good_body_that_is_refused_for_its_own_headers_is_not_taken_for_crossed() -> None:
+    """A socket's parser refuses an id with a control character, which no call in process does."""
+    tally = Tally(known={b"{}": {}})
+    problem = Answer(
+        400,
+        {REQUEST_ID: b"x", b"content-type": b"application/problem+json"},
+        b'{"status": 400, "code": "bad_request"}',
+    )
+    for own in (b"odd\x1b[0m", NAME + b"1"):
+        tally.note("mutations", Call(b"{}", headers=(JSON_TYPE, (REQUEST_ID, own))), problem)
+        problem.headers[REQUEST_ID] = NAME + b"1"
+    assert tally.failed == {"another request's scores": 1}  # of the one whose headers are ours
+
+
 def test_over_sockets_the_same_calls_get_the_same_answers(run: Run, retrieval: RetrievalLoader) -> None:
     asked: list[tuple[Call, Answer]] = []
 
