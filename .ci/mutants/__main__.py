@@ -1,8 +1,9 @@
 """Changes one decision at a time and runs the tests that reach it: what survives is a decision that no test looks at.
 
-Draws a seeded sample of the decisions in app/, model/ and weights/, Python and C++, and tries them in a copy of the tree. Which
-test runs which line is recorded once, by coverage.py, for the files of tests that the sample needs. Records and results are kept
-in .cache/mutants, so that a run that was cut short goes on. tests/equivalents.toml holds the changes that change nothing.
+Draws a seeded sample of the decisions in app/, model/ and weights/, Python and C++, the same ones whatever is mended beside them, and
+tries them in a copy of the tree. Which test runs which line is recorded once, by coverage.py, for the files of tests that the sample
+needs. Records and results are kept in .cache/mutants, so that a run that was cut short goes on. tests/equivalents.toml holds the
+changes that change nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def main() -> int:
     options = parser.parse_args()
     every = decisions(ROOT, changed_lines(options.changed) if options.changed else None)
     every = [mutant for mutant in every if options.only in mutant.file]
-    drawn = random.Random(options.seed).sample(every, min(options.sample, len(every)))
+    drawn = sorted(every, key=lambda mutant: random.Random(f"{options.seed} {mutant.key}").random())[: options.sample]
     print(f"{len(drawn)} of {len(every)} decisions, seed {options.seed}", flush=True)
     kept = tomllib.loads((ROOT / "tests/equivalents.toml").read_text())["equivalent"]
     equivalents = {(entry["file"], entry["line"], entry["change"]) for entry in kept}
