@@ -1,9 +1,8 @@
 """Changes one decision at a time and runs the tests that reach it: what survives is a decision that no test looks at.
 
-Draws a seeded sample of the decisions in app/, model/ and weights/, Python and C++, the same ones whatever is mended beside them, and
-tries them in a copy of the tree. Which test runs which line is recorded once, by coverage.py, for the files of tests that the sample
-needs. Records and results are kept in .cache/mutants, so that a run that was cut short goes on. tests/equivalents.toml holds the
-changes that change nothing.
+Draws a seeded sample of the decisions in app/, model/ and weights/, Python and C++, and tries them in a copy of the tree. Which
+test runs which line is recorded once, by coverage.py, for the files of tests that the sample needs. Records and results are kept
+in .cache/mutants, so that a run that was cut short goes on. tests/equivalents.toml holds the changes that change nothing.
 """
 
 from __future__ import annotations
@@ -71,6 +70,17 @@ def verdict(tests: Tests, tree: Path, mutant: Mutant) -> str:
     return found
 
 
+def draw(every: list[Mutant], count: int, seed: int) -> list[Mutant]:
+    """A sample that stays the same when other decisions come and go."""
+    seen = Counter[tuple[str, str, str]]()
+
+    def lot(mutant: Mutant) -> float:
+        seen[mutant.key] += 1  # of two alike in a file, one may be drawn
+        return random.Random(f"{seed} {mutant.key} {seen[mutant.key]}").random()
+
+    return sorted(every, key=lot)[:count]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, default=200)
@@ -83,7 +93,7 @@ def main() -> int:
     options = parser.parse_args()
     every = decisions(ROOT, changed_lines(options.changed) if options.changed else None)
     every = [mutant for mutant in every if options.only in mutant.file]
-    drawn = sorted(every, key=lambda mutant: random.Random(f"{options.seed} {mutant.key}").random())[: options.sample]
+    drawn = draw(every, options.sample, options.seed)
     print(f"{len(drawn)} of {len(every)} decisions, seed {options.seed}", flush=True)
     kept = tomllib.loads((ROOT / "tests/equivalents.toml").read_text())["equivalent"]
     equivalents = {(entry["file"], entry["line"], entry["change"]) for entry in kept}
@@ -94,8 +104,8 @@ def main() -> int:
     for mutant in drawn:
         concerned = "".join(digest(tree / test) for test in concerns(tree, mutant.file))  # a survivor meets new tests
         if (
-            known.get(str(mutant), [""])[0] == "killed"
-            or concerned in known.get(str(mutant), [])
+            known.get(mutant.place, [""])[0] == "killed"
+            or concerned in known.get(mutant.place, [])
             or mutant.key in equivalents
         ):
             continue
@@ -103,14 +113,14 @@ def main() -> int:
             break
         began = time.monotonic()
         found = verdict(tests, tree, mutant)
-        known[str(mutant)] = [found, concerned]
+        known[mutant.place] = [found, concerned]
         results.write_text(json.dumps(known, ensure_ascii=False, indent=1))
         print(f"{found:9} {time.monotonic() - began:5.0f} s  {mutant}", flush=True)
 
     tests.close()
     counted = Counter[str]()
     for mutant in drawn:
-        found = "equivalent" if mutant.key in equivalents else known.get(str(mutant), ["not tried"])[0]
+        found = "equivalent" if mutant.key in equivalents else known.get(mutant.place, ["not tried"])[0]
         counted[found] += 1
         if found in ("survived", "unreached"):
             print(f"{found}: {mutant}")

@@ -49,6 +49,10 @@ class Mutant:
     def key(self) -> tuple[str, str, str]:
         return self.file, self.line, self.change
 
+    @property
+    def place(self) -> str:
+        return f"{self.start} {self}"
+
     def __str__(self) -> str:
         return f"{self.file}:{self.number}: {self.change}: {self.line}"
 

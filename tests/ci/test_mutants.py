@@ -52,6 +52,16 @@ def test_decisions_of_python() -> None:
     ]  # fmt: skip
 
 
+def test_a_sample_stays_when_another_decision_goes() -> None:
+    mutant = TOOL["Mutant"]
+    every = [mutant("app/half.py", 10 * n, "1", "(1 + 1)", n, f"x = {n // 2}") for n in range(200)]  # two of each text
+    drawn = TOOL["draw"](every, 20, 7)
+    others = [decision for decision in every if decision != drawn[3]]
+    assert [place for place in drawn if place in TOOL["draw"](others, 20, 7)] == [*drawn[:3], *drawn[4:]]
+    assert len({decision.line for decision in drawn}) > 15  # two of one text are drawn apart
+    assert TOOL["draw"](every, 20, 8) != drawn
+
+
 def test_decisions_of_cpp() -> None:
     assert changes(".cpp", CPP) == [
         "+ → -",
