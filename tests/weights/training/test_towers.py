@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from model.retrieval.towers import Towers
 from tests.weights.training.small_run import small_config
+from tests.weights.training.unchanged import assert_unchanged, moved
 from weights.actions import default_score_weights
 from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.checkpoints import app
@@ -45,6 +46,14 @@ def test_it_learns_and_gives_the_same_bits(world: World) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     _, losses = trained(world)
     assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.3
+
+
+def test_fifteen_steps_of_the_default_settings_lead_where_they_always_led(world: World) -> None:
+    settings = TowerSettings(steps=15)
+    before = initial_towers(towers_config(small_config()), torch.Generator().manual_seed(settings.seed))
+    towers, losses = trained(world, settings)
+    ends = {"first loss": losses[0], "last loss": losses[-1]}
+    assert_unchanged("towers", ends | moved(before.state_dict(), towers.state_dict()))
 
 
 def test_pairs_are_what_was_liked_and_what_was_left(world: World) -> None:

@@ -12,10 +12,12 @@ pytest.importorskip("pyarrow")
 
 from model.ranker import Ranker
 from tests.weights.training.small_run import TRAINING, small_config, small_trainer
+from tests.weights.training.unchanged import assert_unchanged, moved
 from weights.training import initial
 from weights.training.examples import Examples
-from weights.training.run import train
-from weights.training.trainer import Status
+from weights.training.run import reproducible, split, train
+from weights.training.settings import TrainSettings
+from weights.training.trainer import Status, Trainer
 from weights.training.world.simulate import World
 
 
@@ -43,3 +45,15 @@ def test_the_run_stops_when_validation_stops_improving(examples: Examples) -> No
     run.run(lambda status: None, lambda current: None)
     assert run.step == 2 * (1 + 3)
     assert run.step < run.steps
+
+
+def test_thirty_steps_of_the_default_settings_lead_where_they_always_led(examples: Examples) -> None:
+    with reproducible(1):
+        run = Trainer(examples, *split(len(examples), 20), TrainSettings())
+        before = {name: value.clone() for name, value in run.ranker.state_dict().items()}
+        for _ in range(30):
+            run.advance()
+        run.evaluate()
+    losses = {"loss": run.loss, "validation loss": run.validation_loss}
+    counts = {"steps of the run": run.steps, "impressions": run.impressions}
+    assert_unchanged("ranker", losses | counts | moved(before, run.ranker.state_dict()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from safetensors.numpy import load_file
+
+from tests.weights.training.unchanged import assert_unchanged
 from weights.training.evaluate.evaluation import AFFINITY, OPTIMUM, POPULARITY, TRUE_AFFINITY
 from weights.training.evaluate.metrics import auc
 from weights.training.evaluate.predict import affinity, popularity
@@ -22,12 +26,13 @@ from weights.training.world.behaviour import (
     recency,
     true_probabilities,
 )
-from weights.training.world.population import interest, regard_now
+from weights.training.world.population import draw_authors, draw_posts, draw_users, interest, regard_now
 from weights.training.world.settings import DAY_SECONDS, SURFACES, WorldSettings
 from weights.training.world.simulate import World, simulate
 from weights.training.world.store import load_facts, save_world
 
 SMALL = WorldSettings(users=400, new_users=20)
+DEMO = Path(__file__).parents[3] / "weights"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,42 @@ def test_the_same_seed_makes_the_same_world_and_another_does_not(tmp_path: Path)
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
         assert file.read_bytes() != (tmp_path / "c" / file.name).read_bytes()
+
+
+def test_the_demo_in_the_tree_was_made_from_the_default_world() -> None:
+    settings = WorldSettings()
+    rng = np.random.default_rng(settings.seed)
+    authors = draw_authors(settings, rng)
+    posts = draw_posts(settings, authors, rng)
+    users = draw_users(settings, authors, rng)
+    names, report = (json.loads((DEMO / "demo" / name).read_text()) for name in ("names.json", "report/figures.json"))
+    assert set(map(int, names["authors"])) == set(authors.ids.tolist())
+    assert set(map(int, names["users"])) < set(users.ids.tolist())
+    kept = load_file(DEMO / "demo-posts/posts.safetensors")
+    rows = np.searchsorted(posts.ids, kept["post_ids"].view(np.uint64), sorter=(order := np.argsort(posts.ids)))
+    assert np.array_equal(posts.ids[order[rows]], kept["post_ids"].view(np.uint64))
+    assert np.array_equal(posts.created_at[order[rows]], kept["created_at"])
+    assert np.array_equal(posts.topic[order[rows]], kept["topics"])
+    sessions = sum(int((times >= settings.test_ts).sum()) for times in users.session_ts)
+    assert (sessions, sessions * settings.slots) == (report["requests"], report["impressions"])
+
+
+def test_people_of_the_default_world_do_what_they_always_did(world: World) -> None:
+    log, truth = world.log, world.truth
+    shares = {f"share of {name}": log.actions[:, place].mean() for place, name in enumerate(log.action_names)}
+    stated = {f"stated {name}": truth.probabilities[:, place].mean() for place, name in enumerate(log.action_names)}
+    surfaces = {f"share of {name}": (log.product_surface == place).mean() for place, name in enumerate(SURFACES)}
+    ages = np.quantile(log.impression_ts - log.created_at, (0.1, 0.5, 0.8, 0.95))
+    of_author = np.unique(log.author_id, return_counts=True)[1]
+    others = {
+        "impressions": len(log),
+        "dwell": np.log(log.dwell_seconds).mean(),
+        "stated dwell": truth.log_dwell.mean(),
+        "affinity": truth.affinity.mean(),
+        "spread of affinity": truth.affinity.std(),
+        "share of the most seen author": of_author.max() / len(log),
+    } | {f"age {place}": age for place, age in enumerate(ages)}
+    assert_unchanged("world", {name: float(value) for name, value in (shares | stated | surfaces | others).items()})
 
 
 def test_actions_happen_as_often_as_the_stated_probabilities_say() -> None:
