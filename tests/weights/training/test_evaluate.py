@@ -88,6 +88,18 @@ def test_rates_are_those_of_the_training_period(world: World) -> None:
             assert np.allclose(own[row], train_log.actions[same].mean(0), atol=1e-3)
 
 
+def test_who_was_never_seen_is_expected_to_do_what_everybody_does(world: World) -> None:
+    train_log = world.log.take(world.log.impression_ts < WORLD.test_ts)
+    stranger = replace(train_log.take(np.arange(1)), user_id=np.array([1], np.uint64))
+    new = replace(stranger, post_id=np.array([2], np.uint64), author_id=np.array([3], np.uint64))
+    for prediction in (
+        popularity(train_log, new),
+        affinity(train_log, new, {4: 0}),
+        affinity(train_log, stranger, None),
+    ):
+        assert np.allclose(prediction.probabilities, train_log.actions.mean(0))
+
+
 def test_every_ablation_changes_predictions_and_none_does_not(world: World, ranker: Ranker) -> None:
     examples = Examples(world.log, ranker.config)
     requests = np.arange(len(examples) - 60, len(examples))
