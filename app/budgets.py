@@ -53,10 +53,11 @@ def rest_seconds(held_seconds: float) -> float:
 
 def attention_bytes(config: ModelConfig, candidates: int) -> int:
     """The most that attention of so many candidates takes on the plain path: four copies of a layer's fp32 logits, the activations of
-    one layer, and the rows that come of it."""
+    one layer or, where they are more, the embeddings under way, and the rows that come of it."""
     tokens = 1 + config.history_length + candidates
     logits = 4 * config.query_heads * tokens * tokens
-    activations = tokens * (8 * config.width + 3 * config.ffn_width + 6 * config.query_heads * config.head_width)
+    layer = 6 * config.width + 3 * config.ffn_width + (8 * config.query_heads + 2) * config.head_width
+    activations = tokens * max(layer, 16 * config.width)
     rows = config.layers * config.query_heads * candidates * (2 + config.history_length)
     return 4 * (logits + activations + 2 * rows)
 

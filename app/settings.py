@@ -456,7 +456,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
         if not name.upper().startswith(PREFIX) or name.upper() in known:
             continue
         group = [other for other in known if other.startswith(f"{name.upper()}__")]
-        nearest = (group or difflib.get_close_matches(name.upper(), known, n=1, cutoff=0))[0]
+        nearest = (group or difflib.get_close_matches(name.upper(), known, cutoff=0))[0]
         hint = f"{name} is not a setting; the nearest one is {nearest}"
         if re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)", name):
             hint += " (Kubernetes injects such names for a Service called ranker: set enableServiceLinks to false)"

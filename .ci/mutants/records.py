@@ -62,7 +62,7 @@ def concerns(root: Path, file: str) -> list[str]:
     )
     far = [path for path, count in sorted(named.items(), key=lambda found: (-found[1], found[0])) if count]
     if file.startswith("app/server/"):
-        far.append(root / "tests/e2e/test_process.py")
+        far += [root / "tests/e2e/test_process.py", root / "tests/reliability/test_b4_slow.py"]
     found = dict.fromkeys([*near, *(str(path.relative_to(root)) for path in far)])
     return [test for test in found if (root / test).is_file() and not test.endswith("sanitizers.py")][:MOST_FILES]
 

@@ -28,7 +28,7 @@ from app.request.reply import ReplyFormat
 from app.request.validate import check_explain
 from app.request.wires import JSON
 from app.settings import Batching, Explore
-from app.telemetry.exchange import Exchange
+from app.telemetry.exchange import Exchange, milliseconds
 from model.inputs import Candidates, Context, Scores
 
 
@@ -113,7 +113,7 @@ class ExplainEndpoint:
             attention,
             asked.form,
             history_used=len(context),
-            timings_ms={stage: round(seconds * 1000, 3) for stage, seconds in exchange.stages.items()},
+            timings_ms={stage: milliseconds(seconds) for stage, seconds in exchange.stages.items()},
         )
         written = []
         for piece in pieces:

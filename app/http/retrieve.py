@@ -33,6 +33,7 @@ from app.request.retrieval import (
 from app.request.validate import Request
 from app.request.wires import JSON
 from app.settings import Settings
+from app.telemetry.exchange import milliseconds
 from model.inputs import Scores
 
 
@@ -131,7 +132,7 @@ class PostsCall(DirectCall):
         """The posts are found."""
 
     def _timings_ms(self) -> dict[str, float]:
-        return {stage: round(seconds * 1000, 3) for stage, seconds in self.exchange.stages.items()}
+        return {stage: milliseconds(seconds) for stage, seconds in self.exchange.stages.items()}
 
     def _send(self, body: bytes, began: float, version: str, cached: bool) -> None:
         """Reply with what was written since `began`."""

@@ -30,7 +30,7 @@ Actions = list[Text] | dict[Text, Annotated[Number, Field(ge=0, le=MAX_ACTION_VA
 class Strict(BaseModel):
     """Unknown fields are errors; descriptions are the docstrings of the fields."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Post(Strict):

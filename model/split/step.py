@@ -122,7 +122,7 @@ def plan_steps(
         while start < len(candidates):
             room = min(capacity - plans[-1].rows, (slots - plans[-1].tiles) * TILE_ROWS)
             take = min(room, len(candidates) - start)
-            if take <= 0 or (start + take < len(candidates) and take < TILE_ROWS):
+            if start + take < len(candidates) and take < TILE_ROWS:
                 plans.append(StepPlan())
                 continue
             if start + take < len(candidates):

@@ -152,5 +152,5 @@ def _cut(spans: Integers) -> tuple[NDArray[np.int32], Integers]:
     tiles[:, 0] = first + within
     tiles[:, 1] = np.minimum(TILE_ROWS, counts - within)
     tiles[:, 2] = owners
-    tiles[:, 3] = np.where(indices < 0, -1, indices + within)
+    tiles[:, 3] = np.where(indices < 0, indices, indices + within)
     return tiles, pieces

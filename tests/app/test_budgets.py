@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -25,6 +26,7 @@ ALL = Settings(
 )
 PAGE = (ROOT / "docs/operations.md").read_text()
 MIB = 2**20
+ONE_HEAD = {"query_heads": 1, "kv_heads": 1, "head_width": 8, "layers": 1}
 
 
 def test_a_budget_takes_no_more_than_its_limit() -> None:
@@ -72,14 +74,25 @@ def test_only_a_caller_that_held_the_loop_rests() -> None:
     assert rest_seconds(0.010) == pytest.approx(0.040)
 
 
-def test_attention_takes_no_more_memory_than_is_counted() -> None:
-    """And not a fraction of it, where attention weights are what is large."""
-    config = random_config(history_length=500)
+@pytest.mark.parametrize(
+    ("candidates", "geometry", "slack"),
+    [
+        (32, {"history_length": 500}, 1.5),  # attention weights are what is large
+        (1, {"history_length": 300, "width": 1024, "widening": 1.0} | ONE_HEAD, 1.1),
+        (1, {"history_length": 30, "width": 512, "widening": 8.0} | ONE_HEAD, 1.04),
+        (1, {"history_length": 5, "width": 16, "widening": 1.0} | ONE_HEAD | {"head_width": 128}, 1.1),
+    ],
+    ids=["weights", "embeddings", "feed-forward", "heads"],
+)
+def test_attention_takes_what_is_counted_and_not_much_less(
+    candidates: int, geometry: dict[str, Any], slack: float
+) -> None:
+    config = random_config(**geometry)
     ranker = random_ranker(config, seed=3)
-    request = random_request(config, 500, 32)
+    request = random_request(config, config.history_length, candidates)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         candidate_attention(ranker, *request)
     results = profiler.profiler.kineto_results  # type: ignore[union-attr]
     steps = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
     most = max(itertools.accumulate(steps))
-    assert most <= attention_bytes(config, 32) <= 3 * most
+    assert most <= attention_bytes(config, candidates) <= slack * most

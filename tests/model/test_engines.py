@@ -70,13 +70,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "may": {},
     "january": {"has_dwell": False, "has_post_age": False, "continuous_actions": 0},
     "bidirectional, one key head": {"context_attention": "bidirectional", "query_heads": 6, "kv_heads": 1},
-    "right-anchored": {"right_anchored": True, "head_width": 32},
+    "right-anchored, long history": {"right_anchored": True, "head_width": 32, "history_length": 80},
     "one key head each": {"kv_heads": 4},
     "odd widths": {"width": 40, "head_width": 10, "widening": 3.1},
-    "wide heads": {"query_heads": 2, "kv_heads": 1, "head_width": 96},
+    "wide heads, long history": {"query_heads": 2, "kv_heads": 1, "head_width": 112, "history_length": 80},
     "one layer, long history": {"layers": 1, "history_length": 150},
     "other cap": {"attention_cap": 5.0, "attention_multiplier": 0.7},
-    "three hashes": {"post_hashes": replace(random_config().post_hashes, scales=(3, 5, 7), biases=(1, 2, 3))},
+    "one hash a post, three an author": {
+        "post_hashes": replace(random_config().post_hashes, scales=(3,), biases=(1,)),
+        "author_hashes": replace(random_config().author_hashes, scales=(3, 5, 7), biases=(1, 2, 3)),
+    },
 }
 
 

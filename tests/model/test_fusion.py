@@ -121,6 +121,20 @@ def test_a_row_of_a_fused_product_does_not_depend_on_its_neighbours(name: str) -
     assert not kernels.fusion.is_equal(trial, "fused 64x64"), "one bit of one row"
 
 
+@pytest.mark.parametrize("kind", ["fused 64x32", "fused 64x64", "fused 128x128"])
+@pytest.mark.parametrize("name", PARTS)
+def test_every_program_of_a_fused_product_has_rows_and_columns(name: str, kind: str) -> None:
+    """One without would read beyond the weight where its columns are not masked."""
+    kernels, trial, weight = make(name, BF16)
+    launches = []
+    kernels.fusion._launch = lambda kernel, grid, arguments, **constants: launches.append((grid, constants))
+    kernels.fusion.chosen[name, ROWS] = kind
+    trial.run()
+    (((across, down), tile),) = launches
+    assert (across - 1) * tile["TILE_OUT"] < weight.shape[1] // 2 <= across * tile["TILE_OUT"]
+    assert (down - 1) * tile["TILE_ROWS"] < ROWS <= down * tile["TILE_ROWS"]
+
+
 def test_only_fused_products_with_the_bits_of_separate_kernels_are_used() -> None:
     name = "gate_value"
     kernels, trial, weight = make(name, BF16)

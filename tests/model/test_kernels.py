@@ -17,10 +17,10 @@ from torch import Tensor
 from model.batch import collate
 from model.config import HashSpec, ModelConfig
 from model.hashing import hash_rows
-from model.layers import rotate
+from model.layers import rotate, soft_cap
 from model.ranker import Ranker
 from model.split.kernels import naive
-from model.split.kernels.contract import Kernels, Step, Tables
+from model.split.kernels.contract import Kernels, Step, Tables, softmax_shift
 from model.split.kernels.portable import KEY_TILE, PortableKernels
 from model.split.step import (
     CANDIDATES,
@@ -42,6 +42,10 @@ from tests.model.builders import random_candidates, random_config, random_contex
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
 products_module = pytest.importorskip("model.split.kernels.products")
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+attention_module = pytest.importorskip("model.split.kernels.attention")
 
 CAPACITY = 256
 
@@ -89,6 +93,17 @@ def make_bench(kind: str, dtype: torch.dtype = torch.float32, **overrides: Any) 
     StepWriter(config, "shared", anchor).write(plan, host)
     step = Step(anchor, step_arrays(buffer, config, CAPACITY), host, plan.states())
     return Bench(config, ranker, kernels, step, plan, generator, dtype)
+
+
+@triton.jit
+def weigh(
+    products, weights, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr,
+    EMULATED: tl.constexpr,
+):  # fmt: skip
+    """`attention.bounded_weight` of eight products."""
+    places = tl.arange(0, 8)
+    found = attention_module.bounded_weight(tl.load(products + places), FORM, SCALE, RISE, FALL, EMULATED)
+    tl.store(weights + places, found)
 
 
 KINDS = pytest.mark.parametrize("kind", ["portable", "fused"])
@@ -142,6 +157,18 @@ def test_attention_equals_its_definition(
         close(out[tile], expected.flatten(1), dtype)
         covered += count
     assert covered == step.host.counts[ROWS]
+
+
+@pytest.mark.parametrize(("cap", "form"), [(30.0, "tanh"), (5.0, "tanh"), (60.0, "softsign"), (5.0, "softsign")])
+@DTYPES
+def test_an_attention_weight_is_relative_to_the_shift(dtype: torch.dtype, cap: float, form: Any) -> None:
+    """So that no context is long enough for a sum of weights to overflow."""
+    products = torch.tensor([-700.0, -300.0, -7.0, 0.0, 0.5, 20.0, 400.0, 700.0])
+    weights, shift = torch.empty(8), softmax_shift(cap)
+    constants = fused.softmax_constants(0.25, cap, form, dtype)
+    weigh[(1,)](products, weights, **constants, EMULATED=True)
+    exact = torch.exp(soft_cap(products.double() * 0.25, cap, form) - shift)
+    torch.testing.assert_close(weights.double(), exact, rtol=0.05 if dtype == torch.bfloat16 else 1e-4, atol=0)
 
 
 @KINDS
@@ -224,6 +251,7 @@ def test_product_equals_its_definition(kind: str, dtype: torch.dtype, inner: int
     bench.kernels.multiply(bench.step, x, weight, out, bench.rows)
     used = int(bench.step.host.counts[ROWS])
     close(out[:used], naive.multiply(x, weight)[:used], dtype)
+    assert out[bench.rows :].isnan().all(), "rows that nobody asked for"
 
 
 def make_products(*, library: bool = True) -> Any:

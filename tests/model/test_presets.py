@@ -28,6 +28,7 @@ def test_fields_follow_the_shape() -> None:
     assert (gemma.input_scale, gemma.attention_multiplier, gemma.ffn_width) == (math.sqrt(72), 0.25, 576)
     assert (vanilla.head_width, vanilla.kv_heads, vanilla.ffn_width) == (18, 4, 288)
     assert with_preset(shape, "gemma2").attention_multiplier == 1 / 16
+    assert (with_preset(shape, "llama").attention_multiplier, vanilla.attention_multiplier) == (0.25, 18**-0.5)
     assert with_preset(random_config(head_width=128), "phoenix-2026").attention_multiplier == pytest.approx(128**-0.5)
 
 

@@ -76,6 +76,19 @@ def test_closing_lets_go_of_everything() -> None:
     assert engine.cache_stats().bytes == 0
 
 
+def test_what_lay_in_memory_before_is_in_no_score() -> None:
+    engine = make_engine()
+    asked = [item(engine, history, 9, history) for history in (0, 20, 37)]
+    expected = engine.forward(asked)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are full of NaN
+    try:
+        assert torch.empty(1).isnan()
+        found = make_engine().forward(asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(same_bits(ours.scores, theirs.scores) for ours, theirs in zip(found, expected, strict=True))
+
+
 class LeakyKernels(PortableKernels):
     """Products on as many rows as there are, and rows that reach into their neighbours: what warm-up must not let through."""
 

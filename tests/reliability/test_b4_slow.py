@@ -72,6 +72,27 @@ def test_a_slow_connection_is_closed_in_time(
     assert took < seconds + SLACK_SECONDS
 
 
+def test_a_body_that_stalls_is_not_given_the_time_of_a_whole_body() -> None:
+    """However much of it has come before."""
+    limits = {"stall_seconds": 0.3, "body_seconds": 3600}
+    with live(FakeEngine(), connections=limits) as server, connect(server.port) as sock:
+        sock.sendall(HEAD + b"Content-Length: 99999\r\n\r\n" + b" " * 50_000)
+        assert statuses(read_all(sock)) == [408]
+
+
+def test_a_requests_time_begins_with_its_own_first_byte() -> None:
+    with live(FakeEngine()) as server, connect(server.port) as sock:
+        sock.sendall(rank_request(1))
+        assert statuses(one_reply(sock)) == [200]
+        [connection] = server.server.server_state.connections
+        connection.begun -= 3600  # the first request was long ago
+        sent = rank_request(2)
+        sock.sendall(sent[:20])
+        wait_until(lambda: connection.state is protocol.State.HEADERS)
+        sock.sendall(sent[20:])
+        assert statuses(one_reply(sock)) == [200]
+
+
 def test_the_defaults_close_within_ten_seconds() -> None:
     """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
     limits = Connections()

@@ -265,9 +265,8 @@ extern "C" Object* codec_functions(const codec::Checkpoint* words) {
         made.release();
         Object* read = PyCFunction_NewEx(&methods[0], capsule, nullptr);
         Object* write = PyCFunction_NewEx(&methods[1], capsule, nullptr);
-        Object* both = read && write ? PyTuple_Pack(2, read, write) : nullptr;
-        for (Object* object : {capsule, read, write}) if (object) Py_DecRef(object);
-        return both;
+        Py_DecRef(capsule);
+        return Py_BuildValue("(NN)", read, write);  // which takes both over, and is null where one of them is
     } catch (...) {
         return PyErr_NoMemory();
     }

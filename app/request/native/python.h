@@ -33,7 +33,7 @@ void* PyCapsule_GetPointer(Object*, const char* name);
 Object* PyCFunction_NewEx(Method*, Object* self, Object* module);
 Object* PyErr_NoMemory();
 long long PyLong_AsLongLong(Object*);
-Object* PyTuple_Pack(ssize_t, ...);
+Object* Py_BuildValue(const char* format, ...);
 void Py_DecRef(Object*);
 }
 

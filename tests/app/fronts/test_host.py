@@ -10,7 +10,7 @@ import pytest
 
 from app.exits import EXIT_ENGINE_LOST
 from app.fronts import frames, host
-from app.fronts.frames import Cancel, Counts, Hello, Left, Rank, encode
+from app.fronts.frames import Attend, Cancel, Counts, Hello, Left, Rank, encode
 from app.settings import Queue
 from loadtest.soak.fake_engine import FakeEngine
 from model.engine import EngineError
@@ -34,12 +34,12 @@ async def speak(found: Linked, *sent: Any, seconds: float = 5.0) -> bytes:
     return came
 
 
-def asked(**changes: Any) -> Rank:
+def asked(kind: type[Rank] = Rank, **changes: Any) -> Rank:
     context, candidates = request(1)
     fields = {"id": 1, "model": 1, "deadline": time.monotonic() + 3600, "key": None, "user_id": 1}
     words, floats = frames.columns_of(context, candidates)
     columns = {"history": len(context), "candidates": len(candidates), "words": words, "floats": floats}
-    return Rank(**fields | columns | changes)
+    return kind(**fields | columns | changes)
 
 
 NONSENSE = {
@@ -51,6 +51,8 @@ NONSENSE = {
     "columns too short": (Hello(frames.VERSION, 9), asked(words=b"1234")),
     "more candidates than columns": (Hello(frames.VERSION, 9), asked(candidates=5)),
     "a number twice": (Hello(frames.VERSION, 9), asked(), asked()),
+    "attention of an unknown model": (Hello(frames.VERSION, 9), asked(Attend, model=7)),
+    "attention by a number that another has": (Hello(frames.VERSION, 9), asked(), asked(Attend)),
 }
 
 

@@ -223,6 +223,23 @@ def test_requests_end_on_the_model_that_they_began_with() -> None:
     run(main())
 
 
+def test_a_model_that_was_replaced_is_kept_for_what_is_prepared_and_not_for_what_was_released() -> None:
+    async def main() -> None:
+        old = FakeEngine(1)
+        async with linked(old, load=loader(FakeEngine(2), "v2")) as found:
+            [front] = found.fronts
+            dropped, kept = (front.admit(front.model, candidates=4, history=2, deadline=None) for _ in range(2))
+            await RemoteReloads(front).reload()
+            dropped.release()
+            dropped.release()  # does nothing
+            await front.exposition()  # the engine process has read all that was sent before
+            assert not old.closed.is_set()
+            kept.release()
+            await until(old.closed.is_set)
+
+    run(main())
+
+
 def test_a_front_that_goes_keeps_no_model() -> None:
     async def main() -> None:
         old = FakeEngine(1)
@@ -339,6 +356,7 @@ def test_a_front_that_stops_waits_for_its_requests_and_takes_no_more() -> None:
             gate.opened.set()
             assert await stopping
             assert right((await sent).scores, 1)
+            assert not front.has_running_threads(), "its process may end in order"
 
     run(main())
 

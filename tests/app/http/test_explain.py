@@ -226,6 +226,13 @@ def test_refusals_leave_no_place_taken() -> None:
         assert client.post("/explain", json=question()).status_code == 200
 
 
+def test_between_contexts_it_only_lets_others_in() -> None:
+    """Were each of them a second's pause, the default deadline would be over."""
+    events = [{"post_id": number, "author_id": 1} for number in range(1, 17)]
+    with served() as (client, _):
+        assert client.post("/explain", json=question(history=events)).status_code == 200
+
+
 def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
     """While one is held in the engine, its contexts are in the queue, and another is refused."""
 

@@ -46,6 +46,13 @@ def test_each_item_has_a_form_of_its_own(client: TestClient) -> None:
     assert columns.keys() == objects.keys()
 
 
+@pytest.mark.parametrize("items", [[good()], [good(), good()], [good(), {}]], ids=["one", "two", "the last fails"])
+def test_the_headers_name_the_model_as_the_results_do(client: TestClient, items: list[object]) -> None:
+    reply = client.post("/rank/batch", json=items)
+    assert reply.status_code == 200
+    assert reply.headers["x-model-version"] == reply.json()[0]["model"]["version"]
+
+
 @pytest.mark.parametrize("bare", [True, False])
 def test_an_item_that_fails_carries_its_own_problem(client: TestClient, bare: bool) -> None:
     items = [good(user_id=1), good(user_id=-1), "nonsense", good(user_id=2, candidates=[]), good(user_id=3)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.errors import InvalidRequest
-from app.request.body import decode
+from app.request.body import check_cost, decode
 from loadtest.fuzz.slowest import LEGAL, LIMITS, SIZES, VOCABULARY, Recipe, cost, read
 
 MOST = 7.0  # × orjson's reading of the largest legal request: 10 ms where that takes 1.4
@@ -104,3 +104,12 @@ def test_long_integers_are_refused_before_they_are_read() -> None:
     with pytest.raises(InvalidRequest, match="128 digits"):
         decode(raw, LIMITS, VOCABULARY)
     decode(b'{"user_id":%b,"candidates":[%b]%b}' % (b"1" * 128, POST, b" " * 2**14), LIMITS, VOCABULARY)
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_long_integer_is_found_wherever_it_lies(place: int) -> None:
+    """At the end as well, and from 143 digits on: so many hold 17 words of eight bytes, wherever a word begins."""
+    before = b" " * (2**14 + place)
+    check_cost(before + b"9" * 128, LIMITS.max_values)
+    with pytest.raises(InvalidRequest, match="128 digits"):
+        check_cost(before + b"9" * 143, LIMITS.max_values)

@@ -9,7 +9,6 @@ import pytest
 from app.scheduling.loop_lag import (
     LATE_SECONDS,
     RECOVERED_SECONDS,
-    REFUSAL_SHARE,
     STANDING_SECONDS,
     TICK_SECONDS,
     WAIT_SECONDS,
@@ -18,6 +17,7 @@ from app.scheduling.loop_lag import (
 )
 
 EACH = 0.0005  # processor seconds of a request here
+REFUSAL = 0.1  # of that, as a refusal counts: docs/decisions/2026-11-21-impatient-callers.md
 FULL = math.ceil(WAIT_SECONDS / EACH)  # requests that the loop answers within the limit
 LATE, ON_TIME = 2 * LATE_SECONDS, 0.0
 OVERRUN = [(LATE, 2 * FULL, 4 * STANDING_SECONDS)]
@@ -33,7 +33,7 @@ def after(*phases: tuple[float, int, float], refused_each_tick: int = 0) -> Loop
             now += TICK_SECONDS + late
             answered += 20
             refused += refused_each_tick
-            cpu += (20 + REFUSAL_SHARE * refused_each_tick) * EACH
+            cpu += (20 + REFUSAL * refused_each_tick) * EACH
             lag.tick(now, Work(cpu, answered, refused, unanswered))
     return lag
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.server.process import _raise_file_limit
 from loadtest.servers.launch import Server, ranking_server
 from loadtest.soak.servers import FAULTY
 from tests.reliability.live import wait_until
@@ -30,6 +32,16 @@ def event(server: Server, name: str) -> dict[str, Any]:
 def status(server: Server, path: str) -> int:
     """Of a GET on a connection of its own."""
     return httpx.get(f"{server.url}{path}", timeout=5).status_code
+
+
+def test_the_process_may_hold_more_connections_than_the_shell_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        _raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_start_a_reload_by_signal_a_drain_and_exit_0() -> None:

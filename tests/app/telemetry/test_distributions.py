@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry
 
+from app.telemetry import metrics, shadow
 from app.telemetry.distributions import PROBABILITIES, ReplyProbabilities
 
 
@@ -30,7 +32,27 @@ def test_the_mean_over_candidates_is_counted_once_a_reply() -> None:
 def test_a_bucket_holds_its_upper_bound_and_the_last_holds_the_rest() -> None:
     found = samples((("a",), [[0.5]]), (("a",), [[np.nextafter(np.float32(0.5), np.float32(1))]]), (("a",), [[0.99]]))
     assert [found["a", bound] for bound in ("0.3", "0.5", "0.7", "0.9", "+Inf")] == [0, 1, 2, 2, 3]
-    assert list(PROBABILITIES) == sorted(PROBABILITIES)
+
+
+SHARES = {
+    "probabilities": PROBABILITIES,
+    "padding": metrics.RATIOS,
+    "distances": shadow.DISTANCES,
+    "overlap": shadow.SHARES,
+}
+OTHERS = {
+    "latency": metrics.LATENCY_SECONDS,
+    "sizes": metrics.SIZES,
+    "rows": metrics.ROWS,
+    "seconds": shadow.SECONDS,
+}
+
+
+@pytest.mark.parametrize("name", SHARES | OTHERS)
+def test_the_bounds_of_a_histogram_ascend_and_those_of_shares_stay_below_one(name: str) -> None:
+    bounds = list((SHARES | OTHERS)[name])
+    assert bounds == sorted(set(bounds))
+    assert name in OTHERS or 0 <= bounds[0] < bounds[-1] < 1
 
 
 def test_a_name_that_two_checkpoints_share_is_one_series() -> None:

@@ -13,11 +13,13 @@ import torch
 
 from model.config import ConfigError, ModelConfig, RetrievalConfig
 from model.hashing import hash_rows
+from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
 from tests import retrieval_goldens as goldens
 from tests.goldens import GOLDEN
 from tests.model.builders import random_config, random_context
 from weights.checkpoint import Encoder
+from weights.synthetic.random_weights import random_model, retrieval_config
 
 CASES = [(name, index) for name in goldens.NAMES for index in range(goldens.REQUESTS)]
 PADDING_ROWS = 65  # the published pipeline lays the three tables into one, after these rows
@@ -107,6 +109,20 @@ def test_nobody_and_no_post_are_zero(name: str, encoders: dict[str, Encoder]) ->
     nobody.post_ids[:] = 0
     assert not tower.encode_users([nobody]).any()
     assert not tower.encode_posts(np.zeros(1, np.uint64), np.zeros(1, np.uint64)).any()
+
+
+@pytest.mark.parametrize("functions", [1, 2, 3])
+def test_events_without_a_post_are_absent_whatever_the_number_of_hash_functions(functions: int) -> None:
+    hashes = replace(random_config().post_hashes, scales=(3, 5, 7)[:functions], biases=(1, 2, 3)[:functions])
+    shape = random_config(post_hashes=hashes, author_hashes=hashes, user_hashes=hashes)
+    towers = random_model(retrieval_config(shape), 3)
+    assert isinstance(towers, Towers)
+    context = random_context(towers.config, 20)
+    known = towers.encode_users([context.first(15)]).numpy()[0]
+    assert distance(towers.encode_users([context]).numpy()[0], known) > 1000 * RETRIEVAL[torch.float32].elements
+    context.post_ids[15:] = 0
+    assert distance(towers.encode_users([context]).numpy()[0], known) <= RETRIEVAL[torch.float32].elements
+    assert towers.encode_posts(context.post_ids[:2], context.author_ids[:2]).square().sum(1).numpy() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("name", goldens.NAMES)
