@@ -143,7 +143,7 @@ class Tests:
         """Whether these tests of a file, or all, were green within the time; what happened, as `run_tests` tells it."""
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        report, chosen = tree.parent / "report", list(chosen)
+        report, chosen = tree.parent / f"report.{os.getpid()}", list(chosen)
         report.write_text("")
         others = [] if recording else list(self.records[f"{tree} {file}"].seconds.keys() - set(chosen))
         self.server.stdin.write(json.dumps([str(tree), file, chosen, others, str(report), recording]).encode() + b"\n")

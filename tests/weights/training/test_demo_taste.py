@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from app.request.features import candidates_of, context_of
@@ -19,6 +20,10 @@ from tests.app.serving import checked
 from tests.e2e.process import serving
 from weights.actions import STANDARD_ACTIONS
 from weights.checkpoint import Checkpoint, load_checkpoint
+from weights.training.demo_example import EVENTS, OTHER_TOPICS, POST_AGE_HOURS, example_request
+from weights.training.world.behaviour import NEGATIVE_ACTIONS
+from weights.training.world.settings import SURFACES
+from weights.training.world.simulate import World
 
 DEMO = Path("weights/demo")
 NAMES: dict[str, Any] = json.loads((DEMO / "names.json").read_text())
@@ -167,3 +172,29 @@ def test_the_directory_is_small_and_its_report_is_of_this_checkpoint(checkpoint:
     assert "python -m weights train-demo" in page
     for picture in ("auc.png", "reliability.png", "ablations.png"):
         assert (DEMO / "report" / picture).exists()
+
+
+def test_an_example_is_a_reader_with_a_taste_and_a_complaint(world: World) -> None:
+    request, story = example_request(world)
+    topics = dict(zip(world.authors.ids.tolist(), world.authors.topic.tolist(), strict=True))
+    *events, report = request["history"]
+    about = [topics[int(event["author_id"])] for event in events]
+    taste = max(set(about), key=about.count)
+    assert about.count(taste) > EVENTS / 2
+    assert {event["product_surface"] for event in events}.isdisjoint([SURFACES.index("following")])
+    log = world.log
+    for event in events:  # each is of the log, with all that the user did, and no complaint
+        row = np.flatnonzero((log.user_id == int(request["user_id"])) & (log.post_id == int(event["post_id"])))
+        done = [{name for name, did in zip(log.action_names, log.actions[at], strict=True) if did} for at in row]
+        assert set(event["actions"]) in done
+        assert event["actions"]
+        assert not set(event["actions"]) & set(NEGATIVE_ACTIONS)
+    assert (len(events), report["actions"]) == (EVENTS, ["report"])
+    authors = [int(post["author_id"]) for post in request["candidates"]]
+    assert sorted(topics[author] for author in authors).count(taste) == 3
+    assert len({topics[author] for author in authors}) == 1 + OTHER_TOPICS
+    assert int(report["author_id"]) in authors
+    assert {request["impression_ts"] - post["created_at"] for post in request["candidates"]} == {POST_AGE_HOURS * 3600}
+    assert len(story["history"]) == 1 + EVENTS
+    again, _ = example_request(world)
+    assert again == request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from sklearn.metrics import ndcg_score
 
 from model.ranker import Ranker
 from tests.weights.training.small_run import WORLD, small_config
+from tests.weights.training.unchanged import assert_unchanged
 from weights.training import initial
 from weights.training.demo import facts_of
 from weights.training.evaluate import metrics
@@ -31,9 +33,10 @@ from weights.training.world.simulate import World
 def ranker() -> Ranker:
     """Random weights: enough to tell contexts apart."""
     ranker = Ranker(small_config())
-    initial.unit(ranker, torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    initial.unit(ranker, generator)
     for table in ranker.tables.parameters():
-        torch.nn.init.normal_(table, std=0.5)
+        torch.nn.init.normal_(table, std=0.5, generator=generator)
     return ranker.requires_grad_(False)
 
 
@@ -61,7 +64,7 @@ def test_auc_is_nan_where_it_has_no_meaning() -> None:
 def test_ndcg_is_that_of_an_independent_implementation_whatever_the_order_of_rows() -> None:
     rng = np.random.default_rng(2)
     request = np.repeat(np.arange(50), 8)
-    score, gain = rng.random(400), rng.integers(0, 3, 400).astype(float)
+    score, gain = rng.random(400), rng.integers(0, 3, 400) / 8
     expected = ndcg_score(gain.reshape(50, 8), score.reshape(50, 8))
     assert metrics.ndcg(request, score, gain) == pytest.approx(expected)
     mixed = rng.permutation(400)
@@ -85,6 +88,18 @@ def test_rates_are_those_of_the_training_period(world: World) -> None:
             assert np.allclose(own[row], train_log.actions[same].mean(0), atol=1e-3)
 
 
+def test_who_was_never_seen_is_expected_to_do_what_everybody_does(world: World) -> None:
+    train_log = world.log.take(world.log.impression_ts < WORLD.test_ts)
+    stranger = replace(train_log.take(np.arange(1)), user_id=np.array([1], np.uint64))
+    new = replace(stranger, post_id=np.array([2], np.uint64), author_id=np.array([3], np.uint64))
+    for prediction in (
+        popularity(train_log, new),
+        affinity(train_log, new, {4: 0}),
+        affinity(train_log, stranger, None),
+    ):
+        assert np.allclose(prediction.probabilities, train_log.actions.mean(0))
+
+
 def test_every_ablation_changes_predictions_and_none_does_not(world: World, ranker: Ranker) -> None:
     examples = Examples(world.log, ranker.config)
     requests = np.arange(len(examples) - 60, len(examples))
@@ -95,6 +110,17 @@ def test_every_ablation_changes_predictions_and_none_does_not(world: World, rank
         assert np.array_equal(changed, whole) == (name == "none"), name
 
 
+def flat(figures: object, name: str = "") -> dict[str, float]:
+    """The numbers of nested tables, each by its way there; those that have no meaning are left out."""
+    match figures:
+        case dict() | tuple():
+            parts = figures.items() if isinstance(figures, dict) else enumerate(figures)
+            return {key: number for part, inner in parts for key, number in flat(inner, f"{name}/{part}").items()}
+        case int() | float() if not np.isnan(figures):
+            return {name: float(figures)}
+    return {}
+
+
 def test_a_report_holds_every_figure(world: World, ranker: Ranker, tmp_path: Path) -> None:
     evaluation = evaluate(
         ranker, world.log, WORLD.test_ts, {"favorite": 1.0, "report": -20.0}, facts_of(world), ablation_requests=30
@@ -103,6 +129,15 @@ def test_a_report_holds_every_figure(world: World, ranker: Ranker, tmp_path: Pat
     assert evaluation.mean_auc(OPTIMUM) == max(evaluation.mean_auc(source) for source in evaluation.figures)
     assert evaluation.way(OPTIMUM) == 1
     assert evaluation.ndcg[OPTIMUM] > evaluation.ndcg[MODEL]
+    told: dict[str, Any] = figures(evaluation)
+    kept = {name: told[name] for name in ("requests", "mean_auc", "calibration_error")}
+    kept |= {
+        "groups": evaluation.groups,
+        "dwell error": evaluation.dwell_error_seconds,
+        "dwell": told["actions"]["dwell"],
+    }
+    kept |= {"ndcg": {name: told["ndcg"][name] for name in (OPTIMUM, POPULARITY, AFFINITY)}}
+    assert_unchanged("evaluation", flat(kept))
     write_report(evaluation, tmp_path, "Title", "command")
     page = (tmp_path / "report.md").read_text()
     for name in (*world.log.action_names, *evaluation.ablations, "command"):
