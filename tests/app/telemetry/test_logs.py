@@ -39,6 +39,12 @@ def test_a_line_says_what_happened_in_one_json_object(lines: io.StringIO) -> Non
     }  # fmt: skip
 
 
+def test_every_line_has_its_time_in_utc(lines: io.StringIO) -> None:
+    RequestLog().write(exchange(), 0.1)
+    structlog.get_logger("app").info("planted")
+    assert [json.loads(line)["time"][-1] for line in lines.getvalue().splitlines()] == ["Z", "Z"]
+
+
 def test_every_line_of_a_front_carries_its_number() -> None:
     stream = io.StringIO()
     configure(Logs(format="json"), stream, front=3)
