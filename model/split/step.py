@@ -198,8 +198,8 @@ def step_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArray
 def host_arrays(buffer: Tensor, config: ModelConfig, capacity: int) -> StepArrays:
     """`step_arrays` as numpy arrays, slots, ids and dwell seconds in their order; for a buffer on the CPU."""
     arrays = step_arrays(buffer, config, capacity)
-    slots = buffer[: 4 * RECORD * tile_slots(capacity)].numpy()
-    narrow, wide = (slots.view(dtype).reshape(tile_slots(capacity), -1)[::-1] for dtype in (np.int32, np.int64))
+    slots = buffer[: 4 * RECORD * tile_slots(capacity)].numpy().reshape(tile_slots(capacity), 4 * RECORD)[::-1]
+    narrow, wide = slots.view(np.int32), slots.view(np.int64)
     rows = arrays.rows.numpy()
     return StepArrays(
         arrays.counts.numpy(),

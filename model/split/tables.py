@@ -110,6 +110,6 @@ class HostTables:
         distinct, inverse = np.unique(wanted, return_inverse=True)
         numbers = np.arange(filled, filled + len(distinct), dtype=np.int32)
         numbers[distinct == 0] = 0
-        torch.index_select(table, 0, torch.from_numpy(distinct), out=staging[filled : filled + len(distinct)])
+        torch.index_select(table, 0, torch.from_numpy(distinct), out=staging.narrow(0, filled, len(distinct)))
         place[:, : wanted.shape[1]] = numbers[inverse.reshape(wanted.shape)]
         return filled + len(distinct)

@@ -107,7 +107,7 @@ class Kernels(Protocol):
         """gate_value `[rows, 2·F]`; out `[rows, F]` = `activation(gate) ⊙ value`. Without a gate `[rows, F]`, and no product."""
 
     def multiply_gate(
-        self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False
+        self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool
     ) -> None:
         """`multiply` and `gate`, with the same bits; gate_value may be left as it was."""
 
@@ -121,7 +121,7 @@ class Kernels(Protocol):
         layer: int,
         rows: int,
         *,
-        tail: bool = False,
+        tail: bool,
     ) -> None:
         """`multiply` to out, which then holds `part`, and `rotate`, with the same bits."""
 
@@ -152,7 +152,7 @@ class Unfused:
         out: Tensor,
         rows: int,
         *,
-        tail: bool = False,
+        tail: bool,
     ) -> None:
         """See `Kernels.multiply_gate`."""
         self.multiply(step, x, weight, gate_value, rows, tail=tail)
@@ -168,7 +168,7 @@ class Unfused:
         layer: int,
         rows: int,
         *,
-        tail: bool = False,
+        tail: bool,
     ) -> None:
         """See `Kernels.multiply_rotate`."""
         self.multiply(step, x, weight, out, rows, tail=tail)

@@ -285,7 +285,7 @@ class FusedKernels(Unfused):
         )
 
     def multiply_gate(
-        self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False
+        self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool
     ) -> None:
         """See `Kernels.multiply_gate`."""
         tile = FUSED_TILES.get(self.fusion.chosen.get((GATE, rows), SEPARATE))
@@ -304,7 +304,7 @@ class FusedKernels(Unfused):
         layer: int,
         rows: int,
         *,
-        tail: bool = False,
+        tail: bool,
     ) -> None:
         """See `Kernels.multiply_rotate`."""
         tile = FUSED_TILES.get(self.fusion.chosen.get((part, rows), SEPARATE))

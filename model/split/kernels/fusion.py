@@ -195,10 +195,10 @@ class Trial:
     def run(self) -> None:
         """Compute it, as the trunk would."""
         if self.name == GATE:
-            self._kernels.multiply_gate(self.step, self.x, self._weight, self.between, self.out, self.rows)
+            self._kernels.multiply_gate(self.step, self.x, self._weight, self.between, self.out, self.rows, tail=False)
         else:
             part = cast(Part, self.name)
-            self._kernels.multiply_rotate(self.step, self.x, self._weight, self.between, part, 1, self.rows)
+            self._kernels.multiply_rotate(self.step, self.x, self._weight, self.between, part, 1, self.rows, tail=False)
 
 
 def _schedule(tile: ProductTile, pairs: int) -> dict[str, int | str | bool]:

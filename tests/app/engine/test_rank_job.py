@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from app.engine.rank_job import RankJob
-from tests.app.fakes import request
+from tests.app.fakes import expected, request
 
 
 def job(candidates: int, released: list[RankJob]) -> RankJob:
@@ -33,3 +33,14 @@ def test_a_place_is_freed_once() -> None:
     ticket.release()
     ticket.release()
     assert released == [ticket]
+
+
+def test_the_time_in_the_queue_ends_with_the_first_forward() -> None:
+    told: list[Any] = []
+    asked = job(2, [])
+    assert asked.context is not None
+    assert asked.items is not None
+    asked.arrived, asked.started, asked.forward_seconds = 100.0, 100.25, 3.0
+    asked.scores, asked.done = [expected(asked.context, asked.items, 1)], told.append
+    asked.finish()
+    assert (told[0].queue_seconds, told[0].forward_seconds) == (0.25, 3.0)

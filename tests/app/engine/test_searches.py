@@ -14,9 +14,9 @@ import pytest
 
 from app.engine import searches
 from app.engine.searches import Searches, Version
-from app.errors import EngineDown, Overloaded
+from app.errors import DeadlineExceeded, EngineDown, Overloaded
 from app.interface import Found
-from app.settings import Retrieval, Settings
+from app.settings import Queue, Retrieval, Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
 from model.retrieval.inputs import Answers, Filters, Query, Retrieved
@@ -55,11 +55,13 @@ class Bench:
         self.queue = Searches(Settings(retrieval=Retrieval(**limits)), Metrics(), engine.clock)
         self.version = Version(SimpleNamespace(engine=engine))  # type: ignore[arg-type]
 
-    def ask(self, user: int, key: str | None = None, version: Version | None = None) -> asyncio.Task[Found]:
+    def ask(
+        self, user: int, key: str | None = None, version: Version | None = None, seconds: float = 100.0
+    ) -> asyncio.Task[Found]:
         history = np.empty(0, np.int64)
         context = Context(user, NO_IDS, NO_IDS, np.zeros((0, 3), np.float32), history, np.zeros(0, np.float32))
         query = Query(context, 5, Filters(NO_IDS))
-        find = ended(self.queue.find, version or self.version, query, self.engine.clock.now + 100, key)
+        find = ended(self.queue.find, version or self.version, query, self.engine.clock.now + seconds, key)
         return asyncio.get_running_loop().create_task(find)
 
 
@@ -118,6 +120,29 @@ def test_a_key_holds_its_share_of_the_room() -> None:
         assert min(taken) >= 2, "every newcomer finds room"
         gate.opened.set()
         await asyncio.gather(*tasks, *others, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomer_waits_for_the_present_search_and_one_of_each_other_key() -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        gate.opened.set()
+        bench = Bench(FakeRetrieval(FakeClock(), 20.0, gate), batch_requests=1)
+        bench.queue.settings = bench.queue.settings.model_copy(update={"queue": Queue(max_wait_seconds=0)})
+        await bench.ask(0)  # from now on it is known how long one takes
+        gate.opened.clear()
+        gate.entered.clear()
+        tasks = [bench.ask(1)]
+        await gate.reached()
+        tasks += [bench.ask(user, key, seconds=1000.0) for key in ("a", "b") for user in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded, match="would begin after the deadline"):
+            await bench.ask(9, "c", seconds=60.0)
+        newcomer = bench.ask(9, "c", seconds=61.0)
+        await asyncio.sleep(0)
+        gate.opened.set()
+        await asyncio.gather(newcomer, *tasks)
 
     asyncio.run(scenario())
 

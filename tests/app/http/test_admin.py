@@ -16,13 +16,14 @@ from app.assembly import create_reloader
 from app.engine.loading import LoadedModel, Loader, RetrievalLoader, Steps, retrieval_loader
 from app.http.admin import create_admin_app
 from app.interface import CheckpointNotFound, ReloadInProgress
+from app.service import reload as reloading
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Admin, Settings, Shadow
 from app.telemetry.metrics import Metrics
 from tests.app import retrieving
-from tests.app.fakes import FakeEngine, Gate, loaded, loader, until
-from weights.checkpoint import CheckpointError
+from tests.app.fakes import FakeEngine, Gate, loaded, loader, running, until
+from weights.checkpoint import CheckpointError, load_manifest
 
 TOKEN = "correct horse"
 GOOD = {"host": "localhost:9000", "authorization": f"Bearer {TOKEN}"}
@@ -222,6 +223,38 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
         reloader.stop()
         await service.stop(1.0)
 
+    asyncio.run(main())
+
+
+def test_the_watch_does_not_load_again_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that was written anew as it was."""
+    place, looked, loads, digest = tmp_path / "model", [], [], reloading._digest
+    place.mkdir()
+
+    def write(version: str) -> None:
+        (tmp_path / "fresh").write_bytes(loaded(FakeEngine(), version).checkpoint.manifest.to_json())
+        (tmp_path / "fresh").rename(place / "manifest.json")
+
+    def load(path: Path) -> Loader:
+        loads.append(version := load_manifest(path).version)
+        return loader(FakeEngine(), version)
+
+    def once_more() -> bool:
+        write("v1")
+        return bool(looked or loads)
+
+    async def main() -> None:
+        write("v1")
+        async with running(FakeEngine()) as service:
+            reloader = Reloader(service, tmp_path, place, load)
+            reloader.watch(0.01)
+            await until(once_more)
+            write("v2")
+            await until(lambda: service.model.manifest.version == "v2")
+            assert loads == ["v2"]
+            reloader.stop()
+
+    monkeypatch.setattr(reloading, "_digest", lambda path: looked.append(path) or digest(path))
     asyncio.run(main())
 
 

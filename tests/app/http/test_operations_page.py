@@ -1,4 +1,4 @@
-"""The operator's page lists every setting with the default that is in force, and every error code."""
+"""The operator's page lists every setting with the default that is in force."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from app import errors
 from app.settings import Group, Settings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
@@ -28,10 +27,3 @@ def test_every_setting_is_listed_with_its_default() -> None:
     shown = {name: "none" if value in (None, {}) else str(value) for name, value in defaults(Settings).items()}
     shown = {name: value.lower() if value in ("True", "False") else value for name, value in shown.items()}
     assert listed == shown
-
-
-def test_every_error_code_is_explained() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ServiceError)]
-    codes = {kind.code for kind in kinds} - {errors.NotFound.code, errors.RequestMethod.code}
-    assert codes
-    assert {code for code in codes if f"`{code}`" not in PAGE} == set()

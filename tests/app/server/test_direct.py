@@ -224,6 +224,27 @@ def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) 
         assert reply.endswith(b"\r\n\r\n")
 
 
+def test_every_request_is_counted_once(tmp_path: Path) -> None:
+    """Before its reply is written, or behind it."""
+    sent = {
+        ("/rank", "200"): rank_request(1),
+        ("/rank", "422"): rank_request(-1),
+        ("/retrieve", "200"): post("x", "/retrieve", b'{"user_id":1}'),
+    }
+    with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port) as sock:
+
+        def counted() -> list[float | None]:
+            value = server.service.metrics.registry.get_sample_value
+            labels = ({"method": "POST", "route": route, "code": code} for route, code in sent)
+            return [value("ranker_http_requests_total", each) for each in labels]
+
+        for (_, code), request in sent.items():
+            sock.sendall(request)
+            assert statuses(one_reply(sock)) == [int(code)]
+        wait_until(lambda: counted()[-1])
+        assert counted() == [1, 1, 1]
+
+
 def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[float] = []
     monkeypatch.setattr(protocol, "rest_seconds", lambda seconds: held.append(seconds) or 0.0)
