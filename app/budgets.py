@@ -18,6 +18,7 @@ REQUEST_BYTES = 2**14  # an admitted request beside its candidates and history
 
 POST_BYTES = 512  # a post that is found or changed: its columns, its topic, its part of a reply
 CALL_COPIES = 3  # of a message over gRPC: as it comes, as bytes, as tensors
+CALL_AHEAD_BYTES = 16 * 1024  # what a client may send of a call before anybody has looked at it
 
 REST_FROM_SECONDS = 0.002  # a caller whose request held the event loop for longer
 REST_TIMES = 4.0  # rests for so many times as long before the next one
@@ -111,7 +112,8 @@ def most_bytes(
         "retrieval": 0 if towers is None else _retrieval_bytes(settings, towers, posts, token),
         "changes": 0 if towers is None or settings.admin.port is None
         else budgets.changes * MAX_CHANGED * (POST_BYTES + 8 * towers.width) + MAX_CHANGE_VALUES * VALUE_BYTES,
-        "grpc": 0 if settings.grpc.port is None else CALL_COPIES * settings.grpc.max_calls * limits.max_body_bytes,
+        "grpc": 0 if settings.grpc.port is None
+        else settings.grpc.max_calls * (CALL_COPIES * limits.max_body_bytes + settings.grpc.max_connections * CALL_AHEAD_BYTES),
         "explanations": settings.explores * settings.explore.concurrent * _explanation_bytes(settings, config, reply),
         "second": 0 if settings.shadow.checkpoint is None
         else _shadow_bytes(settings, token, 1 + config.history_length, reply),

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import orjson
 
+from app.budgets import CALL_AHEAD_BYTES
 from app.errors import BadRequest, RequestTimeout, ServiceError
 from app.http.arms import named
 from app.http.asgi import Headers, timeout_seconds_of
@@ -71,6 +72,9 @@ class InferenceServer:
                     "grpc.max_receive_message_length",
                     settings.limits.max_body_bytes,
                 ),  # and once inflated: since 1.85 at least
+                ("grpc.max_concurrent_streams", settings.grpc.max_calls),
+                ("grpc.http2.lookahead_bytes", CALL_AHEAD_BYTES),
+                ("grpc.http2.bdp_probe", 0),  # it would let a fast client send megabytes of each call
                 ("grpc.max_allowed_incoming_connections", settings.grpc.max_connections),
                 ("grpc.max_metadata_size", settings.connections.max_header_bytes),
                 ("grpc.max_connection_idle_ms", round(settings.connections.keep_alive_seconds * 1000)),

@@ -49,6 +49,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "slow": (0.02, lambda seconds: slow.slow(_count(seconds, 20, 200))),
     "dear": (0.03, lambda seconds: [hostile.dear(seconds)]),
     "hostile": (0.05, lambda seconds: [hostile.memory(seconds), hostile.terminations(list(hostile.KINDS))]),
+    "calls": (0.02, lambda seconds: [hostile.calls(seconds)]),
     "protocol": (0.03, lambda seconds: [protocol.protocol(seconds)]),
     "lines": (0.03, lambda seconds: [lines.lines(seconds)]),
     "excess": (0.05, lambda seconds: excess.excess(_count(seconds, 1 / 60, 1))),

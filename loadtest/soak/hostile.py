@@ -16,14 +16,18 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import StreamEnded, StreamReset
 
 from loadtest.generate.http_client import Client
 from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
-from loadtest.servers.launch import HOST, Server
+from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.soak.leak import usage
 from loadtest.soak.servers import fake
 
@@ -34,6 +38,8 @@ P50_LIMIT = 2.0
 END_SECONDS = (
     12.0  # a body that stalls is refused, a reply that is not read is given up, what comes after it is thrown away
 )
+CALLS = 50  # on each connection
+MESSAGE_BYTES = 950_000
 HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
 
 
@@ -52,6 +58,10 @@ def dear_body() -> bytes:
 
 BATCH = post("x", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 30))
 DEAR = post("x", "/rank", dear_body())
+CALL_HEADERS = [
+    (":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer"), (":authority", "x"),
+    ("content-type", "application/grpc"), ("te", "trailers"),
+]  # fmt: skip
 Act = Callable[[socket.socket], Awaitable[None]]
 
 
@@ -82,10 +92,40 @@ async def _dear(sock: socket.socket) -> None:
             return
 
 
+async def _half_calls(sock: socket.socket) -> None:
+    """Calls over gRPC whose messages stop short of their ends; no client of grpc can send such a thing."""
+    loop = asyncio.get_running_loop()
+    connection = H2Connection(H2Configuration(client_side=True))
+    connection.initiate_connection()
+    left = {}
+    for stream in range(1, 2 * CALLS, 2):
+        connection.send_headers(stream, CALL_HEADERS)
+        connection.send_data(stream, b"\0" + (MESSAGE_BYTES + 1).to_bytes(4, "big"))
+        left[stream] = MESSAGE_BYTES
+    until = loop.time() + HOLD_SECONDS
+    while left and loop.time() < until:
+        for stream in left:
+            while (window := connection.local_flow_control_window(stream)) > 0 and left[stream]:
+                size = min(window, connection.max_outbound_frame_size, left[stream])
+                connection.send_data(stream, bytes(size))
+                left[stream] -= size
+        await loop.sock_sendall(sock, connection.data_to_send())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                events = connection.receive_data(await loop.sock_recv(sock, 65536))
+                for event in events:
+                    if isinstance(event, StreamEnded | StreamReset):
+                        left.pop(event.stream_id, None)
+
+
 KINDS: dict[str, tuple[Act, int]] = {  # what a client does with its connection, and how many there are
     "silent": (_silent, 200), "half-sent bodies": (_half, 200), "unread replies": (_unread, 200),
     "unread batches": (_unread_batch, 20), "dear bodies": (_dear, 1),
 }  # fmt: skip
+
+
+HALF_CALLS = "half-sent calls"  # on a port of their own, which no other kind knows
+CONNECTIONS = 8
 
 
 async def _again(act: Act, port: int) -> None:
@@ -103,16 +143,16 @@ async def _again(act: Act, port: int) -> None:
 
 def _attack(port: int, kinds: list[str]) -> None:
     async def main() -> None:
-        clients = [(act, number) for act, number in (KINDS[kind] for kind in kinds)]
+        clients = [(_half_calls, CONNECTIONS) if kind == HALF_CALLS else KINDS[kind] for kind in kinds]
         await asyncio.gather(*(_again(act, port) for act, number in clients for _ in range(number)))
 
     asyncio.run(main())
 
 
 @contextmanager
-def attacked(server: Server, kinds: list[str]) -> Iterator[None]:
+def attacked(port: int, kinds: list[str]) -> Iterator[None]:
     """These clients, in a process of their own."""
-    clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(server.port, kinds), daemon=True)
+    clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(port, kinds), daemon=True)
     clients.start()
     try:
         yield
@@ -148,13 +188,18 @@ async def watch(server: Server, seconds: float, seen: Seen) -> None:
                 seen.resident.append((now - seen.began, usage(server, 0).resident_bytes))
 
 
-def observe(kinds: list[str], seconds: float, *faults: str, **settings: object) -> tuple[Seen, float, int]:
-    """A third of the time in peace, then under attack: what was seen, when it began, and the stated most of memory in bytes."""
+def observe(
+    kinds: list[str], seconds: float, *faults: str, port: int = 0, **settings: Any
+) -> tuple[Seen, float, dict[str, int]]:
+    """A third of the time in peace, then under attack: what was seen, when it began, and the stated most of memory in bytes.
+
+    `port`: another one than that for HTTP is attacked.
+    """
     seen = Seen()
     with fake("--forward-ms=5", *faults, **settings) as server, asyncio.Runner() as runner:
         runner.run(watch(server, seconds / 3, seen))
-        most = server.target.info()["memory_bytes"]["total"]
-        with attacked(server, kinds):
+        most = server.target.info()["memory_bytes"]
+        with attacked(port or server.port, kinds):
             runner.run(asyncio.sleep(1.0))  # until they are there
             began = time.monotonic() - seen.began
             runner.run(watch(server, seconds * 2 / 3, seen))
@@ -175,18 +220,26 @@ def dear(seconds: float, *faults: str, percent: int = 50) -> Row:
     return Row("B10", what, len(seen.latencies), seen.failed, ratio, P50_LIMIT, "× without it")
 
 
-def memory(seconds: float, *faults: str, **settings: object) -> Row:
+def memory(seconds: float, *faults: str, **settings: Any) -> Row:
     """B11: every kind at once, by the hundred."""
     seen, began, most = observe(list(KINDS), seconds, *faults, **settings)
     what = f"{sum(number for _, number in KINDS.values())} hostile clients of every kind at once: memory beyond that before"
-    return Row("B11", what, len(seen.latencies), seen.failed, growth(seen, began) / MIB, most / MIB, "MiB")
+    return Row("B11", what, len(seen.latencies), seen.failed, growth(seen, began) / MIB, most["total"] / MIB, "MiB")
+
+
+def calls(seconds: float, **settings: Any) -> Row:
+    """B11: calls over gRPC by the hundred."""
+    port = free_port()
+    seen, began, most = observe([HALF_CALLS], seconds, port=port, grpc__port=port, **settings)
+    what = f"{CONNECTIONS * CALLS} half-sent calls over gRPC: memory beyond that before"
+    return Row("B11", what, len(seen.latencies), seen.failed, growth(seen, began) / MIB, most["grpc"] / MIB, "MiB")
 
 
 def terminations(kinds: list[str]) -> Row:
     """B11: SIGTERM under each kind."""
     failed, slowest = 0, 0.0
     for kind in kinds:
-        with fake("--forward-ms=5") as server, attacked(server, [kind]):
+        with fake("--forward-ms=5") as server, attacked(server.port, [kind]):
             time.sleep(2.5)
             began = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
@@ -229,9 +282,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PLOT)
     options = parser.parse_args()
     seen, began, most = observe(list(KINDS), options.seconds)
-    plot(seen, began, most, options.out)
+    plot(seen, began, most["total"], options.out)
     figures = {
-        "memory_growth_mib": growth(seen, began) / MIB, "stated_most_mib": most / MIB, "failed": seen.failed,
+        "memory_growth_mib": growth(seen, began) / MIB, "stated_most_mib": most["total"] / MIB, "failed": seen.failed,
         "p50_ms": [1e3 * seen.percentile(50, before=began), 1e3 * seen.percentile(50, after=began)],
         "p99_ms": [1e3 * seen.percentile(99, before=began), 1e3 * seen.percentile(99, after=began)], "plot": str(options.out),
     }  # fmt: skip

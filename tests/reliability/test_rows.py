@@ -100,3 +100,10 @@ def test_b11_hostile_clients_by_the_hundred_take_no_more_memory_than_is_stated()
 
 def test_b11_is_red_without_budgets() -> None:
     assert not hostile.memory(7.0, "--no-budgets", **SMALL).ok
+
+
+def test_b11_calls_that_stop_in_the_middle_take_no_more_memory_than_is_stated() -> None:
+    row = hostile.calls(7.0, grpc__max_calls=8)
+    assert row.ok, row
+    held = hostile.calls(7.0, grpc__max_calls=400)
+    assert held.figure > row.limit, "the control: calls that no limit turns away are held"
