@@ -19,7 +19,7 @@ _CHUNK_ELEMENTS = 2**18
 _MODULUS = 2**61 - 1
 
 
-def random_hashes(rng: np.random.Generator, vocab_size: int, count: int = 2) -> HashSpec:
+def random_hashes(rng: np.random.Generator, vocab_size: int, count: int) -> HashSpec:
     """Hash functions as the release has them: a large scale and bias each, modulo a Mersenne prime."""
     scales, biases = (tuple(int(value) for value in rng.integers(10**9, 10**12, count)) for _ in range(2))
     return HashSpec(scales, biases, _MODULUS, vocab_size)
