@@ -26,7 +26,7 @@ SHARES = {  # of the time
 }  # fmt: skip
 SLOW = ("hypothesis", "schemathesis")  # to make: in a thread, since the application may share the loop
 BLOCK = 64  # calls in flight together
-WARM_UP_CALLS = 3000
+WARM_UP_PATHS = 2 * BLOCK  # the first ones bring the series that all others share
 KEPT = 5
 LATE = (Overloaded.status, DeadlineExceeded.status)  # what a busy machine answers to a good body
 
@@ -151,20 +151,20 @@ async def fuzz(
     on_progress: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
     """Send until enough requests were sent or the time is over, every source getting its share of the time."""
-    tally, spent, series = Tally(known or {}), dict.fromkeys(calls, 0.0), 0
+    tally, spent = Tally(known or {}), dict.fromkeys(calls, 0.0)
     until = time.monotonic() + seconds
     while tally.sent.total() < requests and time.monotonic() < until:
         source = min(calls, key=lambda name: spent[name] / SHARES[name])
         started = time.monotonic()
         made = await asyncio.to_thread(_block, calls[source]) if source in SLOW else _block(calls[source])
         block = named(made, tally.sent.total())
+        before = count_series() if source == "paths" and tally.sent[source] >= WARM_UP_PATHS else None
         for call, answer in zip(block, await target.ask(block), strict=True):
             tally.note(source, call, answer)
         spent[source] += time.monotonic() - started
-        if tally.sent.total() < WARM_UP_CALLS:
-            series = count_series()
+        if before is not None:
+            tally.new_series += count_series() - before
         on_progress(tally)
-    tally.new_series = count_series() - series
     return tally
 
 

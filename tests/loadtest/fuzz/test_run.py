@@ -303,7 +303,6 @@ def test_series_that_grow_are_found(run: Run, monkeypatch: pytest.MonkeyPatch) -
             return True
 
     monkeypatch.setattr("app.http.observe.frozenset", lambda routes: Everything(), raising=False)
-    monkeypatch.setattr("loadtest.fuzz.run.WARM_UP_CALLS", 100)
     assert run(600, only="paths").new_series > 100
 
 
