@@ -8,6 +8,7 @@ embedding tables travel as row ids and summed gradients, for a batch looks up fe
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -138,10 +139,15 @@ def joined(device: str) -> Iterator[Processes]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    group = dist.group.WORLD
     try:
         yield Processes(dist.get_rank(), size)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold modules that hold the group
+        raise
     finally:
         dist.destroy_process_group()
+        del group  # the last one: only from Python is it taken down without the interpreter's lock, which its threads may wait for
 
 
 def looked_up(tables: Tables, batch: Batch) -> list[tuple[Tensor, Tensor]]:

@@ -20,7 +20,8 @@ PATIENCE_SECONDS = 100
 def on_ranks(size: int, work: Callable[..., None], place: Path, *arguments: Any) -> list[int | None]:
     """Exit codes of `work(Processes, *arguments)` by rank: 0 done, 1 raised, −9 killed.
 
-    `place` is a new directory to meet in; what a rank raised is written to `error-RANK` there.
+    `place` is a new directory to meet in; what a rank raised is written to `error-RANK` there, and to
+    `threads-RANK` the names of those that run when it has left the others.
     """
     place.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -48,5 +49,7 @@ def _rank(rank: int, size: int, port: int, place: Path, work: Callable[..., None
         with joined("cpu") as processes:
             work(processes, *arguments)
     except Exception as error:
+        names = [name.read_text() for name in Path("/proc/self/task").glob("*/comm")]
+        (place / f"threads-{rank}").write_text("".join(names))
         (place / f"error-{rank}").write_text(str(error))
         sys.exit(1)
