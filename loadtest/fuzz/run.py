@@ -153,6 +153,7 @@ async def fuzz(
     """Send until enough requests were sent or the time is over, every source getting its share of the time."""
     tally, spent = Tally(known or {}), dict.fromkeys(calls, 0.0)
     until = time.monotonic() + seconds
+    count_series()  # asking may bring a series of its own
     while tally.sent.total() < requests and time.monotonic() < until:
         source = min(calls, key=lambda name: spent[name] / SHARES[name])
         started = time.monotonic()
