@@ -112,8 +112,9 @@ async def _half_calls(sock: socket.socket) -> None:
         await loop.sock_sendall(sock, connection.data_to_send())
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                events = connection.receive_data(await loop.sock_recv(sock, 65536))
-                for event in events:
+                if not (received := await loop.sock_recv(sock, 65536)):
+                    return
+                for event in connection.receive_data(received):
                     if isinstance(event, StreamEnded | StreamReset):
                         left.pop(event.stream_id, None)
 
@@ -151,11 +152,13 @@ def _attack(port: int, kinds: list[str]) -> None:
 
 @contextmanager
 def attacked(port: int, kinds: list[str]) -> Iterator[None]:
-    """These clients, in a process of their own."""
+    """These clients, in a process of their own. Raises RuntimeError where they were not there to the end."""
     clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(port, kinds), daemon=True)
     clients.start()
     try:
         yield
+        if not clients.is_alive():
+            raise RuntimeError(f"the hostile clients ended with code {clients.exitcode}: nothing was attacked")
     finally:
         clients.kill()
         clients.join()

@@ -142,9 +142,8 @@ def test_processes_that_hold_different_weights_are_stopped_at_the_next_evaluatio
     codes = on_ranks(2, a_run, tmp_path / "ranks", world.log, RUN, tmp_path / "state", False, "silent")
     assert codes == [1, 1]
     assert "differ in weights at step 8" in (tmp_path / "ranks" / "error-1").read_text()
-    for rank in range(
-        2
-    ):  # a thread of the group that is left may wait for the interpreter's lock while its end is waited for
+    # a thread of the group that is left may wait for the interpreter's lock while its end is waited for
+    for rank in range(2):
         assert "gloo" not in (tmp_path / "ranks" / f"threads-{rank}").read_text()
 
 
