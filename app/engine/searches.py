@@ -217,14 +217,17 @@ class Searches:
         engine = version.loaded.engine
         version.places += 1
         self._running, self._begun = batch, self.clock()
-        if not self._is_short(queries):
-            handed = loop.run_in_executor(self._executor, engine.retrieve, queries)
-            handed.add_done_callback(lambda done: self._end(batch, done.exception() or done.result()))
-            return
+        result: Answers | BaseException | None = None
         try:
-            result: Answers | BaseException = engine.retrieve(queries)
+            users = engine.look_up(queries)
+            if self._is_short(queries, users.unknown_tokens):
+                result = engine.retrieve(queries, users)
         except Exception as error:
             result = error
+        if result is None:
+            handed = loop.run_in_executor(self._executor, engine.retrieve, queries, users)
+            handed.add_done_callback(lambda done: self._end(batch, done.exception() or done.result()))
+            return
         if self.waiting or self._calls:
             loop.call_soon(self._end, batch, result)  # so that a long queue leaves turns to others
         else:
@@ -247,9 +250,9 @@ class Searches:
                     turns.append(key)
         return batch
 
-    def _is_short(self, queries: Sequence[Query]) -> bool:
-        """Whether all of them take less than handing them over is worth, even if no user's vector is known."""
-        encode = self._encode_time.seconds(sum(1 + len(query.context) for query in queries))
+    def _is_short(self, queries: Sequence[Query], unknown_tokens: int) -> bool:
+        """Whether all of them take less than handing them over is worth."""
+        encode = self._encode_time.seconds(unknown_tokens) if unknown_tokens else 0.0
         search = self._search_time.seconds(_cost(queries))
         return encode is not None and search is not None and encode + search < SHORT_SECONDS
 

@@ -24,6 +24,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 from loadtest.soak.servers import HANG, RAISE, STICKY
 from model.engine import EngineError, Item, Outcome
+from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Query
 from weights.errors import CheckpointError
 
@@ -73,10 +74,10 @@ def hanging(load: RetrievalLoader, seconds: float) -> RetrievalLoader:
         found = load()
         search = found.engine.retrieve
 
-        def retrieve(queries: Sequence[Query]) -> Answers:
+        def retrieve(queries: Sequence[Query], users: Users) -> Answers:
             if any(query.context.user_id == HANG for query in queries):
                 time.sleep(seconds)
-            return search(queries)
+            return search(queries, users)
 
         vars(found.engine)["retrieve"] = retrieve
         return found

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -75,6 +75,20 @@ class RetrievalOptions:
     device: str = "cpu"
 
 
+class Users(NamedTuple):
+    """Those of one batch, `keys` in its order: vectors of the known, contexts of the unknown. `seconds`: what looking them up took."""
+
+    keys: list[ContextKey]
+    known: dict[ContextKey, NDArray[np.float32]]
+    unknown: dict[ContextKey, Context]
+    seconds: float
+
+    @property
+    def unknown_tokens(self) -> int:
+        """What the user tower has to read, 0 where all are known."""
+        return sum(1 + len(context) for context in self.unknown.values())
+
+
 class RetrievalEngine:
     """Two towers and the corpus that their candidate tower made. Used by one thread at a time but for `cache_stats`.
 
@@ -119,22 +133,35 @@ class RetrievalEngine:
         self.retrieve([Query(empty, 1, Filters(nobody.view(np.uint64)))])
         self._users.clear()
 
-    def retrieve(self, queries: Sequence[Query]) -> Answers:
-        """Answers in the order of the queries, which share one scan of the corpus. What one gets does not depend on the others."""
-        started = time.perf_counter()
-        users, cached = self._encode([query.context for query in queries])
+    def look_up(self, queries: Sequence[Query]) -> Users:
+        """Whose vectors are known."""
+        began = time.perf_counter()
+        keys = [ContextKey.of(query.context, self.config) for query in queries]
+        known = {key: vector for key in keys if (vector := self._users.find(key)) is not None}
+        unknown = {key: query.context for key, query in zip(keys, queries, strict=True) if key not in known}
+        return Users(keys, known, unknown, time.perf_counter() - began)
+
+    def retrieve(self, queries: Sequence[Query], users: Users | None = None) -> Answers:
+        """Answers in the order of the queries, which share one scan of the corpus. What one gets does not depend on the others.
+
+        `users`: what `look_up` made of the same queries, if nothing was retrieved since.
+        """
+        users = self.look_up(queries) if users is None else users
+        began = time.perf_counter()
+        cached = [key in users.known for key in users.keys]
+        vectors = self._encode(users)
         encoded = time.perf_counter()
         found = [
             segment.index.search(
                 [
-                    Wish(user, query.k, segment.visible(query.filters), query.least)
-                    for user, query in zip(users, queries, strict=True)
+                    Wish(vector, query.k, segment.visible(query.filters), query.least)
+                    for vector, query in zip(vectors, queries, strict=True)
                 ]
             )
             for segment in self._segments
         ]
         retrieved = [self._retrieved(*one) for one in zip(zip(*found, strict=True), queries, cached, strict=True)]
-        return Answers(retrieved, encoded - started, time.perf_counter() - encoded)
+        return Answers(retrieved, users.seconds + encoded - began, time.perf_counter() - encoded)
 
     def change(self, change: Change) -> int:
         """From the next search on, the deleted posts are gone, and the new ones stand in place of what had their ids. How many
@@ -243,18 +270,15 @@ class RetrievalEngine:
             self.notes.setdefault("search", {"backend": "torch", "reason": str(error)})
             return TorchIndex(vectors)
 
-    def _encode(self, contexts: Sequence[Context]) -> tuple[list[NDArray[np.float32]], list[bool]]:
-        """User vectors, and which of them were known."""
-        keys = [ContextKey.of(context, self.config) for context in contexts]
-        known = {key: vector for key in keys if (vector := self._users.find(key)) is not None}
-        cached = [key in known for key in keys]
-        missing = {key: context for key, context in zip(keys, contexts, strict=True) if key not in known}
-        if missing:
-            for key, vector in zip(missing, self.tower.encode(list(missing.values())), strict=True):
+    def _encode(self, users: Users) -> list[NDArray[np.float32]]:
+        """The vectors of all users; those that were unknown are known from here on."""
+        known = dict(users.known)
+        if users.unknown:
+            for key, vector in zip(users.unknown, self.tower.encode(list(users.unknown.values())), strict=True):
                 self._users.find_prefix(key)  # counts the miss
                 self._users.insert(key, vector, vector.nbytes)
                 known[key] = vector
-        return [known[key] for key in keys], cached
+        return [known[key] for key in users.keys]
 
     def _retrieved(self, found: Sequence[Found], query: Query, cached: bool) -> Retrieved:
         """The best of what the segments found: equal scores by segment, then by row."""

@@ -23,6 +23,7 @@ from app.errors import Overloaded
 from app.interface import Changed, PostChange, PostRows
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.soak.fake_engine import FakeEngine
+from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Query
 from tests.app import retrieving
 from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
@@ -217,9 +218,9 @@ def gated(load: RetrievalLoader, opened: threading.Event) -> RetrievalLoader:
         found = load()
         search = found.engine.retrieve
 
-        def retrieve(queries: Sequence[Query]) -> Answers:
+        def retrieve(queries: Sequence[Query], users: Users) -> Answers:
             assert opened.wait(100)
-            return search(queries)
+            return search(queries, users)
 
         vars(found.engine)["retrieve"] = retrieve
         return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ from app.errors import DeadlineExceeded, EngineDown, Overloaded
 from app.interface import Found
 from app.settings import Queue, Retrieval, Settings
 from app.telemetry.metrics import Metrics
+from model.cache import ContextKey
 from model.inputs import Context
+from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Filters, Query, Retrieved
 from tests.app.fakes import FakeClock, Gate, ended
 
@@ -27,19 +30,35 @@ NOTHING = Retrieved(NO_IDS, NO_IDS, np.empty(0, np.float32), np.empty(0, np.int6
 
 
 class FakeRetrieval:
-    """Takes as long as it says, on paper, and finds nothing. `before` may wait."""
+    """Takes as long as it says, on paper, longer for a user who is `unknown`, and finds nothing. `before` may wait."""
 
-    def __init__(self, clock: FakeClock, seconds: float = 0.0, before: Any = lambda queries: None) -> None:
+    def __init__(
+        self,
+        clock: FakeClock,
+        seconds: float = 0.0,
+        before: Any = lambda queries: None,
+        *,
+        unknown: Collection[int] = (),
+        encode_seconds: float = 0.0,
+    ) -> None:
         self.clock, self.seconds, self.before = clock, seconds, before
+        self.unknown, self.encode_seconds = unknown, encode_seconds
         self.batches: list[list[int]] = []
         self.threads: list[str] = []
 
-    def retrieve(self, queries: Sequence[Query]) -> Answers:
+    def look_up(self, queries: Sequence[Query]) -> Users:
+        keys = [ContextKey(query.context.user_id, ()) for query in queries]
+        unknown = {key: query.context for key, query in zip(keys, queries, strict=True) if key.user_id in self.unknown}
+        return Users(keys, {}, unknown, 0.0)
+
+    def retrieve(self, queries: Sequence[Query], users: Users) -> Answers:
         self.batches.append([query.context.user_id for query in queries])
         self.threads.append(threading.current_thread().name.partition("_")[0])
         self.before(queries)
-        self.clock.advance(self.seconds)
-        return Answers([NOTHING for _ in queries], self.seconds / 2, self.seconds / 2)
+        encode_seconds = self.encode_seconds if users.unknown else 0.0
+        self.clock.advance(encode_seconds + self.seconds)
+        found = [replace(NOTHING, cached=key not in users.unknown) for key in users.keys]
+        return Answers(found, encode_seconds, self.seconds)
 
     def close(self) -> None: ...
 
@@ -154,6 +173,36 @@ def test_a_short_search_is_computed_at_once(seconds: float, thread: str) -> None
         for user in range(4):
             await bench.ask(user)
         assert bench.engine.threads == [searches.RETRIEVAL_THREAD, thread, thread, thread], "the first is not foreseen"
+        bench.queue.close([])
+
+    asyncio.run(scenario())
+
+
+def test_a_long_encoding_is_no_reason_to_hand_over_the_search_of_a_known_user() -> None:
+    async def scenario() -> None:
+        bench = Bench(FakeRetrieval(FakeClock(), 0.5e-3, unknown={1, 3}, encode_seconds=2e-3))
+        for user in range(1, 5):
+            await bench.ask(user)
+        thread = searches.RETRIEVAL_THREAD
+        assert bench.engine.threads == [thread, "MainThread", thread, "MainThread"]
+        bench.queue.close([])
+
+    asyncio.run(scenario())
+
+
+def test_a_user_who_cannot_be_looked_up_fails_alone() -> None:
+    async def scenario() -> None:
+        bench = Bench(FakeRetrieval(FakeClock()))
+        look_up = bench.engine.look_up
+
+        def fail(queries: Sequence[Query]) -> Users:
+            if any(query.context.user_id == 3 for query in queries):
+                raise RuntimeError("planted")
+            return look_up(queries)
+
+        vars(bench.engine)["look_up"] = fail
+        ended = await asyncio.gather(*(bench.ask(user) for user in (2, 3, 4)), return_exceptions=True)
+        assert [isinstance(one, EngineDown) for one in ended] == [False, True, False]
         bench.queue.close([])
 
     asyncio.run(scenario())

@@ -114,7 +114,7 @@ def gated(here: Linked, gate: Any) -> None:
     """Searches wait for the gate from now on."""
     engine = here.service.retrieval._loaded.engine
     search = engine.retrieve
-    vars(engine)["retrieve"] = lambda queries: (gate(queries), search(queries))[1]
+    vars(engine)["retrieve"] = lambda queries, users: (gate(queries), search(queries, users))[1]
 
 
 def test_a_search_that_nobody_waits_for_is_dropped(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:

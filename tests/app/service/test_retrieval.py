@@ -20,6 +20,7 @@ from app.service.retrieval import RetrievalService
 from app.settings import Queue, Retrieval, Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
+from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Filters, Query
 from tests.app import retrieving
 from tests.app.fakes import FakeClock, Gate, ended
@@ -56,10 +57,13 @@ class Watched:
         self.scans: list[list[int]] = []
         self.closed = threading.Event()
 
-    def retrieve(self, queries: Sequence[Query]) -> Answers:
+    def look_up(self, queries: Sequence[Query]) -> Users:
+        return self._engine.look_up(queries)
+
+    def retrieve(self, queries: Sequence[Query], users: Users) -> Answers:
         self.scans.append([query.context.user_id for query in queries])
         self._before(queries)
-        return self._engine.retrieve(queries)
+        return self._engine.retrieve(queries, users)
 
     def close(self) -> None:
         self._engine.close()
