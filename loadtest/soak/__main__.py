@@ -37,7 +37,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "swaps": (0.12, lambda seconds: swaps.swaps(seconds)),
     "terminations": (0.06, lambda seconds: [endings.terminations(_count(seconds, 1 / 6, 4))]),
     "kills": (0.05, lambda seconds: [endings.kills(_count(seconds, 1 / 10, 2))]),
-    "front_kills": (0.17, lambda seconds: fronts.front_kills(_count(seconds, 1 / 3.2, 4))),
+    "front_kills": (0.17, lambda seconds: fronts.front_kills(_count(seconds, 1 / 2.8, 4))),
     "engine_kills": (0.04, lambda seconds: fronts.engine_kills(_count(seconds, 1 / 10, 1))),
     "stopped_front": (0.01, lambda seconds: fronts.stopped_front(max(2.0, seconds / 3))),
     "fronts_swaps": (0.04, lambda seconds: swaps.swaps(seconds, fronts=(2,))),

@@ -209,8 +209,9 @@ async def _kill_engines(
     clients, slowest, missing = Clients(server.port, patient=True), 0.0, 0
     running = asyncio.create_task(clients.run(CLIENTS))
     for _ in range(kills):
+        process = process_of(server, None)  # reads a long log, and no client is heard meanwhile
         await asyncio.sleep(lived_seconds)
-        process, first = process_of(server, None), len(clients.asked)
+        first = len(clients.asked)
         os.kill(process, signal.SIGKILL)
         killed = time.monotonic()
         await asyncio.sleep(0.5)
