@@ -1,6 +1,6 @@
 # The service for CUDA machines; `docker build --target cpu .` makes the one for CPUs. A checkpoint is mounted at /weights.
 # The interpreter is the one for which docker/requirements.lock is resolved. CUDA's libraries come as wheels, with torch's.
-FROM python:3.11.13-slim-bookworm AS base
+FROM python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1 AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # g++ stays in the final image: the CPU kernel is compiled for the processor it meets, and Triton compiles its launchers.
 # hadolint ignore=DL3008
