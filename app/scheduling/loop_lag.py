@@ -21,7 +21,7 @@ import math
 from typing import NamedTuple
 
 TICK_SECONDS = 0.01  # from one tick to when the next is due
-WAIT_SECONDS = 0.025
+WAIT_SECONDS = 0.02
 LATE_SECONDS = 0.002  # less, and the loop has time to spare
 STANDING_SECONDS = 0.1
 RECOVERED_SECONDS = 1.0  # with less, refusing itself, which shortens the wait, would end the overrun
