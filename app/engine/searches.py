@@ -41,7 +41,6 @@ class Version:
     loaded: LoadedRetrieval
     places: int = 0
     retired: bool = False
-    freed: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -74,6 +73,7 @@ class Searches:
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
+        self.versions: list[Version] = []  # that serve, or that somebody still needs: what is in no list goes at once
         self.excluded = metrics.watch_budget("excluded_ids", Budget(settings.budgets.excluded_ids))
         self.idle = asyncio.Event()
         self.idle.set()
@@ -167,10 +167,11 @@ class Searches:
         for search in [*queued, *self._running]:
             search.finish(error())
 
-    def close(self, versions: Sequence[Version]) -> None:
-        """Free these and end the thread after what it computes."""
-        for version in versions:
+    def close(self) -> None:
+        """Free all versions and end the thread after what it computes."""
+        for version in self.versions:
             self._executor.submit(version.loaded.engine.close)
+        self.versions.clear()
         self._executor.shutdown(wait=False)
 
     # admission
@@ -313,8 +314,8 @@ class Searches:
         self._free_if_done(version)
 
     def _free_if_done(self, version: Version) -> None:
-        if version.retired and not version.places and not version.freed:
-            version.freed = True
+        if version.retired and not version.places and version in self.versions:
+            self.versions.remove(version)
             self._executor.submit(version.loaded.engine.close)
 
     def _rest(self) -> None:

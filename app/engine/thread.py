@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -37,7 +38,7 @@ class EngineThread:
         self.closed: asyncio.Future[None] = loop.create_future()
         self._load = load
         self._loop = loop
-        self._steps = Steps(lambda: self._post(warming))
+        self._steps = Steps(functools.partial(_post, loop, warming))  # not of `self`: that would be a circle
         self._clock = clock
         self._work: SimpleQueue[tuple[Sequence[Item], OnResult] | None] = SimpleQueue()
         if problem := shortage(0):
@@ -65,11 +66,11 @@ class EngineThread:
         try:
             model = self._load(self._steps)
         except BaseException as error:  # it belongs to the one who waits for `ready`
-            self._post(self.ready.set_exception, error)
+            _post(self._loop, self.ready.set_exception, error)
         else:
-            self._post(self.ready.set_result, model)
+            _post(self._loop, self.ready.set_result, model)
             self._serve(model)
-        self._post(self.closed.set_result, None)
+        _post(self._loop, self.closed.set_result, None)
 
     def _serve(self, model: LoadedModel) -> None:
         while (work := self._work.get()) is not None:
@@ -78,16 +79,17 @@ class EngineThread:
                 result: Result = model.engine.forward(items)
             except BaseException as error:  # even SystemExit: the worker decides what it means
                 result = error
-            self._post(on_result, result, self._clock())
+            _post(self._loop, on_result, result, self._clock())
             del work, items, on_result, result  # what they hold would live until the next batch
         try:
             model.engine.close()
         except Exception as error:  # a device that is lost: whoever waits for the end is told all the same
             structlog.get_logger("app").error("an engine could not be closed", exc_info=error)
 
-    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and nothing waits for this
-            self._loop.call_soon_threadsafe(call, *arguments)
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and nothing waits for this
+        loop.call_soon_threadsafe(call, *arguments)
 
 
 class NativeForwards:

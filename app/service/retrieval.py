@@ -31,7 +31,6 @@ class RetrievalService:
         self.room = metrics.watch_budget("changes", Budget(settings.budgets.changes))
         self._load = load
         self._current: Version | None = None
-        self._versions: list[Version] = []
         self._loading = False
         self._swapping = asyncio.Lock()  # a swap waits for a compaction
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
@@ -102,7 +101,7 @@ class RetrievalService:
 
     def _install(self, loaded: LoadedRetrieval) -> None:
         old, self._current = self._current, Version(loaded)
-        self._versions = [version for version in self._versions if not version.freed] + [self._current]
+        self.searches.versions.append(self._current)
         if old is not None:
             old.loaded.log.close()
             self.searches.retire(old)
@@ -121,11 +120,10 @@ class RetrievalService:
         finished = self.searches.idle.is_set() and not self._changes
         self.searches.abandon(lambda: EngineDown("The process stops."))
         self._current = None
-        for version in self._versions:
+        for version in self.searches.versions:
             version.loaded.log.close()
-        self.searches.close([version for version in self._versions if not version.freed])
+        self.searches.close()
         self._slow.shutdown(wait=False, cancel_futures=True)
-        self._versions.clear()
         return finished
 
     # changes
@@ -207,7 +205,7 @@ class RetrievalService:
         self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
     ) -> Ticket:
         """As `interface.Retrieval.retrieve`."""
-        for version in self._versions:
-            if version.loaded.served is served and not version.freed:
+        for version in self.searches.versions:
+            if version.loaded.served is served:
                 return self.searches.find(version, query, deadline, key, done)
         raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)

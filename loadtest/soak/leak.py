@@ -92,5 +92,12 @@ def _row(name: str, what: str, seen: list[Usage], traffic: Checked) -> Row:
     slope = float(np.polyfit([each.answered for each in half], [each.resident_bytes for each in half], 1)[0])
     first, last = half[0], half[-1]
     grown = max(last.descriptors - first.descriptors, last.threads - first.threads)
-    failed = traffic.crossed + traffic.lost + int(grown > SPREAD_LIMIT)
-    return Row(name, what, traffic.answered, failed, slope, BYTES_PER_REQUEST_LIMIT, "resident bytes a request")
+    faults = {
+        "crossed": traffic.crossed,
+        "lost": traffic.lost,
+        "more descriptors or threads": grown * (grown > SPREAD_LIMIT),
+    }
+    what += "".join(f", {count} {fault}" for fault, count in faults.items() if count)
+    return Row(
+        name, what, traffic.answered, sum(faults.values()), slope, BYTES_PER_REQUEST_LIMIT, "resident bytes a request"
+    )

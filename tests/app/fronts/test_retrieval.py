@@ -175,7 +175,7 @@ def test_a_search_that_was_sent_before_a_swap_ends_on_what_it_began_with(load: R
             await until(lambda: front.retrieval.served is not old)
             assert front.retrieval.served.corpus.version == "v2"
             assert told(await found(front, query(1))) == told(await found(here.service, query(1))) != expected
-            await until(lambda: len(retrieval._versions) == 1 or retrieval._versions[0].freed)
+            await until(lambda: retrieval.searches.versions == [retrieval.current])
             with pytest.raises(CorpusNotLoaded, match="was replaced"):
                 front.retrieval.retrieve(old, query(1), front.clock() + SOON, None, lambda result: None)
 
@@ -194,9 +194,9 @@ def test_the_old_corpus_is_freed_when_a_front_that_knew_it_is_gone(load: Retriev
             front.link._transport.pause_reading()  # type: ignore[union-attr]  # it never says that it has left
             await service.swap(retrieving.loader(tmp_path, seed=6, version="v3"))
             here.host._look()
-            assert not version.freed
+            assert version in service.searches.versions
             here.cut()
-            await until(lambda: version.freed)
+            await until(lambda: version not in service.searches.versions)
 
     run(main())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -23,7 +25,7 @@ from model.inputs import Context
 from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Filters, Query
 from tests.app import retrieving
-from tests.app.fakes import FakeClock, Gate, ended
+from tests.app.fakes import FakeClock, Gate, ended, until
 from weights.corpus import compaction
 from weights.corpus.compaction import Compaction
 from weights.errors import CheckpointError
@@ -120,6 +122,25 @@ def test_those_who_wait_share_the_next_scan(load: RetrievalLoader) -> None:
                 assert shared.posts.post_ids.tobytes() == by_itself.posts.post_ids.tobytes()
 
     asyncio.run(scenario())
+
+
+def test_what_is_replaced_goes_at_once(load: RetrievalLoader) -> None:
+    """The garbage collector looks at old objects once in a long while."""
+
+    async def scenario() -> None:
+        wrapped, engines = watched(load)
+        async with running(wrapped, FakeClock()) as service:
+            await search(service, 1)
+            old = weakref.ref(engines.pop())
+            await service.swap(wrapped)
+            await search(service, 2)
+            await until(lambda: old() is None)
+
+    gc.disable()
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()
 
 
 def test_a_batch_that_raises_is_split(load: RetrievalLoader) -> None:

@@ -264,6 +264,23 @@ async def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() 
         assert service.versions.cache_stats().misses == 5  # totals of the old one are kept
 
 
+async def test_a_model_that_is_replaced_goes_at_once() -> None:
+    """Its tables may be most of the memory, and the garbage collector looks at old objects once in a long while."""
+    gc.disable()
+    try:
+        async with running(FakeEngine(1)) as service:
+            engine = FakeEngine(2)
+            old = weakref.ref(engine)
+            await service.swap(loader(engine, "v2"))
+            del engine
+            assert right(await rank(service, 1), 1, version=2)
+            assert old() is not None
+            await service.swap(loader(FakeEngine(3), "v3"))
+            await until(lambda: old() is None)
+    finally:
+        gc.enable()
+
+
 async def test_a_failed_swap_leaves_the_old_model_serving() -> None:
     def load(steps: object) -> LoadedModel:
         raise EngineError("self-test failed")
