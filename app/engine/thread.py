@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -66,6 +67,7 @@ class EngineThread:
         try:
             model = self._load(self._steps)
         except BaseException as error:  # it belongs to the one who waits for `ready`
+            _empty_frames(error)
             _post(self._loop, self.ready.set_exception, error)
         else:
             _post(self._loop, self.ready.set_result, model)
@@ -85,6 +87,13 @@ class EngineThread:
             model.engine.close()
         except Exception as error:  # a device that is lost: whoever waits for the end is told all the same
             structlog.get_logger("app").error("an engine could not be closed", exc_info=error)
+
+
+def _empty_frames(error: BaseException | None) -> None:
+    """Forget what was half made: errors that are passed on make circles with their frames, and those would keep it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:

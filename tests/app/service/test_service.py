@@ -281,6 +281,28 @@ async def test_a_model_that_is_replaced_goes_at_once() -> None:
         gc.enable()
 
 
+async def test_what_a_failed_load_has_made_goes_at_once() -> None:
+    made: list[weakref.ref[FakeEngine]] = []
+
+    def load(steps: object) -> LoadedModel:
+        engine = FakeEngine()
+        made.append(weakref.ref(engine))
+        try:
+            engine.warm_up()
+            raise MemoryError
+        except MemoryError as error:
+            raise EngineError("self-test failed") from error
+
+    gc.disable()
+    try:
+        async with running(FakeEngine()) as service:
+            with suppress(EngineError):
+                await service.swap(load)
+            await until(lambda: made[0]() is None)
+    finally:
+        gc.enable()
+
+
 async def test_a_failed_swap_leaves_the_old_model_serving() -> None:
     def load(steps: object) -> LoadedModel:
         raise EngineError("self-test failed")
