@@ -33,6 +33,13 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
     "model/native/search.cpp": "model/native/search.py",
     "model/native/": "model/native/kernel.py",
 }
+ALSO = {  # what looks at a folder besides the tests of its modules
+    "app/fronts/": ("tests/app/fronts/test_second.py",),
+    "app/server/": (
+        "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
+    ),
+    "model/split/kernels/": ("tests/model/test_kernels.py",),
+}  # fmt: skip
 RECORDING = """
 [run]
 data_file = {data}
@@ -52,6 +59,7 @@ def concerns(root: Path, file: str) -> list[str]:
     near = [
         own,
         *(test for place, test in elsewhere.items() if rest == place or (place[-1] == "/" and rest.startswith(place))),
+        *(test for folder, tests in ALSO.items() if file.startswith(folder) for test in tests),
     ]
     above, _, name = module.removesuffix(".py").replace("/", ".").removesuffix(".__init__").rpartition(".")
     naming = re.compile(rf"{re.escape(above)}\.{name}\b|from {re.escape(above)} import .*\b{name}\b")
@@ -61,8 +69,6 @@ def concerns(root: Path, file: str) -> list[str]:
         {path: len(naming.findall(path.read_text())) for path in (root / "tests" / package).rglob("test_*.py")}
     )
     far = [path for path, count in sorted(named.items(), key=lambda found: (-found[1], found[0])) if count]
-    if file.startswith("app/server/"):
-        far += [root / "tests/e2e/test_process.py", root / "tests/reliability/test_b4_slow.py"]
     found = dict.fromkeys([*near, *(str(path.relative_to(root)) for path in far)])
     return [test for test in found if (root / test).is_file() and not test.endswith("sanitizers.py")][:MOST_FILES]
 

@@ -21,7 +21,8 @@ import math
 from typing import NamedTuple
 
 TICK_SECONDS = 0.01  # from one tick to when the next is due
-WAIT_SECONDS = 0.02
+FULL_SECONDS = 0.025
+FULL_REQUESTS = 64
 LATE_SECONDS = 0.002  # less, and the loop has time to spare
 STANDING_SECONDS = 0.1
 RECOVERED_SECONDS = 1.0  # with less, refusing itself, which shortens the wait, would end the overrun
@@ -59,27 +60,31 @@ class LoopLag:
         """In which the loop answers that many requests."""
         return unanswered * self._cpu_seconds / self._requests if self._requests else 0.0
 
+    def full(self, unanswered: int) -> float:
+        """How full the loop is with that many requests in hand: 1 is as many as may wait."""
+        return max(self.wait_seconds(unanswered) / FULL_SECONDS, unanswered / FULL_REQUESTS) if self._requests else 0.0
+
     def tick(self, now: float, work: Work) -> None:
         """The tick that was due `TICK_SECONDS` after the one before."""
         if self._last is not None:
             then, before = self._last
             self._learn(now - then, before, work)
         self._last = now, work
-        wait = self.wait_seconds(work.unanswered)
-        if self._late_seconds < LATE_SECONDS or wait < WAIT_SECONDS:
+        full = self.full(work.unanswered)
+        if self._late_seconds < LATE_SECONDS or full < 1:
             self._long_since = None
         elif self._long_since is None:
             self._long_since = now
         elif now - self._long_since > STANDING_SECONDS:
             self.overrun = True
-        if wait >= WAIT_SECONDS / 2:
+        if full >= 0.5:
             self._busy_at = now
         elif now - self._busy_at > RECOVERED_SECONDS:
             self.overrun = False
 
     def refuses(self, unanswered: int) -> bool:
         """Whether a request is refused that comes after so many others."""
-        return self.overrun and self.wait_seconds(unanswered) > WAIT_SECONDS
+        return self.overrun and self.full(unanswered) > 1
 
     def _learn(self, seconds: float, before: Work, now: Work) -> None:
         share = math.exp(-seconds / LATE_MEMORY_SECONDS)

@@ -89,7 +89,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
         grpc=Grpc(port=0),
         admin=Admin(port=0, token_sha256=DIGEST),  # type: ignore[arg-type]
     )
-    loop_lag.WAIT_SECONDS = math.inf  # making the calls would be taken for answering them
+    loop_lag.STANDING_SECONDS = math.inf  # making the calls would be taken for answering them
     service = build_service(settings, Metrics())
     app = create_app(settings, service)
     admin = create_admin_app(settings.admin, create_reloader(service, settings), service)

@@ -94,7 +94,7 @@ class Pool {
     // As if so many tasks had been run already; for tests, while nothing runs.
     void preset(Number tasks) {
         std::lock_guard<std::mutex> lock(mutex_);
-        round_ = {nullptr, tasks, 0};
+        round_ = {};
         end_ = claimed_ = done_ = tasks;
     }
 

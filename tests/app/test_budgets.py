@@ -10,7 +10,7 @@ import pytest
 from pydantic import SecretStr
 from torch.profiler import ProfilerActivity, profile
 
-from app.budgets import Budget, attention_bytes, most_bytes, rest_seconds
+from app.budgets import CALL_AHEAD_BYTES, Budget, attention_bytes, most_bytes, rest_seconds
 from app.settings import Admin, Budgets, Cache, Explore, Grpc, Limits, Queue, Retrieval, Settings, Shadow
 from loadtest.machine import ROOT
 from model.attention import candidate_attention
@@ -42,6 +42,10 @@ def test_the_page_states_the_sum_and_its_parts() -> None:
     stated = {name: int(mib) for name, mib in re.findall(r"^\| `(\w+)` \| (\d+) MiB \|", PAGE, re.M)}
     assert stated == {name: round(count / MIB) for name, count in most.items()}
     assert most["total"] == sum(most.values()) - most["total"]
+
+
+def test_the_page_states_what_a_client_may_send_of_a_call() -> None:
+    assert f"; {CALL_AHEAD_BYTES / 1024:g} KiB of as many on every connection" in PAGE
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,24 @@ import math
 import pytest
 
 from app.scheduling.loop_lag import (
+    FULL_REQUESTS,
+    FULL_SECONDS,
     LATE_SECONDS,
     RECOVERED_SECONDS,
     STANDING_SECONDS,
     TICK_SECONDS,
-    WAIT_SECONDS,
     LoopLag,
     Work,
 )
 
 EACH = 0.0005  # processor seconds of a request here
 REFUSAL = 0.1  # of that, as a refusal counts: docs/decisions/2026-11-21-impatient-callers.md
-FULL = math.ceil(WAIT_SECONDS / EACH)  # requests that the loop answers within the limit
+FULL = math.ceil(FULL_SECONDS / EACH)  # requests that the loop answers within the limit
 LATE, ON_TIME = 2 * LATE_SECONDS, 0.0
 OVERRUN = [(LATE, 2 * FULL, 4 * STANDING_SECONDS)]
 
 
-def after(*phases: tuple[float, int, float], refused_each_tick: int = 0) -> LoopLag:
+def after(*phases: tuple[float, int, float], refused_each_tick: int = 0, each: float = EACH) -> LoopLag:
     """A busy loop whose every tick was so late, with so many requests unanswered, for so many seconds on end."""
     lag, now, cpu, answered, refused = LoopLag(), 100.0, 0.0, 0, 0
     lag.tick(now, Work(0.0, 0, 0, 0))
@@ -33,7 +34,7 @@ def after(*phases: tuple[float, int, float], refused_each_tick: int = 0) -> Loop
             now += TICK_SECONDS + late
             answered += 20
             refused += refused_each_tick
-            cpu += (20 + REFUSAL * refused_each_tick) * EACH
+            cpu += (20 + REFUSAL * refused_each_tick) * each
             lag.tick(now, Work(cpu, answered, refused, unanswered))
     return lag
 
@@ -44,6 +45,13 @@ def test_an_overrun_refuses_what_would_wait_longer_than_the_limit(refused: int) 
     assert overrun.wait_seconds(FULL) == pytest.approx(FULL * EACH)
     assert [overrun.refuses(unanswered) for unanswered in (0, FULL - 1, FULL + 1)] == [False, False, True]
     assert not calm.refuses(100 * FULL)
+
+
+def test_a_fast_loop_is_full_with_fewer_seconds_of_work() -> None:
+    """Else those who are admitted would wait for many times as long as where few callers ask."""
+    lag = after(*OVERRUN, each=EACH / 100)
+    assert lag.wait_seconds(FULL_REQUESTS + 1) < FULL_SECONDS / 10
+    assert [lag.refuses(unanswered) for unanswered in (FULL_REQUESTS, FULL_REQUESTS + 1)] == [False, True]
 
 
 def test_what_a_request_costs_is_learnt_anew() -> None:
