@@ -136,7 +136,7 @@ class NativeForwards:
         """Nothing more is begun. A second time does nothing: the number of its descriptor may be another one's by then."""
         if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
-            self._descriptor = None
+            self._descriptor = self._on_result = None  # the second leads back to who has this
 
     def _ready(self) -> None:
         assert self._on_result is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from app.engine.loading import Loader
 from app.errors import ServiceError
 from app.interface import Ticket, ranked
 from app.service.service import RankingService
@@ -69,7 +70,16 @@ async def running(
     engine: Any, clock: Callable[[], float] = time.monotonic, **groups: Any
 ) -> AsyncIterator[RankingService]:
     """A service that is ready, and is stopped at the end. `groups` are of its settings."""
-    service = RankingService(loader(engine), Settings(**groups), Metrics(), clock=clock)
+    async with running_on(loader(engine), clock, **groups) as service:
+        yield service
+
+
+@asynccontextmanager
+async def running_on(
+    load: Loader, clock: Callable[[], float] = time.monotonic, **groups: Any
+) -> AsyncIterator[RankingService]:
+    """The same on what this loads."""
+    service = RankingService(load, Settings(**groups), Metrics(), clock=clock)
     service.start()
     await service.wait_ready()
     try:

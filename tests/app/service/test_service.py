@@ -12,7 +12,7 @@ from itertools import chain
 import pytest
 
 from app.assembly import build_server
-from app.engine.loading import LoadedModel, Steps
+from app.engine.loading import LoadedModel, Steps, checkpoint_loader
 from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, NonFiniteScores, NotReady, Overloaded
 from app.interface import Health, ranked
 from app.request.body import decode
@@ -21,8 +21,11 @@ from app.service.service import RankingService
 from app.service.watchdog import COLLECT_OBJECTS
 from app.settings import Batching, Deadline, Limits, Queue, Settings
 from app.telemetry.metrics import Metrics
+from loadtest.machine import ROOT
 from model.engine import EngineError
-from tests.app.fakes import FakeEngine, Gate, busy, loaded, loader, rank, request, right, running, until
+from model.native.engine import NativeEngine
+from model.synthetic import random_request
+from tests.app.fakes import FakeEngine, Gate, busy, loaded, loader, rank, request, right, running, running_on, until
 from tests.app.request.test_cost import HOSTILE
 from tests.app.serving import VOCABULARY, value_of
 
@@ -276,6 +279,27 @@ async def test_a_model_that_is_replaced_goes_at_once() -> None:
             assert right(await rank(service, 1), 1, version=2)
             assert old() is not None
             await service.swap(loader(FakeEngine(3), "v3"))
+            await until(lambda: old() is None)
+    finally:
+        gc.enable()
+
+
+async def test_a_native_engine_that_has_computed_goes_at_once() -> None:
+    settings = Settings(checkpoint=ROOT / "weights/demo")
+    load = checkpoint_loader(settings.checkpoint, settings)
+    gc.disable()
+    try:
+        async with running_on(load) as service:
+            worker = service.versions.current
+            assert worker is not None
+            assert isinstance(worker.model.engine, NativeEngine)
+            old, model = weakref.ref(worker.model.engine), service.model
+            del worker
+            context, candidates = random_request(model.manifest.config, 5, 64)
+            ticket = service.admit(model, candidates=64, history=5, deadline=None)
+            assert (await ranked(service, ticket, context, candidates)).scores.is_finite()
+            del model, ticket
+            await service.swap(load)
             await until(lambda: old() is None)
     finally:
         gc.enable()
