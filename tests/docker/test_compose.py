@@ -49,7 +49,7 @@ def test_a_service_is_hardened(name: str) -> None:
     if name not in OURS:  # our image brings its user, health check and tag
         assert service["user"].split(":")[0] not in {"", "0", "root"}
         assert service["healthcheck"]["test"]
-        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+        assert re.search(r":v?\d+\.\d+\.\d+@sha256:[0-9a-f]{64}$", service["image"])
 
 
 @pytest.mark.parametrize(
