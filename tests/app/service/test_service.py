@@ -285,7 +285,7 @@ async def test_a_model_that_is_replaced_goes_at_once() -> None:
 
 
 async def test_a_native_engine_that_has_computed_goes_at_once() -> None:
-    settings = Settings(checkpoint=ROOT / "weights/demo")
+    settings = Settings(checkpoint=ROOT / "weights/demo", device="cpu", backend="native")
     load = checkpoint_loader(settings.checkpoint, settings)
     gc.disable()
     try:
