@@ -21,8 +21,8 @@ import math
 from typing import NamedTuple
 
 TICK_SECONDS = 0.01  # from one tick to when the next is due
-FULL_SECONDS = 0.025
-FULL_REQUESTS = 64
+FULL_SECONDS = 0.025  # of work
+FULL_REQUESTS = 64  # a faster loop could have more in 25 ms, who would wait many times as long as few callers do
 LATE_SECONDS = 0.002  # less, and the loop has time to spare
 STANDING_SECONDS = 0.1
 RECOVERED_SECONDS = 1.0  # with less, refusing itself, which shortens the wait, would end the overrun

@@ -76,7 +76,8 @@ class RetrievalOptions:
 
 
 class Users(NamedTuple):
-    """Those of one batch, `keys` in its order: vectors of the known, contexts of the unknown. `seconds`: what looking them up took."""
+    """Those of one batch, `keys` in its order: vectors of the known, float32 `[D]`, and contexts of the unknown, each key in one of
+    both. `seconds`: what looking them up took."""
 
     keys: list[ContextKey]
     known: dict[ContextKey, NDArray[np.float32]]
@@ -134,7 +135,7 @@ class RetrievalEngine:
         self._users.clear()
 
     def look_up(self, queries: Sequence[Query]) -> Users:
-        """Whose vectors are known."""
+        """Which of these users have a vector in the cache; each that has counts as a hit."""
         began = time.perf_counter()
         keys = [ContextKey.of(query.context, self.config) for query in queries]
         known = {key: vector for key in keys if (vector := self._users.find(key)) is not None}
@@ -271,7 +272,7 @@ class RetrievalEngine:
             return TorchIndex(vectors)
 
     def _encode(self, users: Users) -> list[NDArray[np.float32]]:
-        """The vectors of all users; those that were unknown are known from here on."""
+        """A unit vector, float32 `[D]`, for each key; those that were unknown are in the cache from here on."""
         known = dict(users.known)
         if users.unknown:
             for key, vector in zip(users.unknown, self.tower.encode(list(users.unknown.values())), strict=True):
