@@ -167,7 +167,7 @@ load-report: $(VENV)/.installed ## the report of a stored run again: RUN=loadtes
 load-compare: $(VENV)/.installed ## two commits, servers or stored runs, in turns: A=HEAD~1 B=.
 	$(BIN)/python -m loadtest compare $(or $(A),HEAD) $(or $(B),.) --checkpoint "$(CHECKPOINT)" $(ARGS)
 
-soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line a row: SECONDS=1800; ARGS="--only ..." for some
+soak: $(VENV)/.installed wrk haproxy nginx ## long forms of the reliability matrix, one JSON line a row: SECONDS=1800; ARGS="--only ..." for some
 	@failed=0; share() { expr $(or $(SECONDS),1800) \* $$1 / 100; }; \
 	$(BIN)/python -m loadtest.soak --seconds $(if $(ARGS),$(or $(SECONDS),1800),$$(share 75)) $(ARGS) || failed=1; \
 	if [ -z '$(ARGS)' ]; then \

@@ -17,7 +17,7 @@ import orjson
 import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
-from loadtest.bench.service import all_answered, mini_checkpoint, ranking_bodies
+from loadtest.bench.service import all_answered, first_visits, mini_checkpoint, ranking_bodies
 from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
 from loadtest.loop_profile import RANK, RECOMMEND, loop_columns
@@ -69,10 +69,10 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
 
 
 def loop_table(seconds: float = 4.0) -> str:
-    """The event loop's processor time of one request, loaded by wrk: the demo's example, and 64 candidates of 2 000 users in turn."""
+    """The event loop's processor time of one request, loaded by wrk: the demo's example, and 64 candidates with full histories."""
     seven = orjson.dumps(orjson.loads((DEMO / "example.json").read_bytes()))
     with ranking_server(checkpoint=DEMO) as server:
-        many = [request.partition(b"\r\n\r\n")[2] for request in ranking_bodies(server.target, 64, 2000)]
+        many = first_visits(server.target, 64, 2000, as_objects=True)
     loads = {"7 candidates": [seven], "64": many}
     columns = loop_columns(DEMO, "/rank", RANK, loads, seconds)
     return _table("POST /rank, demo, the event loop's thread, µs a request", columns)

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from loadtest.bench import rates
 from loadtest.bench.hop import Hop
 from loadtest.bench.impatience import FEW, LOGGED, MANY, Impatience, RefusalCost, example
 from loadtest.bench.long_bodies import LongBodies
 from loadtest.bench.rates import Rates
 from loadtest.bench.scaling import Scaling
-from loadtest.bench.service import mini_checkpoint, ranking_bodies, reply_rows
+from loadtest.bench.service import first_visits, mini_checkpoint, reply_rows
 from loadtest.bench.start import start_row
 from loadtest.bench.table import Row, append_history, show
 from loadtest.generate import wrk
@@ -31,6 +32,7 @@ from loadtest.timing import Figure
 
 RESULTS = ROOT / "loadtest" / "results"
 BLOCKING_CLIENTS = 100
+USERS = 2000  # in turn
 
 
 class Part(Protocol):
@@ -69,15 +71,15 @@ class Replies:
 def parts(stack: ExitStack, options: argparse.Namespace) -> Iterator[Part]:
     """All of the table, with the servers that they need."""
     one = stack.enter_context(ranking_server(**LOGGED))
-    seven, seconds = [example()], options.seconds
+    small, seconds = [example()], options.seconds
     if wrk.IS_INSTALLED:
         sides = {"ours": one, "fronts": stack.enter_context(ranking_server(**LOGGED, fronts=options.fronts))}
         if options.before:
             sides["before"] = stack.enter_context(ranking_server(root=options.before, **LOGGED))
-        many = [request.partition(b"\r\n\r\n")[2] for request in ranking_bodies(one.target, 64, 2000)]
-        yield Rates(stack, sides, {7: seven, 64: many}, seconds)
-        yield Impatience({"now": one}, seven[0], seconds, (FEW, MANY))
-        yield RefusalCost(stack, seven[0], seconds)
+        large, columns = (first_visits(one.target, 64, USERS, as_objects=objects) for objects in (True, False))
+        yield Rates(stack, sides, {rates.SMALL: small, rates.LARGE: large, rates.COLUMNS: columns}, seconds)
+        yield Impatience({"now": one}, small[0], seconds, (FEW, MANY))
+        yield RefusalCost(stack, small[0], seconds)
         yield Scaling(stack, options.fronts, seconds)
     yield LongBodies(one, -(-BLOCKING_CLIENTS // options.rounds))
     yield Replies(stack.enter_context(ranking_server(checkpoint=stack.enter_context(mini_checkpoint()))))

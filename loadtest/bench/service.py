@@ -114,6 +114,13 @@ def ranking_bodies(target: Target, candidates: int, count: int) -> list[bytes]:
     return [target.request(request.body) for request in Traffic(settings).take(count)]
 
 
+def first_visits(target: Target, candidates: int, users: int, *, as_objects: bool) -> list[bytes]:
+    """The body of one request of each of so many users, whose histories fill the model's window."""
+    settings = TrafficSettings(objects_share=float(as_objects), full_histories=True)
+    traffic = Traffic(fit_traffic(settings, target.info()).with_fixed_candidates(candidates))
+    return [traffic.first_visit().body for _ in range(users)]
+
+
 def all_answered(target: Target, payloads: list[bytes], *, clients: int, seconds: float = 60.0) -> Samples:
     """Samples of a closed loop, its first requests left out. Raises RuntimeError when a reply is not 200."""
     address = target.host, target.port

@@ -52,7 +52,8 @@ class TrafficSettings:
     `new_user_share` of the sessions belong to a user never seen before; the others are drawn from `users` by a Zipf law.
     A session asks for `1 + geometric` pages, `mean_pages` on average. Between two visits a history grows by a
     Poisson number of events. `hot_author_share` of the posts belong to `hot_authors`. `refresh_share` of the requests
-    repeat a live session's last body byte for byte: the only thing that is ever sent twice.
+    repeat a live session's last body byte for byte: the only thing that is ever sent twice. With `full_histories` every
+    history fills the window.
     """
 
     seed: int = 1
@@ -70,6 +71,7 @@ class TrafficSettings:
     refresh_share: float = 0.0
     objects_share: float = 0.1
     history_window: int = 127
+    full_histories: bool = False
     max_candidates: int = 512
     candidates: Sizes = field(default=CANDIDATE_SIZES, repr=False)
     actions: tuple[str, ...] = tuple(name for name, _ in ACTION_SHARES)
@@ -142,7 +144,10 @@ class Traffic(Iterator[RankRequest]):
         self._random = np.random.default_rng(settings.seed)
         self._users = Zipf(settings.users, settings.user_exponent)
         self._posts = Zipf(settings.posts, settings.post_exponent)
-        self._history_sizes = history_sizes(settings.history_window)
+        window = settings.history_window
+        self._history_sizes = (
+            Sizes([SizeBand(window, window, 1.0)]) if settings.full_histories else history_sizes(window)
+        )
         self._candidate_sizes = settings.candidates.clipped(settings.max_candidates)
         self._people: dict[int, _Person] = {}
         self._new_users = 0
