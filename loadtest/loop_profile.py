@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +132,24 @@ def loop_columns(
         for place in places:
             setattr(*place, watch.timed(station, kept[place]))
     try:
-        return uvloop.run(_measured(settings, path, loads, seconds, watch))
+        with _unread_log():
+            return uvloop.run(_measured(settings, path, loads, seconds, watch))
     finally:
         for place, call in kept.items():
             setattr(*place, call)
+
+
+@contextmanager
+def _unread_log() -> Iterator[None]:
+    """Lines are written, as JSON, where nobody reads them."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 async def _measured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import math
 import os
@@ -26,7 +27,7 @@ from app.http.admin import create_admin_app
 from app.http.application import create_app
 from app.ports import create_grpc_server
 from app.scheduling import loop_lag
-from app.settings import Admin, Grpc, Logs, Queue, Retrieval, Settings
+from app.settings import Admin, Cache, Grpc, Logs, Queue, Retrieval, Settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 from loadtest.fuzz.run import Tally, fuzz, learn, series_by_route, sources
@@ -41,6 +42,7 @@ TOKEN = "fuzz"  # noqa: S105
 DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
 TOWERS, POSTS = Path("weights/demo-towers"), Path("weights/demo-posts")
 GROWTH_LIMIT, SLACK_BYTES = 16.0, 16 * 2**20  # a leaked object of each request would be more
+CACHE_BYTES = 8 * 2**20  # of contexts: they come and go with reloads, and memory is compared
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     """The applications in this process."""
     settings = Settings(
         checkpoint=checkpoint,
+        cache=Cache(bytes=CACHE_BYTES),
         retrieval=Retrieval(checkpoint=TOWERS, corpus=posts),
         logs=Logs(success_sample=0),
         queue=Queue(max_wait_seconds=0, stall_seconds=60, stall_exit_seconds=120),
@@ -108,6 +111,7 @@ async def server(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     admin_port, grpc_port = free_port(), free_port()
     with ranking_server(
         checkpoint=checkpoint,
+        cache__bytes=CACHE_BYTES,
         retrieval__checkpoint=TOWERS,
         retrieval__corpus=posts,
         admin__port=admin_port,
@@ -160,7 +164,9 @@ class Watch:
         self.memory: list[tuple[int, int]] = []  # requests sent, resident bytes
 
     def look(self, tally: Tally) -> None:
-        """Note the memory now."""
+        """Note the memory now: where the process is this one, without the garbage that waits for the collector."""
+        if self.process == os.getpid():
+            gc.collect()
         pages = int(Path(f"/proc/{self.process}/statm").read_text().split()[1])
         self.memory.append((tally.sent.total(), pages * os.sysconf("SC_PAGE_SIZE")))
 

@@ -15,7 +15,7 @@ import orjson
 from app.errors import DeadlineExceeded, Overloaded
 from loadtest.fuzz.calls import JSON_TYPE, MAX_PROBLEM_BYTES, REQUEST_ID, Answer, Call, complaint
 from loadtest.fuzz.mutate import Mutator
-from loadtest.fuzz.sources import corpus, from_hypothesis, from_pages, from_schemathesis
+from loadtest.fuzz.sources import apart, corpus, from_hypothesis, from_pages, from_schemathesis
 from loadtest.fuzz.targets import Target
 from loadtest.fuzz.wires import WireMutator
 from loadtest.matrix import Row
@@ -24,7 +24,7 @@ from weights.format.manifest import Manifest
 SHARES = {  # of the time
     "mutations": 0.55, "wires": 0.15, "pages": 0.12, "hypothesis": 0.03, "schemathesis": 0.07, "paths": 0.08,
 }  # fmt: skip
-SLOW = ("hypothesis", "schemathesis")  # to make: in a thread, since the application may share the loop
+SLOW = ("hypothesis", "schemathesis")  # to make: waited for in a thread, since the application may share the loop
 BLOCK = 64  # calls in flight together
 WARM_UP_PATHS = 2 * BLOCK  # the first ones bring the series that all others share
 KEPT = 5
@@ -125,8 +125,8 @@ def sources(document: dict[str, Any], seed: int, manifest: Manifest, token: str)
     bodies = corpus(seed)
     mutator, wires = Mutator(seed, bodies), WireMutator(seed, bodies, manifest.name, manifest.action_names)
     generators = {
-        "hypothesis": from_hypothesis(seed),
-        "schemathesis": from_schemathesis(document, seed),
+        "hypothesis": apart(from_hypothesis, seed),
+        "schemathesis": apart(from_schemathesis, document, seed),
         "paths": random_paths(seed),
         "pages": from_pages(seed, token),
     }

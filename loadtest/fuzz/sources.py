@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from random import Random
 from typing import Any
 
@@ -38,6 +40,22 @@ def drawn(strategy: SearchStrategy[Any], number: int, count: int = BATCH) -> lis
 
     collect()
     return found
+
+
+def apart(source: Callable[..., Iterator[Call]], *arguments: Any) -> Iterator[Call]:
+    """The calls of an endless source, made in a process of its own: what hypothesis keeps is no memory of the service, which may share
+    this one. Raises EOFError where that process has ended."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    context.Process(target=_send, args=(theirs, source, arguments), daemon=True).start()
+    theirs.close()
+    while True:
+        yield ours.recv()
+
+
+def _send(pipe: Connection, source: Callable[..., Iterator[Call]], arguments: tuple[Any, ...]) -> None:
+    for call in source(*arguments):  # the pipe holds a few of them
+        pipe.send(call)
 
 
 def from_hypothesis(number: int) -> Iterator[Call]:
