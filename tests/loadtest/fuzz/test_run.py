@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,11 +27,11 @@ from app.request import protobuf
 from app.service.service import RankingService
 from app.settings import Admin, Grpc, Logs, Queue, Settings
 from app.telemetry.metrics import Metrics
-from loadtest.fuzz.__main__ import DIGEST, TOKEN
+from loadtest.fuzz.__main__ import DIGEST, TOKEN, Watch
 from loadtest.fuzz.calls import JSON_TYPE, MARK, REQUEST_ID, Answer, Call, complaint
 from loadtest.fuzz.mutate import Mutator
-from loadtest.fuzz.run import NAME, SHARES, Tally, fuzz, learn, plain, series_by_route, sources
-from loadtest.fuzz.sources import corpus
+from loadtest.fuzz.run import NAME, SHARES, Tally, fuzz, learn, plain, random_paths, series_by_route, sources
+from loadtest.fuzz.sources import apart, corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
 from loadtest.soak.fake_engine import FakeEngine, loader
 from tests.app import retrieving
@@ -317,3 +319,34 @@ def test_a_seed_repeats_its_calls() -> None:
 def test_the_corpus_is_good(run: Run) -> None:
     tally: Any = run(200, only="mutations")
     assert tally.statuses[200] > 10
+
+
+def two_paths(seed: int) -> Iterator[Call]:
+    return itertools.islice(random_paths(seed), 2)
+
+
+def test_calls_that_are_made_apart_are_those_that_would_be_made_here() -> None:
+    """And a source that ends, or breaks, is told of: it never stands still in silence."""
+    calls = apart(two_paths, 1)
+    assert [next(calls), next(calls)] == list(two_paths(1))
+    with pytest.raises(EOFError):
+        next(calls)
+
+
+def test_the_memory_row_sees_what_stays_and_no_garbage() -> None:
+    watch, tally = Watch(os.getpid()), Tally()
+
+    def look(sent: int) -> None:
+        tally.sent["mutations"] = sent
+        watch.look(tally)
+
+    look(500_000)
+    circle: list[Any] = [np.ones(8 * 2**20)]  # 64 MiB
+    circle.append(circle)
+    del circle
+    look(1_000_000)
+    assert watch.row().ok
+    kept = np.ones(8 * 2**20)
+    look(1_000_001)
+    assert not watch.row().ok
+    assert kept.all()

@@ -1,6 +1,7 @@
 """The traffic model keeps its stated properties."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import orjson
@@ -105,6 +106,11 @@ def test_first_visits_and_bursts():
     assert len({body["user_id"] for body in burst}) == 1
     assert len({orjson.dumps(columns(body["history"])) for body in burst}) == 1
     assert len({tuple(columns(body["candidates"])["post_id"]) for body in burst}) == 5
+
+
+def test_full_histories_fill_the_window_of_every_user():
+    traffic = Traffic(replace(SMALL, full_histories=True, history_window=63))
+    assert {traffic.first_visit().history for _ in range(20)} == {63}
 
 
 def test_impossible_settings_are_refused():
