@@ -121,8 +121,9 @@ def test_a_body_in_tiny_pieces_is_counted_with_what_each_piece_costs() -> None:
 
 
 def test_who_leaves_replies_unread_longest_is_cut_off_for_others() -> None:
-    long = rank_request(1, candidates=4000)
-    with live(FakeEngine(), budgets={"reply_bytes": 1_500_000}) as server, ExitStack() as crowd:
+    """Room for one reply, and the rest of some: how much of each the kernel takes differs from machine to machine."""
+    long = rank_request(1, candidates=4000)  # a reply of 581 041 bytes
+    with live(FakeEngine(), budgets={"reply_bytes": 600_000}) as server, ExitStack() as crowd:
 
         def leave_unread() -> socket.socket:
             sock = crowd.enter_context(socket.socket())
@@ -134,7 +135,7 @@ def test_who_leaves_replies_unread_longest_is_cut_off_for_others() -> None:
         for _ in range(8):
             leave_unread()
             time.sleep(0.3)
-            assert budget(server, "reply_bytes") <= 1_500_000
+            assert budget(server, "reply_bytes") <= 600_000
         assert closed(server, "reply_budget") == refusals(server, "reply_bytes") >= 1
         with connect(server.port) as sock:
             sock.sendall(long)
