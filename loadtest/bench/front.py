@@ -16,11 +16,10 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from loadtest.bench import rates
 from loadtest.bench.hop import Hop
 from loadtest.bench.impatience import FEW, LOGGED, MANY, Impatience, RefusalCost, example
 from loadtest.bench.long_bodies import LongBodies
-from loadtest.bench.rates import Rates
+from loadtest.bench.rates import COLUMNS, LARGE, SMALL, Rates
 from loadtest.bench.scaling import Scaling
 from loadtest.bench.service import first_visits, mini_checkpoint, reply_rows
 from loadtest.bench.start import start_row
@@ -77,7 +76,7 @@ def parts(stack: ExitStack, options: argparse.Namespace) -> Iterator[Part]:
         if options.before:
             sides["before"] = stack.enter_context(ranking_server(root=options.before, **LOGGED))
         large, columns = (first_visits(one.target, 64, USERS, as_objects=objects) for objects in (True, False))
-        yield Rates(stack, sides, {rates.SMALL: small, rates.LARGE: large, rates.COLUMNS: columns}, seconds)
+        yield Rates(stack, sides, {SMALL: small, LARGE: large, COLUMNS: columns}, seconds)
         yield Impatience({"now": one}, small[0], seconds, (FEW, MANY))
         yield RefusalCost(stack, small[0], seconds)
         yield Scaling(stack, options.fronts, seconds)
