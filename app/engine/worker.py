@@ -22,6 +22,9 @@ from app.telemetry.metrics import BatchReport
 from model.engine import EngineError, Outcome, OverlappingEngine
 
 LOOK_SECONDS = 0.001  # at least, from one look at all deadlines to the next
+EARLY_CANDIDATES = 384
+"""With so many waiting, an idle engine's forward begins at once, not at the end of the loop's turn: the loop reads the next requests
+while the kernel's threads compute these."""
 
 Ended = tuple[RankJob, ServiceError | None]
 
@@ -86,11 +89,15 @@ class EngineWorker:
             self._look_later(job.deadline)
         if self._running:
             return
-        if self._next is None:
-            self._next = self._loop.call_soon(self._begin)  # what else arrives in this turn of the loop joins
-        elif self.batcher.window_end() <= now:
+        is_due = self.batcher.window_end() <= now
+        if self._next is not None:
+            if not is_due:
+                return
             self._next.cancel()
-            self._next = self._loop.call_soon(self._begin)
+        if is_due and self._native is not None and self.batcher.candidates >= EARLY_CANDIDATES:
+            self._begin()
+        else:
+            self._next = self._loop.call_soon(self._begin)  # what else arrives in this turn of the loop joins
 
     def cancel(self, job: RankJob) -> None:
         """The caller has its answer or has gone: the job is not computed unless it is in the forward that runs."""
@@ -173,7 +180,7 @@ class EngineWorker:
             self._collated = self.clock()
             self._runner.forward(items, self._candidates + self._tokens, self._end)
         for job in expired:
-            job.finish(DeadlineExceeded())
+            self._loop.call_soon(job.finish, DeadlineExceeded())  # later: one of them may be just being submitted
         if not chunks:
             self._begin_next()
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from app.assembly import build_service
-from app.engine import thread
+from app.engine import thread, worker
 from app.engine.loading import checkpoint_loader
 from app.engine.thread import NativeForwards
-from app.errors import EngineDown
+from app.errors import DeadlineExceeded, EngineDown
 from app.interface import ranked
 from app.service.service import RankingService
 from app.settings import Settings
@@ -91,6 +91,50 @@ def test_short_forwards_stay_in_the_loop_and_give_the_same_bits(
     assert all(same_bits(ours, theirs) for ours, theirs in zip(kept, handed_over, strict=True))
 
 
+@pytest.mark.parametrize(("early", "forwards"), [(8, [8, 24]), (33, [32])])
+def test_a_forward_that_is_worth_it_begins_before_the_loops_turn_ends(
+    early: int, forwards: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight requests of four candidates in one turn of the loop: the same bits as alone, in the forwards that are to be."""
+    sizes: list[int] = []
+    plan = NativeEngine._plan
+
+    def noted(engine: Any, items: Sequence[Item]) -> Any:
+        sizes.append(sum(len(item.candidates) for item in items))
+        return plan(engine, items)
+
+    async def main(service: RankingService) -> tuple[list[Scores], list[Scores]]:
+        alone = [(await scores_of([user], service))[0] for user in range(1, 9)]
+        del sizes[:]
+        return alone, await scores_of(range(1, 9), service)
+
+    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 0.0)  # else the first forward may be over before the turn is
+    monkeypatch.setattr(worker, "EARLY_CANDIDATES", early)
+    monkeypatch.setattr(NativeEngine, "_plan", noted)
+    alone, together = serve(main)
+    assert sizes == forwards
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(together, alone, strict=True))
+
+
+def test_a_request_without_time_is_refused_after_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`done` is called later even where the forward would begin at once."""
+    told: list[Any] = []
+
+    async def main(service: RankingService) -> None:
+        context, candidates = random_request(service.model.manifest.config, 9, 4, seed=1)
+        ticket = service.admit(service.model, candidates=4, history=9, deadline=service.clock() + 1.0)
+        late = service.clock() + 2.0
+        assert service.versions.current is not None
+        monkeypatch.setattr(service.versions.current, "clock", lambda: late)
+        service.rank(ticket, context, candidates, told.append)
+        assert not told
+        await asyncio.sleep(0)
+        assert [type(found) for found in told] == [DeadlineExceeded]
+
+    monkeypatch.setattr(worker, "EARLY_CANDIDATES", 1)
+    serve(main)
+
+
 @pytest.mark.parametrize("limit", [0.0, 3600.0])
 def test_an_error_of_either_way_is_the_requests_own(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread, "HAND_OVER_SECONDS", limit)
@@ -133,12 +177,12 @@ def test_a_model_that_is_replaced_while_it_computes_ends_what_it_began(monkeypat
     async def main(service: RankingService) -> None:
         asked = asyncio.ensure_future(rank(service, 1, 4096))
         await asyncio.sleep(0)
-        worker = service.versions.current
+        replaced = service.versions.current
         swapped = asyncio.ensure_future(service.swap(checkpoint_loader(DEMO, service.settings)))
         assert len(await asked) == 4096
         await swapped
-        assert worker is not None
-        await asyncio.wait_for(worker.closed, 5)
+        assert replaced is not None
+        await asyncio.wait_for(replaced.closed, 5)
         assert len(closed) == 1
 
     serve(main)
