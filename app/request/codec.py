@@ -92,7 +92,7 @@ class Codec:
             *(MAX_ACTION_VALUE, MAX_DWELL_SECONDS, len(names)),
             *(ctypes.addressof(kept) for kept in self._kept),
         )
-        self._read, self._write = library.codec_functions(ctypes.byref(words))
+        self._read, self._rank, self._write = library.codec_functions(ctypes.byref(words))
 
     def read(self, body: bytes | bytearray) -> Packed | None:
         """A valid request; None for any other, and for one that is written in an unusual way."""
@@ -128,6 +128,20 @@ class Codec:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ServiceError, ValueError, KeyError):
             return None, None, None
 
+    def rank(
+        self, probabilities: NDArray[np.float32], weights: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]] | None:
+        """As `reply.ranked`; None for an empty or a long reply."""
+        count = len(probabilities)
+        data = self._rank(count, probabilities, weights) if count <= MOST_ROWS else b""
+        if not data:
+            return None
+        return (
+            np.ndarray(count, _FLOAT64, data),
+            np.ndarray(count, _INT64, data, 8 * count),
+            np.ndarray(count, _INT64, data, 16 * count),
+        )
+
     def write(
         self, request: Request, scores: Scores, head: bytes, tail: bytes, retrieved: NDArray[np.float32] | None = None
     ) -> bytes | None:
@@ -156,7 +170,8 @@ class Codec:
 
 
 _WISHES = msgspec.json.Decoder(Wishes)
-_UINT64, _INT64, _FLOAT32 = np.dtype(np.uint64), np.dtype(np.int64), np.dtype(np.float32)  # made for each array, else
+_UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)  # made for each array, else
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 class Viewed(NamedTuple):

@@ -96,12 +96,22 @@ def names_of(request: Request, form: ReplyFormat) -> tuple[str, ...]:
     return names if request.wanted is None else tuple(names[column] for column in request.wanted)
 
 
-def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
-    """The candidates' scores and ranks, with the order and the columns that the request asks for."""
-    combined = combine(scores.probabilities, request.weights)
+def ranked(
+    probabilities: NDArray[np.float32], weights: NDArray[np.float64], codec: Codec | None
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    """Combined scores, float64 `[C]`; the candidates' places best first, int64 `[C]`; their ranks from 1 on, int64 `[C]`."""
+    if codec is not None and (found := codec.rank(probabilities, weights)) is not None:
+        return found
+    combined = combine(probabilities, weights)
     order = order_of(combined)
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(1, len(order) + 1)
+    return combined, order, ranks
+
+
+def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
+    """The candidates' scores and ranks, with the order and the columns that the request asks for."""
+    combined, order, ranks = ranked(scores.probabilities, request.weights, form.codec)
     ids: Any = request.candidates.post_ids if request.quoted is None else request.echo_ids
     probabilities, continuous = scores.probabilities, scores.continuous * form.scales
     names = names_of(request, form)

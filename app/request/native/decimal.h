@@ -8,6 +8,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace codec {
 
@@ -30,13 +33,40 @@ constexpr size_t LANES = 4;
 #else
 constexpr size_t LANES = 2;
 #endif
-using Words = uint64_t __attribute__((vector_size(8 * LANES)));
-using Signed = int64_t __attribute__((vector_size(8 * LANES)));
+template <class T>
+using Vector __attribute__((vector_size(8 * LANES))) = T;
+using Lanes = Vector<int64_t>;
+
+constexpr int64_t TWICE = 1 + (1LL << 32);
+template <int64_t number>
+constexpr int64_t KEPT = number;
+
+// A constant in every lane. GCC has each go through a general register whenever it is used, which takes as long as all else here.
+template <int64_t number>
+__attribute__((always_inline)) inline Lanes every() {
+#if defined(__AVX512F__) && !defined(__clang__)
+    Lanes found;
+    asm("vpbroadcastq %1, %0" : "=v"(found) : "m"(KEPT<number>));
+    return found;
+#else
+    return Lanes{} + number;
+#endif
+}
+
+// Of the lower 32 bits of each lane, without sign: processors are quicker at that than at products of 64 bits, if they have them.
+inline Lanes product(Lanes left, Lanes right) {
+#if defined(__AVX512F__)
+    return Lanes(_mm512_mul_epu32(__m512i(left), __m512i(right)));
+#elif defined(__AVX2__)
+    return Lanes(_mm256_mul_epu32(__m256i(left), __m256i(right)));
+#else
+    return (left & 0xffffffff) * (right & 0xffffffff);
+#endif
+}
 
 // Floats as 0.ddd · 10^point: the first of nine digits, which is not 0, and the others as bytes 0 … 9.
 struct Decimals {
-    Words first, rest;
-    Signed point;
+    Lanes first, rest, point;
 };
 
 // 10^power = POWERS[power - LEAST_POWER] · 2^n, rounded up, with n such that the 64 bits are full.
@@ -66,44 +96,47 @@ constexpr auto POWERS = [] {
 
 // Schubfach (R. Giulietti, 2020): of the decimals that round to a float, the nearest of those with the fewest digits. The same steps
 // for every lane: a branch would be guessed wrong half of the time. What holds is -1, as vectors have it.
-inline Decimals shortest(const float* values) {
-    Signed bits;
+__attribute__((always_inline)) inline Decimals shortest(const float* values) {
+    Lanes bits;
     for (size_t i = 0; i < LANES; ++i) {
         int32_t word;
         std::memcpy(&word, values + i, 4);
         bits[i] = word;
     }
-    const Signed fraction = bits & 0x7fffff, exponent = bits >> 23 & 0xff, is_normal = exponent > 0;
-    const Signed is_power = (fraction == 0) & (exponent > 1);                             // whose lower neighbour is nearer
-    const Signed c = fraction | (is_normal & 0x800000), q = exponent + is_normal - 149;  // the float is c · 2^q
-    const Signed k = (q * 1262611 + (is_power & -524031)) >> 22;                         // ⌊log10 of the interval's width⌋
-    const Words shift = Words(q + ((-k * 1741647) >> 19) + 1);
-    Words g;
+    const Lanes one = every<1>(), two = every<2>(), four = every<4>(), ten = every<10>(), hundred_million = every<100'000'000>();
+    const Lanes fraction = bits & every<0x7fffff>(), exponent = bits >> 23 & every<0xff>(), is_normal = exponent > 0;
+    const Lanes is_power = (fraction == 0) & (exponent > one);  // whose lower neighbour is nearer
+    const Lanes c = fraction | (is_normal & every<0x800000>()), q = exponent + is_normal - every<149>();  // the float is c · 2^q
+    const Lanes k = (q * every<1262611>() + (is_power & every<-524031>())) >> 22;  // ⌊log10 of the interval's width⌋
+    const Lanes shift = q + ((-k * every<1741647>()) >> 19) + one;
+    Lanes g;
     for (size_t i = 0; i < LANES; ++i) g[i] = POWERS[-k[i] - LEAST_POWER];
-    auto scaled = [&](Signed times_four) {  // by 10^-k; the last bit says whether anything was cut off
-        const Words by = Words(times_four) << shift, product = (g >> 32) * by + ((g & 0xffffffff) * by >> 32);
-        return Signed(product >> 32) | (((product & 0xffffffff) > 1) & 1);
+    auto scaled = [&](Lanes times_four) {  // by 10^-k; the last bit says whether anything was cut off
+        const Lanes by = times_four << shift, found = product(g >> 32, by) + (product(g, by) >> 32 & every<0xffffffff>());
+        return found >> 32 | (((found & every<0xffffffff>()) > one) & one);
     };
-    const Signed is_odd = c & 1;  // then the ends of the interval round to its neighbours
-    const Signed low = scaled(4 * c - 2 - is_power) + is_odd, middle = scaled(4 * c), high = scaled(4 * c + 2) - is_odd;
-    const Signed fine = middle >> 2, coarse = Signed(Words(fine) * 3435973837 >> 35);  // fine / 10
-    const Signed coarse_up = 40 * coarse + 40 <= high, coarse_down = low <= 40 * coarse;
-    const Signed fine_up = 4 * fine + 4 <= high, fine_down = low <= 4 * fine, is_nearer_up = (middle & 3) + (fine & 1) > 2;
-    const Signed is_coarse = (coarse_up ^ coarse_down) & (fine >= 10);
-    Signed digits = is_coarse ? coarse - coarse_up : fine - (fine_up ^ fine_down ? fine_up : is_nearer_up), length = c - c + 9;
-    auto lengthen = [&](int64_t limit, int64_t factor, int64_t by) {
-        const Signed is_short = digits < limit;
-        digits = is_short ? digits * factor : digits;
+    const Lanes is_odd = c & one, c4 = c << 2;  // if odd, the ends of the interval round to its neighbours
+    const Lanes low = scaled(c4 - two - is_power) + is_odd, middle = scaled(c4), high = scaled(c4 + two) - is_odd;
+    const Lanes fine = middle >> 2, fine4 = fine << 2, coarse = product(fine, every<3435973837>()) >> 35;  // fine / 10
+    const Lanes coarse4 = product(coarse, every<40>()), coarse_up = coarse4 + every<40>() <= high, coarse_down = low <= coarse4;
+    const Lanes fine_up = fine4 + four <= high, fine_down = low <= fine4;
+    const Lanes is_nearer_up = (middle & every<3>()) + (fine & one) > two, is_coarse = (coarse_up ^ coarse_down) & (fine >= ten);
+    Lanes digits = is_coarse ? coarse - coarse_up : fine - (fine_up ^ fine_down ? fine_up : is_nearer_up), length = every<9>();
+    auto lengthen = [&](Lanes limit, Lanes factor, Lanes by) {
+        const Lanes is_short = digits < limit;
+        digits = is_short ? product(digits, factor) : digits;
         length -= is_short & by;
     };
-    lengthen(100'000, 10'000, 4), lengthen(10'000'000, 100, 2), lengthen(100'000'000, 10, 1), lengthen(100'000'000, 10, 1);
-    const Words nine = Words(digits), first = nine * 1441151881 >> 57, rest = nine - first * 100'000'000;  // nine / 10^8
-    const Words half = rest * 3518437209 >> 45;                                                            // rest / 10^4
-    Words text = half | (rest - half * 10'000) << 32;  // two halves, four pairs, eight digits
-    Words upper = (text * 10486 >> 20) & 0x0000007f'0000007f;
-    text = upper | (text - 100 * upper) << 16;
-    upper = (text * 103 >> 10) & 0x000f000f'000f000f;
-    return {first, upper | (text - 10 * upper) << 8, length + k - is_coarse};
+    lengthen(every<100'000>(), every<10'000>(), four), lengthen(every<10'000'000>(), every<100>(), two);
+    lengthen(hundred_million, ten, one), lengthen(hundred_million, ten, one);
+    const Lanes first = product(digits, every<1441151881>()) >> 57, rest = digits - product(first, hundred_million);
+    const Lanes half = product(rest, every<3518437209>()) >> 45;                        // rest / 10^4
+    const Lanes halves = half | (rest - product(half, every<10'000>())) << 32;          // then four pairs, then eight digits
+    const Lanes hundreds = Lanes(Vector<uint32_t>(halves) * Vector<uint32_t>(every<10486 * TWICE>()) >> 20);
+    const Lanes pairs = hundreds | (halves - Lanes(Vector<uint32_t>(hundreds) * Vector<uint32_t>(every<100 * TWICE>()))) << 16;
+    const Lanes tens = Lanes(Vector<uint16_t>(pairs) * Vector<uint16_t>(every<103 * TWICE * 0x10001>()) >> 10);
+    const Lanes ones = pairs - Lanes(Vector<uint16_t>(tens) * Vector<uint16_t>(every<10 * TWICE * 0x10001>()));
+    return {first, tens | ones << 8, length + k - is_coarse};
 }
 
 inline char* put(char* out, string_view text) {
@@ -141,8 +174,8 @@ char* write_sign(char* out, T value, Positive positive) {
 // The float that `found` has in this lane.
 inline char* write(char* out, float value, const Decimals& found, size_t lane) {
     return write_sign(out, value, [&](char* out) {
-        const int64_t point = found.point[lane], last = found.rest[lane] ? 8 - __builtin_clzll(found.rest[lane]) / 8 : 0;
-        const uint64_t rest = found.rest[lane] | 0x30303030'30303030;
+        const int64_t point = found.point[lane], others = found.rest[lane], last = others ? 8 - __builtin_clzll(others) / 8 : 0;
+        const uint64_t rest = others | 0x30303030'30303030;
         char digits[20] = {static_cast<char>('0' + found.first[lane])};
         if (point <= 0 && point >= LEAST_POINT<float>) {  // as most probabilities have it
             std::memcpy(out, "0.000000", 8);

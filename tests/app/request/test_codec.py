@@ -19,7 +19,7 @@ from app.http.rank import Ranking
 from app.request import codec, features
 from app.request.body import decode
 from app.request.codec import Codec, Packed, load_library
-from app.request.reply import ReplyFormat, render
+from app.request.reply import ReplyFormat, ranked, render
 from app.request.validate import Request, check
 from app.request.vocabulary import Vocabulary
 from app.request.wires import OBJECTS
@@ -230,11 +230,41 @@ def test_every_float_is_written_as_orjson_does() -> None:
     zeros = np.zeros((rows, 1), np.float32)
     for start in range(0, 2**32, width * rows):
         numbers = np.arange(start, start + width * rows, dtype=np.uint64).astype(np.uint32).view(np.float32)
+        numbers[~np.isfinite(numbers)] = 0  # which are never written
         scores = Scores(zeros, numbers.reshape(rows, width), zeros)
         ours = made.write(replace(request, candidates=posts), replace(scores, logits=scores.probabilities), b"", b"")
         theirs = b'"probabilities":' + orjson.dumps(scores.probabilities, option=orjson.OPT_SERIALIZE_NUMPY)
         assert ours is not None
         assert ours.startswith(theirs, ours.index(b'"probabilities"')), hex(start)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0, 1, 2, 3, 40]),
+    st.sampled_from([0.0, 1.0, 1e9, 1e38]),
+)
+def test_ranks_are_the_same_bits(count: int, seed: int, distinct: int, outlier: float) -> None:
+    """Many that are equal, all that are, one far from the others, zeros of either sign, sums of no finite range."""
+    random = np.random.default_rng(seed)
+    rows = random.random((count, 3), np.float32)
+    rows = np.resize(rows[:distinct], (count, 3)) if distinct else rows
+    rows[random.integers(0, count, count // 4)] *= random.choice([0, -0.0, -1, 1e-30])
+    rows[random.integers(0, count), 0] += np.float32(outlier)
+    weights = random.choice([0.0, -1.0, 1.0, 1e9, 1e-30], 3)
+    for ours, theirs in zip(ranked(rows, weights, CODEC), ranked(rows, weights, None), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.tobytes() == theirs.tobytes()
+
+
+def test_what_cannot_be_ranked_is_declined() -> None:
+    rows, weights = np.ones((3, 3), np.float32), np.ones(3)
+    assert CODEC.rank(rows, weights) is not None
+    assert CODEC.rank(rows[:0], weights) is None
+    assert CODEC.rank(rows[:, :2], weights) is None
+    assert CODEC.rank(rows, weights * np.inf) is None
+    assert CODEC.rank(np.ones((codec.MOST_ROWS + 1, 3), np.float32), weights) is None
 
 
 def test_arrays_that_do_not_fit_are_declined() -> None:
