@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from loadtest.bench.hop import Hop
-from loadtest.bench.impatience import FEW, LOGGED, MANY, Impatience, RefusalCost, example
+from loadtest.bench.impatience import BARE, FEW, LOGGED, MANY, Impatience, RefusalCost, example
 from loadtest.bench.long_bodies import LongBodies
 from loadtest.bench.rates import COLUMNS, LARGE, SMALL, Rates
 from loadtest.bench.scaling import Scaling
@@ -76,8 +76,9 @@ def parts(stack: ExitStack, options: argparse.Namespace) -> Iterator[Part]:
         if options.before:
             sides["before"] = stack.enter_context(ranking_server(root=options.before, **LOGGED))
         large, columns = (first_visits(one.target, 64, USERS, as_objects=objects) for objects in (True, False))
-        yield Rates(stack, sides, {SMALL: small, LARGE: large, COLUMNS: columns}, seconds)
-        yield Impatience({"now": one}, small[0], seconds, (FEW, MANY))
+        rates = Rates(stack, sides, {SMALL: small, LARGE: large, COLUMNS: columns}, seconds)
+        yield rates
+        yield Impatience({"now": one, BARE: rates.sides[SMALL][BARE]}, small[0], seconds, (FEW, MANY))
         yield RefusalCost(stack, small[0], seconds)
         yield Scaling(stack, options.fronts, seconds)
     yield LongBodies(one, -(-BLOCKING_CLIENTS // options.rounds))

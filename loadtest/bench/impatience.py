@@ -31,6 +31,7 @@ DEMO = ROOT / "weights" / "demo"
 LOGGED: dict[str, Any] = {"checkpoint": DEMO, "logs__format": "json", "logs__success_sample": 1}
 CONNECTIONS = (8, 16, 32, 64, 128, 256)
 FEW, MANY = 32, 256
+BARE = "bare"  # the side that is a bare function
 MOST_CONNECTIONS = 512  # for the cost of a refusal
 MOST_REQUESTS = 200_000  # of one reading
 
@@ -63,15 +64,22 @@ class Impatience:
                 self.found.setdefault((side, connections), []).append(reading)
 
     def rows(self) -> list[Row]:
-        """Of the first side."""
+        """Of the first side; beside the bare function's where that is one, because connections cost every server some goodput."""
         side = next(iter(self.sides))
         many, few = (list(zip(*self.found[side, connections], strict=True)) for connections in (MANY, FEW))
         what = f"200s a second, {MANY} impatient connections ÷ {FEW}"
-        return [
+        rows = [
             Row(f"{what}, wrk", ratio(list(many[0]), list(few[0])), "", 0.9, at_least=True),
             Row(f"{what}, our generator", ratio(list(many[2]), list(few[2])), "", 0.9, at_least=True),
             Row(f"p99 of 200s, {MANY} ÷ {FEW}", ratio(list(many[3]), list(few[3])), "", 3.0, at_least=False),
         ]
+        if BARE in self.sides:
+            ours, bare = (
+                [m.good / f.good for m, f in zip(self.found[each, MANY], self.found[each, FEW], strict=True)]
+                for each in (side, BARE)
+            )
+            rows.append(Row(f"{what}, and that ÷ the bare function's, wrk", ratio(ours, bare), "", 0.9, at_least=True))
+        return rows
 
     def figures(self) -> list[dict[str, Any]]:
         """Every side at every number of connections, for the JSON line."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import httpx
 
+from loadtest.bench.impatience import BARE
 from loadtest.bench.table import Row
 from loadtest.generate import wrk
 from loadtest.servers.bare import bare_server
@@ -42,7 +43,7 @@ class Rates:
                 f"{sides['ours'].url}/rank", content=asked[0], headers={"content-type": "application/json"}
             )
             bare = stack.enter_context(bare_server(len(first.raise_for_status().content)))
-            self.sides[requests] = {"bare": bare, **sides}
+            self.sides[requests] = {BARE: bare, **sides}
 
     def read(self) -> None:
         """One reading of each side under each load."""
@@ -57,10 +58,10 @@ class Rates:
         rows = []
         for load in (Load(requests, 16) for requests in self.bodies):
             what, target = f"{load.requests}, 16 connections", TARGETS[load.requests]
-            share = ratio(self._rates("ours", load), self._rates("bare", load))
+            share = ratio(self._rates("ours", load), self._rates(BARE, load))
             rows.append(Row(f"requests/s ÷ bare, {what}, one process", share, "", target, at_least=True))
             if "fronts" in self.sides[load.requests]:
-                share = ratio(self._rates("fronts", load), self._rates("bare", load))
+                share = ratio(self._rates("fronts", load), self._rates(BARE, load))
                 rows.append(Row(f"requests/s ÷ bare, {what}, fronts", share, "", target, at_least=True))
             if "before" in self.sides[load.requests]:
                 gain = ratio(self._rates("ours", load), self._rates("before", load))
