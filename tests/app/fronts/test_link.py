@@ -98,6 +98,27 @@ def test_nonsense_ends_the_link_and_what_came_before_was_taken(nonsense: bytes) 
     joined(test)
 
 
+def test_frames_of_one_turn_of_the_loop_are_written_together() -> None:
+    """Unless they are long, or the link is closed before the turn ends."""
+
+    async def test(end: End, peer: socket.socket) -> None:
+        for frame in (HELLO, CANCEL):
+            end.link.send(frame)
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        await asyncio.sleep(0)
+        assert peer.recv(1000) == encode(HELLO) + encode(CANCEL)
+        many = link.JOINED_BYTES // len(encode(CANCEL)) + 1
+        for _ in range(many):  # what one turn may hold back has a bound
+            end.link.send(CANCEL)
+        assert len(peer.recv(2 * link.JOINED_BYTES)) == many * len(encode(CANCEL))
+        end.link.send(CANCEL)
+        end.link.close()
+        assert peer.recv(1000) == encode(CANCEL)
+
+    joined(test)
+
+
 def test_a_beginning_of_a_frame_holds_no_more_than_came() -> None:
     async def test(end: End, peer: socket.socket) -> None:
         await asyncio.get_running_loop().sock_sendall(peer, struct.pack("<I", MAX_BYTES) + b"x" * 1000)
