@@ -159,7 +159,7 @@ class RecommendCall(PostsCall):
 
     __slots__ = ("_joined", "_model", "_to_rank")
 
-    _joined: Joined
+    _joined: Joined | None
     _model: ServedModel
     _to_rank: Request
 
@@ -185,7 +185,7 @@ class RecommendCall(PostsCall):
 
     def _go_on(self) -> None:
         posts, request, service = self._found.posts, self._request, self.ranking.service
-        config = self._model.manifest.config
+        config, self._joined = self._model.manifest.config, None
         if len(posts):
             if len(posts) < request.query.k:
                 service.shrink(self._tickets[0], len(posts))
@@ -193,12 +193,13 @@ class RecommendCall(PostsCall):
             service.rank(self._tickets[0], request.context, request.candidates(posts, config), self._ranked)
             asyncio.get_running_loop().call_soon(self._prepare)  # while the forward runs
         else:
-            self._prepare()
             widths = config.actions, config.actions, config.continuous_actions
             self._write(Scores(*(np.empty((0, width), np.float32) for width in widths)), cached=False)
 
     def _prepare(self) -> None:
-        """What the reply says whatever the scores are."""
+        """What the reply says whatever the scores are; a second time does nothing."""
+        if self._joined is not None:
+            return
         manifest = self._model.manifest
         self._to_rank = self._request.ranking(self._found.posts)
         names = reply.names_of(self._to_rank, self.ranking.words_of(manifest)[1])
@@ -222,7 +223,9 @@ class RecommendCall(PostsCall):
         began, manifest = time.perf_counter(), self._model.manifest
         self.exchange.stages.setdefault("forward", 0.0)
         context = self._request.context
+        self._prepare()  # a short forward is over before it was done
         assert context is not None
+        assert self._joined is not None
         body = reply.render_joined(
             self._to_rank,
             scores,

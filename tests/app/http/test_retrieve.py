@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -165,6 +166,27 @@ def test_recommend_is_retrieve_and_then_rank(client: TestClient) -> None:
         assert content["models"] == {"retrieval": {"name": "towers", "version": "v1"}, "ranker": ranked["model"]}
         assert content["corpus"]["version"] == "v1"
         assert list(content["timings_ms"]) == ["parse", "queue", "encode", "search", "forward"]
+
+
+def test_a_forward_may_be_over_before_the_loop_does_anything_else(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a short one of an idle engine is: what the reply says besides has not been prepared then."""
+    results: list[Any] = []
+    rank = RankingService.rank
+
+    def noted(service: RankingService, ticket: Any, context: Any, candidates: Any, done: Any) -> None:
+        rank(service, ticket, context, candidates, lambda result: (results.append(result), done(result))[1])
+
+    def over(service: RankingService, ticket: Any, context: Any, candidates: Any, done: Any) -> None:
+        asyncio.get_running_loop().call_soon(done, results[0])
+
+    monkeypatch.setattr(RankingService, "rank", noted)
+    expected = client.post("/recommend", json=asked(k=20))
+    monkeypatch.setattr(RankingService, "rank", over)
+    reply = client.post("/recommend", json=asked(k=20))
+    assert reply.status_code == expected.status_code == 200, reply.text
+    assert reply.json()["candidates"] == expected.json()["candidates"]
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
