@@ -122,8 +122,8 @@ private:
         for (Int place = 0; place < count; ++place) ranks[order[place]] = place + 1;
     }
 
-    // The order: into as many buckets as there are scores, then by insertion, which moves few of them and none out of its bucket. That
-    // takes a quarter of a sort by comparing, which no processor can guess ahead; where a bucket is crowded, it comes to that.
+    // The order: into as many buckets as there are scores, then by insertion, which moves few of them and none out of its bucket. A
+    // sort by comparing takes three times as long, since no processor can guess it ahead; where a bucket is crowded, it comes to that.
     void distribute(Int count) {
         const auto [least, most] = std::minmax_element(scores.begin(), scores.end());
         const double best = *most, step = count / (best - *least);  // monotonic in spite of rounding, as are all steps to a bucket
