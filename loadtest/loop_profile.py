@@ -142,12 +142,15 @@ def loop_columns(
 @contextmanager
 def _unread_log() -> Iterator[None]:
     """Lines are written, as JSON, where nobody reads them."""
-    kept = os.dup(2)
+    kept, sink = os.dup(2), logs.process_sink()
+    sink.drain()
+    sink.drain()
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
+        sink.drain()
         os.dup2(kept, 2)
         os.close(kept)
 

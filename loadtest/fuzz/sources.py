@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from random import Random
@@ -54,8 +55,9 @@ def apart(source: Callable[..., Iterator[Call]], *arguments: Any) -> Iterator[Ca
 
 
 def _send(pipe: Connection, source: Callable[..., Iterator[Call]], arguments: tuple[Any, ...]) -> None:
-    for call in source(*arguments):  # the pipe holds a few of them
-        pipe.send(call)
+    with suppress(BrokenPipeError):  # nobody wants more
+        for call in source(*arguments):  # the pipe holds a few of them
+            pipe.send(call)
 
 
 def from_hypothesis(number: int) -> Iterator[Call]:

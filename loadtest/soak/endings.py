@@ -53,8 +53,9 @@ def terminations(runs: int, signals: int = 1, **settings: object) -> Row:
             before = sum(found.values()) - found["200"]
             code = runner.run(_terminated(server, found, random.Random(run).uniform(0.1, 0.4), signals))
             failed += code != 0 or sum(found.values()) - found["200"] != before
-    lost = sum(found.values()) - found["200"]
-    return Row("F3", f"SIGTERM under load, {found['200']} answered", runs, failed, lost, 0, "requests lost or refused")
+    answered = found.pop("200", 0)
+    what = ", ".join((f"SIGTERM under load, {answered} answered", *(f"{each} × {end}" for end, each in found.items())))
+    return Row("F3", what, runs, failed, found.total(), 0, "requests lost or refused")
 
 
 async def _terminated(server: Server, found: Counter[str], after_seconds: float, signals: int) -> int:
