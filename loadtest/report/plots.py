@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from loadtest.generate.samples import STAGES
 from loadtest.measure.figures import over_time
@@ -68,6 +69,14 @@ def _legend(axis: Any) -> None:
     axis.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
 
 
+def _milliseconds(axis: Any, label: str) -> None:
+    """A log scale that reads 1, 2, 5, 10."""
+    axis.set(ylabel=label, yscale="log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
 def latency_over_time(run: Run) -> bytes:
     """Percentiles a second above, rates a second below."""
     columns = over_time(run.samples, 1.0, run.slo)
@@ -75,7 +84,7 @@ def latency_over_time(run: Run) -> bytes:
         for name in ("p50", "p95", "p99"):
             above.plot(columns["seconds"], columns[name], color=COLOURS[name], label=name, linewidth=1.4)
         above.axhline(run.slo.latency_ms, color=INK, linestyle=":", linewidth=1, label="objective")
-        above.set(ylabel="ms from due time", yscale="log")
+        _milliseconds(above, "ms from due time")
         for name in ("offered", "answered", "good"):
             below.step(columns["seconds"], columns[name], where="mid", color=COLOURS[name], label=name, linewidth=1.4)
         below.set(xlabel="seconds into the run", ylabel="requests / s")
@@ -97,10 +106,11 @@ def latency_distribution(run: Run) -> bytes:
             slower = 1 - (np.arange(len(ordered)) + 0.5) / max(1, len(ordered))
             axis.plot(1 / slower, ordered, color=colour, label=label, linewidth=1.6)
         axis.axhline(run.slo.latency_ms, color=INK, linestyle=":", linewidth=1, label="objective")
-        axis.set(xscale="log", yscale="log", xlabel="share of requests that are at least this fast", ylabel="ms")
+        axis.set(xscale="log", xlabel="share of requests that are at least this fast")
         ticks = [1, 2, 10, 100, 1000]
         axis.set_xticks(ticks, ["all", "50 %", "90 %", "99 %", "99.9 %"])
         axis.minorticks_off()
+        _milliseconds(axis, "ms")
         axis.legend(frameon=False)
     return drawn.png
 
@@ -181,7 +191,7 @@ def latency_against_rate(trials: Sequence[Mapping[str, Any]], slo_ms: float, cap
         for name in ("p50", "p95", "p99"):
             draw(above, name, lambda summary, name=name: float(summary["latency_ms"].get(name, float("nan"))))  # type: ignore[misc]
         above.axhline(slo_ms, color=INK, linestyle=":", linewidth=1, label="objective")
-        above.set(ylabel="ms from due time", yscale="log")
+        _milliseconds(above, "ms from due time")
         below.plot(rates, rates, color=COLOURS["offered"], label="offered", linewidth=1)
         draw(below, "answered", lambda summary: float(summary["answered_rps"]))
         draw(below, "good", lambda summary: float(summary["goodput_rps"]))
