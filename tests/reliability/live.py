@@ -38,6 +38,14 @@ class Live:
         """Run a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
+    def sample(self, series: str, **labels: str) -> float:
+        """A metric as a scrape reads it, in the server's loop; 0 where nothing was counted."""
+
+        async def read() -> float | None:
+            return self.service.metrics.registry.get_sample_value(series, labels)
+
+        return self.call(read()) or 0.0
+
     @contextmanager
     def stock_protocol(self) -> Iterator[None]:
         """uvicorn's own protocol for connections of this block: a negative control."""
@@ -79,8 +87,7 @@ def live(engine: Any, towers: RetrievalLoader | None = None, **settings: Any) ->
 
 def closed(server: Live, reason: str) -> float:
     """How many connections the server has closed for that reason."""
-    value = server.service.metrics.registry.get_sample_value("ranker_connections_closed_total", {"reason": reason})
-    return value or 0.0
+    return server.sample("ranker_connections_closed_total", reason=reason)
 
 
 def wait_until(condition: Any, seconds: float = 20.0) -> None:

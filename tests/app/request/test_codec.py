@@ -218,6 +218,7 @@ def test_numbers_are_written_as_orjson_does() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_every_float_is_written_as_orjson_does() -> None:
     """All 2^32 of them: four minutes."""
     assert LIBRARY is not None

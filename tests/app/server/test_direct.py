@@ -118,7 +118,6 @@ def names(reply: bytes) -> list[bytes]:
 
 def leave(server: Live, gate: Gate) -> float:
     """One request holds the engine, and the client of another disconnects; how many were cancelled in the queue."""
-    value = server.service.metrics.registry.get_sample_value
     with connect(server.port) as first:
         first.sendall(rank_request(1))
         assert gate.entered.wait(10)
@@ -130,7 +129,7 @@ def leave(server: Live, gate: Gate) -> float:
         gate.opened.set()
         assert statuses(one_reply(first)) == [200]
         wait_until(lambda: server.service.admission.requests == 0)
-    return value("ranker_cancelled_total", {"stage": "queue"}) or 0.0
+    return server.sample("ranker_cancelled_total", stage="queue")
 
 
 def test_a_disconnect_cancels_what_waits() -> None:
@@ -139,8 +138,7 @@ def test_a_disconnect_cancels_what_waits() -> None:
     with live(engine) as server:
         assert leave(server, gate) == 1
         assert engine.forwards == [[1]]  # never computed
-        labels = {"method": "POST", "route": "/rank", "code": "499"}
-        assert server.service.metrics.registry.get_sample_value("ranker_http_requests_total", labels) == 1
+        assert server.sample("ranker_http_requests_total", method="POST", route="/rank", code="499") == 1
 
 
 def test_without_the_call_the_work_is_done_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +231,11 @@ def test_every_request_is_counted_once(tmp_path: Path) -> None:
     }
     with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port) as sock:
 
-        def counted() -> list[float | None]:
-            value = server.service.metrics.registry.get_sample_value
-            labels = ({"method": "POST", "route": route, "code": code} for route, code in sent)
-            return [value("ranker_http_requests_total", each) for each in labels]
+        def counted() -> list[float]:
+            return [
+                server.sample("ranker_http_requests_total", method="POST", route=route, code=code)
+                for route, code in sent
+            ]
 
         for (_, code), request in sent.items():
             sock.sendall(request)
