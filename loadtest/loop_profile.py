@@ -144,7 +144,6 @@ def _unread_log() -> Iterator[None]:
     """Lines are written, as JSON, where nobody reads them."""
     kept, sink = os.dup(2), logs.process_sink()
     sink.drain()
-    sink.drain()
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:

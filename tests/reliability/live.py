@@ -38,13 +38,14 @@ class Live:
         """Run a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
-    def sample(self, series: str, **labels: str) -> float:
-        """A metric as a scrape reads it, in the server's loop; 0 where nothing was counted."""
+    def sample(self, series: str, **labels: str) -> float | None:
+        """A metric as a scrape reads it, in the server's loop; None where there is none, or nothing was counted with these labels."""
 
         async def read() -> float | None:
             return self.service.metrics.registry.get_sample_value(series, labels)
 
-        return self.call(read()) or 0.0
+        value: float | None = self.call(read())
+        return value
 
     @contextmanager
     def stock_protocol(self) -> Iterator[None]:
@@ -87,7 +88,7 @@ def live(engine: Any, towers: RetrievalLoader | None = None, **settings: Any) ->
 
 def closed(server: Live, reason: str) -> float:
     """How many connections the server has closed for that reason."""
-    return server.sample("ranker_connections_closed_total", reason=reason)
+    return server.sample("ranker_connections_closed_total", reason=reason) or 0.0
 
 
 def wait_until(condition: Any, seconds: float = 20.0) -> None:

@@ -35,12 +35,14 @@ HALF = (
 
 def budget(server: Live, name: str, series: str = "used") -> float:
     """One figure of a budget, as Prometheus sees it."""
-    return server.sample(f"ranker_budget_{series}", budget=name)
+    found = server.sample(f"ranker_budget_{series}", budget=name)
+    assert found is not None
+    return found
 
 
 def logged(server: Live, path: str, status: int) -> float:
     """Requests at this path that were counted, and so logged, with this status."""
-    return server.sample("ranker_http_requests_total", method="POST", route=path, code=str(status))
+    return server.sample("ranker_http_requests_total", method="POST", route=path, code=str(status)) or 0.0
 
 
 def refusals(server: Live, name: str) -> float:

@@ -129,7 +129,7 @@ def leave(server: Live, gate: Gate) -> float:
         gate.opened.set()
         assert statuses(one_reply(first)) == [200]
         wait_until(lambda: server.service.admission.requests == 0)
-    return server.sample("ranker_cancelled_total", stage="queue")
+    return server.sample("ranker_cancelled_total", stage="queue") or 0.0
 
 
 def test_a_disconnect_cancels_what_waits() -> None:
@@ -231,7 +231,7 @@ def test_every_request_is_counted_once(tmp_path: Path) -> None:
     }
     with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port) as sock:
 
-        def counted() -> list[float]:
+        def counted() -> list[float | None]:
             return [
                 server.sample("ranker_http_requests_total", method="POST", route=route, code=code)
                 for route, code in sent

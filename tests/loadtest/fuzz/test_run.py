@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -331,6 +332,15 @@ def test_calls_that_are_made_apart_are_those_that_would_be_made_here() -> None:
     assert [next(calls), next(calls)] == list(two_paths(1))
     with pytest.raises(EOFError):
         next(calls)
+
+
+def test_a_source_of_which_nobody_wants_more_ends_quietly(capfd: pytest.CaptureFixture[str]) -> None:
+    calls = apart(random_paths, 1)
+    assert next(calls) == next(random_paths(1))
+    calls.close()  # type: ignore[attr-defined]  # a generator
+    for process in multiprocessing.active_children():
+        process.join(10)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_memory_row_sees_what_stays_and_no_garbage() -> None:
