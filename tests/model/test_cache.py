@@ -74,6 +74,17 @@ def test_prefixes_can_be_forbidden() -> None:
         assert cache.find_prefix(key(1, 4)) == ("older" if allowed else None)
 
 
+def test_the_newest_state_of_a_user_is_found_as_a_beginning_after_an_older_one_is_evicted() -> None:
+    cache: ContextCache[str] = ContextCache(2 * ENTRY_BYTES + 200, prefixes=True)
+    for length, state in ((1, "older"), (2, "newer")):
+        cache.insert(key(1, length), state, 10)
+    cache.insert(key(2, 1), "another", 10)
+    assert (cache.find(key(1, 1)), cache.stats().evictions) == (None, 1)
+    assert (cache.find_prefix(key(1, 3)), cache.stats().prefixes) == ("newer", 1)
+    cache.insert(key(1, 2), "again", 10)  # in the place of the one before
+    assert (cache.find_prefix(key(1, 3)), cache.stats().entries) == ("again", 2)
+
+
 def test_a_state_over_the_budget_is_not_kept() -> None:
     cache: ContextCache[str] = ContextCache(ENTRY_BYTES + 100, prefixes=True)
     cache.insert(key(1, 1), "small", 50)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from app.engine import loading
 from app.engine.loading import Steps, checkpoint_loader
 from app.settings import Settings
 from loadtest.fuzz.checkpoints import write_small
+from loadtest.soak.fake_engine import FakeEngine
 from model.engine import EngineError
 
 CPU = Settings(device="cpu", threads=1)
@@ -65,6 +67,15 @@ def test_a_want_of_memory_or_threads_is_told_in_a_sentence(
     monkeypatch.setattr(loading, where, fail)
     with pytest.raises(EngineError, match=r"small cannot be loaded: (not enough memory|CUDA out|\[enforce.*allocate$)"):
         checkpoint_loader(small, CPU)(Steps(lambda: None))
+
+
+def test_a_way_of_computing_that_failed_its_checks_is_told(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, step = FakeEngine(), {"rung": "recorded", "reason": "no compiler"}
+    engine.info.notes["steps_down"] = [step]
+    monkeypatch.setattr(loading, "create_engine", lambda *_: engine)
+    with structlog.testing.capture_logs() as lines:
+        assert checkpoint_loader(small, CPU)(Steps(lambda: None)).steps_down() == 1
+    assert [line for line in lines if step.items() <= line.items() and line["log_level"] == "warning"]
 
 
 @pytest.mark.parametrize("stands_back", [False, True])

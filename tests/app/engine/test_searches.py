@@ -224,6 +224,28 @@ def test_a_short_search_that_raises_fails_alone() -> None:
     asyncio.run(scenario())
 
 
+def test_what_waits_after_a_split_batch_is_answered_at_the_end() -> None:
+    gate = Gate()
+
+    def fail_together(queries: Sequence[Query]) -> None:
+        if len(queries) > 1:
+            raise RuntimeError("planted")
+        gate(queries)
+
+    async def scenario() -> None:
+        bench = Bench(FakeRetrieval(FakeClock(), before=fail_together))
+        tasks = [bench.ask(user) for user in (1, 2, 3)]
+        await gate.reached()  # the first is tried by itself, and the others wait for that
+        bench.queue.abandon(lambda: EngineDown("gone"))
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(result) for result in results] == ["gone"] * 3
+        gate.opened.set()
+        bench.queue.close()
+
+    asyncio.run(scenario())
+
+
 def test_nothing_runs_beside_what_is_done_between_searches() -> None:
     async def scenario() -> None:
         gate = Gate()

@@ -161,6 +161,22 @@ def test_a_key_has_one_share_over_all_fronts() -> None:
     run(main())
 
 
+def test_each_refusal_is_told_once() -> None:
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            [front], told = found.fronts, []
+            found.host._take[frames.Refused] = lambda front, frame: told.append(frame.requests)
+            front._state.closed = "planted"
+            for _ in range(7):
+                with pytest.raises(Overloaded):
+                    front.check_open()
+            await until(lambda: sum(told) >= 7)
+            await asyncio.sleep(2 * uplink.TURN_SECONDS)
+            assert told == [7]
+
+    run(main())
+
+
 def test_what_is_refused_unread_counts_as_asked_for() -> None:
     async def main() -> None:
         async with linked(FakeEngine()) as found:
@@ -172,6 +188,8 @@ def test_what_is_refused_unread_counts_as_asked_for() -> None:
                 with pytest.raises(Overloaded):
                     front.check_open()
             await until(lambda: offered.forwards_per_second(found.service.clock()) > 10 * before)
+            text = (await front.exposition()).decode()
+            assert value_of(text, 'ranker_rejected_total{reason="queue_full"}') == 50
 
     run(main())
 
@@ -351,8 +369,9 @@ def test_a_front_that_stops_waits_for_its_requests_and_takes_no_more() -> None:
             front.check_open()  # served until it stops
             stopping = asyncio.ensure_future(front.stop(5.0))
             await asyncio.sleep(0.02)
-            with pytest.raises(Draining):
+            with pytest.raises(Draining) as refused:
                 front.check_open()
+            assert refused.value.retry_after_seconds == remote.RETRY_AFTER_SECONDS
             gate.opened.set()
             assert await stopping
             assert right((await sent).scores, 1)
@@ -405,8 +424,12 @@ def test_metrics_are_the_sums_over_fronts_whichever_is_asked() -> None:
             series = 'ranker_http_requests_total{code="200",method="POST",route="/rank"}'
             for front in found.fronts:
                 assert value_of((await front.exposition()).decode(), series) == 111
+            memory = "process_virtual_memory_bytes"
+            before = value_of((await found.fronts[1].exposition()).decode(), memory)
             await found.fronts[0].stop(1.0)
-            assert value_of((await found.fronts[1].exposition()).decode(), series) == 111
+            text = (await found.fronts[1].exposition()).decode()
+            assert value_of(text, series) == 111, "what it has counted stays"
+            assert value_of(text, memory) == pytest.approx(before * 3 / 4, rel=0.1), "of four processes one has gone"
 
     run(main())
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from app.engine.loading import RetrievalLoader
-from app.errors import CorpusNotLoaded, DeadlineExceeded
+from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown
 from app.fronts import frames
 from app.fronts.remote import RemoteService
 from app.fronts.retrieval import change_of, found_of, posts_frame, query_of, search_frame
@@ -159,6 +159,30 @@ def test_a_change_is_seen_by_the_next_search_of_every_front(load: RetrievalLoade
             assert (compacted.posts, compacted.changes) == (299, 0)
             assert compacted.corpus == here.service.retrieval.served.corpus == other.retrieval.served.corpus
             assert told(await found(one, query(1, k=299)))[:4] == told(await found(here.service, query(1, k=299)))[:4]
+
+    run(main())
+
+
+def test_a_change_whose_answer_is_lost_is_not_sent_again(load: RetrievalLoader) -> None:
+    """It may have been made: only the caller knows whether making it twice is right."""
+
+    async def main() -> None:
+        async with linked(FakeEngine(), retrieval=load) as here:
+            front, came = here.fronts[0], []
+            await knows(front)
+            here.host._take[frames.Change] = lambda front, frame: (came.append(frame.id), here.cut())
+            nothing = PostRows(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64), [])
+            asking = asyncio.create_task(front.retrieval.change(PostChange(np.array([3], np.uint64), nothing)))
+            await until(lambda: bool(came))
+            here.host._take[frames.Change] = lambda front, frame: came.append(frame.id)
+            await until(lambda: not front.health().ready)
+            await here.mend()
+            await until(lambda: front.health().ready)
+            await knows(front)
+            await front.exposition()  # the engine process has read all that was sent before
+            assert len(came) == 1
+            with pytest.raises(EngineDown):
+                await asyncio.wait_for(asking, 5)
 
     run(main())
 

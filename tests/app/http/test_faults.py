@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from app.errors import Overloaded
 from app.http.application import create_app
 from app.service.service import RankingService
-from app.settings import Limits, Settings
+from app.settings import Deadline, Limits, Settings
 from tests.app.fakes import FakeEngine, loaded, running, until
 from tests.app.serving import ask, chunk, good, served, value_of
 from tests.reliability.live import wait_until
@@ -85,6 +86,31 @@ def test_before_the_checkpoint_is_there_nothing_is_ranked() -> None:
         service.refuse_new()
         reply = client.post("/rank", json=good())
         assert (reply.status_code, reply.json()["code"]) == (503, "draining")
+
+
+def test_a_retry_is_never_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as (client, service):
+        for seconds, told in ((0.0, "1"), (0.2, "1"), (1.2, "2"), (1e9, "3600"), (None, None)):
+
+            def refuse(key: str | None, seconds: float | None = seconds) -> None:
+                raise Overloaded(retry_after_seconds=seconds)
+
+            monkeypatch.setattr(service, "check_open", refuse)
+            reply = client.post("/rank", json=good())
+            assert (reply.status_code, reply.headers.get("retry-after")) == (429, told)
+
+
+@pytest.mark.parametrize(("seconds", "headers"), [(10.0, {"x-request-timeout-ms": "60000"}), (60.0, {})])
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
+def test_no_request_gets_longer_than_the_settings_allow(path: str, seconds: float, headers: dict[str, str]) -> None:
+    held = threading.Event()
+    settings = Settings(deadline=Deadline(default_seconds=seconds, max_seconds=0.1))
+    with served(FakeEngine(before=lambda items: held.wait(3) and None), settings) as (client, _):
+        body = good() if path == "/rank" else {"requests": [good()]}
+        reply = client.post(path, json=body, headers=headers)
+        codes = [reply.json()] if path == "/rank" else [result["error"] for result in reply.json()["results"]]
+        assert [code["code"] for code in codes] == ["deadline_exceeded"]
+        held.set()
 
 
 def test_a_long_body_is_refused_while_it_is_read() -> None:

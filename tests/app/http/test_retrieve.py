@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from starlette.testclient import TestClient
 from app.engine.searches import Searches
 from app.http.application import Application
 from app.service.service import RankingService
-from app.settings import Auth, Limits, Queue, Settings
+from app.settings import Auth, Deadline, Limits, Queue, Settings
 from model.retrieval.engine import RetrievalEngine
 from tests.app import retrieving
 from tests.app.fakes import Gate, until
@@ -272,6 +273,21 @@ def test_a_deadline_that_has_passed(client: TestClient) -> None:
     for path in ("/retrieve", "/recommend"):
         reply = client.post(path, json=asked(), headers={"x-request-timeout-ms": "0"})
         assert (reply.status_code, reply.json()["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize(("seconds", "headers"), [(10.0, {"x-request-timeout-ms": "60000"}), (60.0, {})])
+def test_no_search_gets_longer_than_the_settings_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, headers: dict[str, str]
+) -> None:
+    held, load, search = threading.Event(), retrieving.loader(tmp_path), RetrievalEngine.retrieve
+    settings = Settings(deadline=Deadline(default_seconds=seconds, max_seconds=0.2))
+    with served(settings=settings, retrieval=load) as (client, _):
+        monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+        monkeypatch.setattr(RetrievalEngine, "retrieve", lambda *asked: (held.wait(3), search(*asked))[1])
+        for path in ("/retrieve", "/recommend"):
+            reply = client.post(path, json=asked(), headers=headers)
+            assert (reply.status_code, reply.json()["code"]) == (504, "deadline_exceeded")
+        held.set()
 
 
 def test_without_a_corpus_the_others_serve_on() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
+from app.request.bounds import MAX_TIME, MAX_WEIGHT
 from app.request.explain import Rule, array_of, explain, request_rule
 from loadtest.fuzz import bodies
 from tests.app.serving import VOCABULARY, checked, good
@@ -38,6 +39,19 @@ def test_problems_of_all_parts_are_told_in_order() -> None:
     assert [field for field, _ in errors(body | {"top_k": 0})] == [
         "user_id", "history[0].actions[0]", "history[0].actions[2]", "candidates[1].post_id", "candidates[1].author_id", "top_k",
     ]  # fmt: skip
+
+
+def test_the_least_and_the_most_that_are_legal_are_not_called_wrong() -> None:
+    edges = POST | {"product_surface": 0, "dwell_time": 0, "actions": {"favorite": 0}}
+    body = good(
+        history=[edges, POST | {"product_surface": 15}],
+        candidates=[POST | {"created_at": 0, "product_surface": 0}, POST | {"created_at": MAX_TIME}],
+        impression_ts=0, weights={"favorite": -MAX_WEIGHT, "reply": MAX_WEIGHT}, top_k=1,
+    )  # fmt: skip
+    assert checked(body).history_length == 2
+    assert [field for field, _ in errors(body | {"request_id": ""})] == ["request_id"]
+    for field, wrong in (("impression_ts", -1), ("impression_ts", MAX_TIME + 1), ("top_k", 0)):
+        assert [path for path, _ in errors(body | {field: wrong})] == [field]
 
 
 def test_ten_problems_are_looked_for_and_no_more() -> None:

@@ -185,6 +185,14 @@ def test_many_light_keys_wait_for_each_other() -> None:
     assert queue.wait(job(10, key="new")).forwards == 5
 
 
+def test_a_key_waits_for_its_own_work_once_and_for_as_much_of_each_other() -> None:
+    queue = admission(Batching(max_candidates=100))
+    queue.add(job(100, key="own"))
+    queue.add(job(300, key="other"))
+    assert queue.wait(job(100, key="own")).forwards == 3, "100 of its own, and 200 of the other's"
+    assert queue.wait(job(100, key="new")).forwards == 2
+
+
 def test_a_key_over_its_rate_is_told_when_it_may_come_again() -> None:
     queue = admission(key_candidates_per_second=100.0)
     clock = queue.clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.interface import Health
 from app.service.lifecycle import Lifecycle, State
 
 
@@ -32,3 +33,12 @@ def test_started_is_remembered_and_a_drain_while_loading_is_no_start() -> None:
     served.move(State.READY)
     served.move(State.DRAINING)
     assert served.started
+
+
+def test_who_has_failed_or_stalls_is_not_ready() -> None:
+    lifecycle = Lifecycle()
+    lifecycle.move(State.READY)
+    assert lifecycle.health("") == Health(ready=True, started=True, failed=False, draining=False, reason="")
+    assert lifecycle.health("slow") == Health(ready=False, started=True, failed=True, draining=False, reason="slow")
+    lifecycle.failure = "it broke"
+    assert lifecycle.health("") == Health(ready=False, started=True, failed=True, draining=False, reason="it broke")

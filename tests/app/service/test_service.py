@@ -8,13 +8,15 @@ import threading
 import weakref
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from app.assembly import build_server
 from app.engine.loading import LoadedModel, Steps, checkpoint_loader
 from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, NonFiniteScores, NotReady, Overloaded
-from app.interface import Health, ranked
+from app.interface import Found, Health, ranked
 from app.request.body import decode
 from app.scheduling.loop_lag import LoopLag
 from app.service.service import RankingService
@@ -24,8 +26,23 @@ from app.telemetry.metrics import Metrics
 from loadtest.machine import ROOT
 from model.engine import EngineError
 from model.native.engine import NativeEngine
+from model.retrieval.inputs import Filters, Query
 from model.synthetic import random_request
-from tests.app.fakes import FakeEngine, Gate, busy, loaded, loader, rank, request, right, running, running_on, until
+from tests.app import retrieving
+from tests.app.fakes import (
+    FakeEngine,
+    Gate,
+    busy,
+    ended,
+    loaded,
+    loader,
+    rank,
+    request,
+    right,
+    running,
+    running_on,
+    until,
+)
 from tests.app.request.test_cost import HOSTILE
 from tests.app.serving import VOCABULARY, value_of
 
@@ -379,6 +396,29 @@ async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_long
             await service.stop(30.0)
         assert engine.closed.is_set() is is_freed
         hold.set()
+
+
+async def test_a_search_that_is_not_finished_at_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+    load = retrieving.loader(tmp_path)
+    for seconds, finished in ((0.05, False), (10.0, True)):
+        gate = Gate()
+        service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=load)
+        service.start()
+        await service.wait_ready()
+        engine = service.retrieval.current.loaded.engine  # type: ignore[union-attr]
+        search = engine.retrieve
+        vars(engine)["retrieve"] = lambda *asked, gate=gate, search=search: (gate(asked), search(*asked))[1]
+        asked = Query(request(7, history=0)[0], 5, Filters(np.empty(0, np.uint64)))
+        waits = asyncio.ensure_future(
+            ended(service.retrieval.retrieve, service.retrieval.served, asked, service.clock() + 60, None)
+        )
+        await gate.reached()
+        asyncio.get_running_loop().call_later(0.5, gate.opened.set)
+        assert await service.stop(seconds) is finished
+        assert isinstance((await asyncio.gather(waits, return_exceptions=True))[0], Found) is finished
 
 
 async def test_no_body_begins_a_garbage_collection_and_cycles_are_collected_all_the_same(

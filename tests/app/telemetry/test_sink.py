@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,65 @@ def test_lines_of_all_threads_come_out_whole_and_in_order(pipe: Pipe) -> None:
     assert all(rest == (long if int(number) % 100 == 0 else "") for _, number, rest in found)
     for name in "0123":
         assert [int(number) for of, number, _ in found if of == name] == list(range(1000))
+
+
+class Line(str):
+    """A line during whose counting another thread does something, or waits until it may."""
+
+    def meanwhile(self, counting: str, other: Callable[[], object]) -> Line:
+        self.counting, self.other = counting, other  # counted by the thread of this name
+        self.threads: list[threading.Thread] = []
+        return self
+
+    def __len__(self) -> int:
+        if threading.current_thread().name == self.counting and len(self.threads) < 8:
+            thread = threading.Thread(target=self.other)
+            thread.start()
+            self.threads.append(thread)
+            thread.join(0.05)
+        return super().__len__()
+
+
+@pytest.mark.parametrize("counting", ["MainThread", "log"])
+def test_a_line_that_comes_while_others_are_counted_is_counted_too(pipe: Pipe, counting: str) -> None:
+    pipe.read()
+    line = Line("counted\n").meanwhile(counting, lambda: pipe.sink.write("other\n"))
+    pipe.sink.write(line)
+    wait_until(lambda: b"counted\n" in pipe.received and bool(line.threads))
+    lines = pipe.lines()
+    assert lines.count("other") == len(line.threads) == len(lines) - 1
+    wait_until(lambda: pipe.sink.waiting_bytes == 0)
+
+
+def test_lines_that_are_given_up_are_taken_by_nobody_else(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end, while the thread of the sink counts, and while lines come."""
+    monkeypatch.setattr("app.telemetry.sink.STALL_SECONDS", 0.0)
+    pipe.read()
+    line = Line("taken\n").meanwhile("log", pipe.sink.drain)
+    with pipe.sink._lock:  # so that both are in a block
+        pipe.sink.write("first\n")
+        pipe.sink.write(line)
+    wait_until(lambda: bool(line.threads))
+    for thread in line.threads:
+        thread.join(10)
+    assert pipe.lines() == ["first", "taken"], "and the sink still writes"
+
+
+def test_a_line_that_comes_while_others_are_given_up_is_neither_lost_nor_counted_wrong(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.telemetry.sink.STALL_SECONDS", 0.0)
+    pipe.stall()
+    line = Line("given up\n").meanwhile("", lambda: pipe.sink.write("other\n"))
+    pipe.sink.write(line)
+    line.counting = "MainThread"
+    pipe.sink.drain()
+    assert line.threads
+    pipe.read()
+    lines = pipe.lines()
+    assert lines.count("other") == len(line.threads)
+    assert "given up" not in lines
+    wait_until(lambda: pipe.sink.waiting_bytes == 0)
 
 
 def test_where_nobody_reads_memory_is_bounded_and_each_lost_line_is_counted(pipe: Pipe) -> None:
