@@ -1,8 +1,8 @@
-"""Changes one decision at a time and runs the tests that reach it: what survives is a decision that no test looks at.
+"""Changes one decision, or drops one piece of wiring, and runs the tests that reach it: what survives, no test looks at.
 
-Draws a seeded sample of the decisions in app/, model/ and weights/, Python and C++, and tries them in a copy of the tree. Which
-test runs which line is recorded once, by coverage.py, for the files of tests that the sample needs. Records and results are kept
-in .cache/mutants, so that a run that was cut short goes on. tests/equivalents.toml holds the changes that change nothing.
+Draws a seeded sample in app/, model/ and weights/, Python and C++, and tries it in a copy of the tree. Which test runs which line is
+recorded once, by coverage.py, for the files of tests that the sample needs. Records and results are kept in .cache/mutants, so that
+a run that was cut short goes on. tests/equivalents.toml holds the changes that change nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
-from decisions import ROOT, Mutant, changed_lines, decisions, digest
+from decisions import DROPS, ROOT, WORD, Mutant, changed_lines, decisions, digest
 from records import WORK, Tests, caller, concerns
 
 GOAL = 0.95
@@ -47,6 +47,8 @@ def verdict(tests: Tests, tree: Path, mutant: Mutant) -> str:
     path = tree / mutant.file
     raw = path.read_bytes()
     changed = raw[: mutant.start] + mutant.after.encode() + raw[mutant.start + len(mutant.before.encode()) :]
+    if path.suffix == ".py":
+        compile(changed, path, "exec")  # or each test would fail
     found, left = "unreached", MUTANT_SECONDS
     for file in concerns(tree, mutant.file):
         record, chosen = tests.record(tree, file, {mutant.file, caller(mutant.file)}), []
@@ -90,9 +92,10 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after this time; the next call goes on"
     )
+    parser.add_argument("--kinds", default=",".join((WORD, *DROPS)), help="some of %(default)s")
     options = parser.parse_args()
     every = decisions(ROOT, changed_lines(options.changed) if options.changed else None)
-    every = [mutant for mutant in every if options.only in mutant.file]
+    every = [mutant for mutant in every if options.only in mutant.file and mutant.kind in options.kinds.split(",")]
     drawn = draw(every, options.sample, options.seed)
     print(f"{len(drawn)} of {len(every)} decisions, seed {options.seed}", flush=True)
     kept = tomllib.loads((ROOT / "tests/equivalents.toml").read_text())["equivalent"]

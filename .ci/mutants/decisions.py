@@ -1,4 +1,4 @@
-"""Finds the decisions of the packages, Python and C++, and what each could be changed into. Knows nothing of tests."""
+"""Finds the decisions and the wiring of the packages, Python and C++, and what each could be changed into. Knows nothing of tests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,27 @@ CPP_SKIPPED = re.compile(
 )
 
 
+WORD, DROPS = "word", ("statement", "guard", "keyword", "with", "swap", "decorator", "finally")
+SYMMETRIC = ("min", "max")
+NEEDED = (
+    "property",
+    "setter",
+    "staticmethod",
+    "classmethod",
+    "dataclass",
+    "abstractmethod",
+    "overload",
+)  # or nothing runs
+NOTHING = '__import__("contextlib").nullcontext()'
+Change = tuple[int, str, str, str, int]  # as of `Mutant`: start, before, after, kind, reach
+
+
 @dataclass(frozen=True)
 class Mutant:
-    """A change at a byte offset of a file. `line` is the text of its line, for people and for the list of equivalents."""
+    """A change at a byte offset of a file. `line` is the text of its line, for people and for the list of equivalents.
+
+    `kind`: a word that is swapped, or one of `DROPS`. `reach`: the line that a test has to run to notice, where it is not `number`.
+    """
 
     file: str
     start: int
@@ -40,10 +58,12 @@ class Mutant:
     after: str
     number: int
     line: str
+    kind: str = WORD
+    reach: int = 0
 
     @property
     def change(self) -> str:
-        return f"{self.before} → {self.after}"
+        return f"{self.before} → {self.after}" if self.kind == WORD else f"{self.kind}: {' '.join(self.before.split())}"
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -57,13 +77,27 @@ class Mutant:
         return f"{self.file}:{self.number}: {self.change}: {self.line}"
 
 
+class Text:
+    """A module's bytes, and where its nodes stand in them."""
+
+    def __init__(self, source: str) -> None:
+        self.raw = source.encode()
+        self.lines = [0, *(match.end() for match in re.finditer(rb"\n", self.raw))]
+
+    def at(self, node: ast.expr | ast.stmt | ast.keyword, end: bool = False) -> int:
+        """The byte offset of its beginning, or its end."""
+        line, column = (node.end_lineno, node.end_col_offset) if end else (node.lineno, node.col_offset)
+        return self.lines[line - 1] + column
+
+    def of(self, first: ast.AST, last: ast.AST | None = None) -> str:
+        """The text of a node, or from one to another."""
+        return self.raw[self.at(first) : self.at(last or first, end=True)].decode()
+
+
 def python_changes(source: str) -> Iterator[tuple[int, str, str]]:
     """(byte offset, before, after) of every decision. Annotations, decorators, texts and the arguments of `Field` are none."""
-    raw = source.encode()
-    lines = [0, *(match.end() for match in re.finditer(rb"\n", raw))]
-
-    def at(node: ast.expr | ast.stmt, end: bool = False) -> int:
-        return lines[(node.end_lineno if end else node.lineno) - 1] + (node.end_col_offset if end else node.col_offset)
+    text = Text(source)
+    raw, at = text.raw, text.at
 
     def between(left: ast.expr, right: ast.expr, operator: ast.AST) -> Iterator[tuple[int, str, str]]:
         word = SYMBOLS.get(type(operator))
@@ -106,6 +140,59 @@ def python_changes(source: str) -> Iterator[tuple[int, str, str]]:
     yield from walk(ast.parse(source))
 
 
+def python_drops(source: str) -> Iterator[Change]:
+    """Wiring that is dropped: statements with an effect, guards, keyword arguments, locks and other contexts, decorators, what
+    `finally` does; and the first two arguments of a call, swapped. Expressions keep their effects.
+    """
+    text = Text(source)
+
+    def call(node: ast.Call) -> Iterator[Change]:
+        given = sorted([*node.args, *node.keywords], key=text.at)
+        for one, after in zip(given, [*given[1:], None], strict=False):
+            if isinstance(one, ast.keyword) and one.arg not in (None, "strict"):
+                comma = re.compile(rb"\s*,?").match(text.raw, text.at(one, end=True))
+                end = comma.end() if after is None else text.at(after)
+                yield text.at(one), text.raw[text.at(one) : end].decode(), "", "keyword", one.lineno
+        if len(node.args) > 1 and getattr(node.func, "id", "") not in SYMMETRIC:
+            first, second = node.args[:2]
+            between = text.raw[text.at(first, end=True) : text.at(second)].decode()
+            swapped = text.of(second) + between + text.of(first)
+            if ast.dump(first) != ast.dump(second) and not any(isinstance(one, ast.Starred) for one in (first, second)):
+                yield text.at(first), text.of(first, second), swapped, "swap", first.lineno
+
+    def walk(node: ast.AST) -> Iterator[Change]:
+        match node:
+            case ast.Call(func=ast.Name(id="Field")) | ast.JoinedStr():
+                return
+            case ast.Call():
+                yield from call(node)
+            case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign() | ast.Delete():
+                yield text.at(node), text.of(node), "pass", "statement", node.lineno
+            case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+                yield text.at(node), text.of(node), "pass", "statement", node.lineno
+            case ast.If(orelse=[], body=[first, *_]) if isinstance(
+                node.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break
+            ):
+                yield text.at(node.test), text.of(node.test), f"({text.of(node.test)}) and False", "guard", first.lineno
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
+                    if item.optional_vars is None:
+                        yield text.at(item.context_expr), text.of(item.context_expr), NOTHING, "with", node.lineno
+            case ast.Try(finalbody=[first, *_]):
+                yield text.at(first), text.of(first, node.finalbody[-1]), "pass", "finally", first.lineno
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                for one in node.decorator_list:
+                    if not any(name in text.of(one) for name in NEEDED):
+                        yield text.at(one) - 1, f"@{text.of(one)}", "", "decorator", node.body[-1].lineno
+        for name, inner in ast.iter_fields(node):
+            if name not in ("annotation", "returns", "type_params", "decorator_list"):
+                for child in inner if isinstance(inner, list) else [inner]:
+                    if isinstance(child, ast.AST):
+                        yield from walk(child)
+
+    yield from walk(ast.parse(source))
+
+
 def cpp_changes(source: str) -> Iterator[tuple[int, str, str]]:
     """The same by the words of a line: binary operators stand between spaces. Comments, macros and templates are left out."""
     blank = CPP_SKIPPED.sub(lambda match: " " * len(match[0]), source)
@@ -135,10 +222,12 @@ def decisions(root: Path, changed: dict[str, set[int]] | None) -> list[Mutant]:
         file, source = str(path.relative_to(root)), path.read_text()
         ends = [match.start() for match in re.finditer(rb"\n", source.encode())]
         texts = source.splitlines()
-        for start, before, after in sorted(set(CHANGES[path.suffix](source))):
+        words = {(*change, WORD, 0) for change in CHANGES[path.suffix](source)}
+        drops = python_drops(source) if path.suffix == ".py" else ()
+        for start, before, after, kind, reach in sorted({*words, *drops}):
             number = bisect.bisect_left(ends, start) + 1
             if changed is None or number in changed.get(file, ()):
-                found.append(Mutant(file, start, before, after, number, texts[number - 1].strip()))
+                found.append(Mutant(file, start, before, after, number, texts[number - 1].strip(), kind, reach))
     return found
 
 

@@ -108,7 +108,9 @@ class Record:
         data.read()
         module = caller(mutant.file)
         contexts = data.contexts_by_lineno(str(tree / module))
-        lines, in_function = lines_of((tree / module).read_text(), mutant.number if module == mutant.file else None)
+        lines, in_function = lines_of(
+            (tree / module).read_text(), (mutant.reach or mutant.number) if module == mutant.file else None
+        )
         reached = {context for line in lines for context in contexts.get(line, ())}
         called = {context.removesuffix(CALLED) for context in reached if context.endswith(CALLED)}
         near = {context.removesuffix(CALLED) for found in contexts.values() for context in found}
@@ -122,6 +124,7 @@ class Tests:
 
     def __init__(self) -> None:
         environment = os.environ | {"HOME": str(WORK / "home"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.pop("PYTHONPATH", None)  # it may name this tree, whose modules are not those that are changed
         command = [sys.executable, str(Path(__file__).with_name("serve.py"))]
         self.server = subprocess.Popen(
             command,

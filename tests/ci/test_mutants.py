@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / ".ci/mutants"
 TOOL: dict[str, Any] = runpy.run_path(str(SCRIPT))
 CHANGES: dict[str, Any] = TOOL["decisions"].__globals__["CHANGES"]
+DROPS: Any = TOOL["decisions"].__globals__["python_drops"]
 FILE = "tests/app/test_half.py"
 
 PYTHON = """
@@ -50,6 +51,54 @@ def test_decisions_of_python() -> None:
         "3 → (3 + 1)", "not → ", "or → and", "<= → <", "and → or", "is not → is",
         "max → min", "% → *", "2 → (2 + 1)", "+ → -",
     ]  # fmt: skip
+
+
+WIRING = """
+@cache
+@property
+def admit(self, é, lock):
+    with self.lock, opened(é) as file:
+        self.seen[é] = told(é, limit, to=file)
+    if (found := é - 1) < limit or not found:
+        raise ValueError(é)
+    try:
+        self.count += max(limit, é, default=0, )
+    finally:
+        self.close()
+        log.info("é", **self.labels)
+    for one in zip(self.seen, lock, strict=True):
+        await self.tell(*one, later=True, at=1)
+    return file
+"""
+
+
+def test_wiring_that_is_dropped() -> None:
+    raw, lines, found = WIRING.encode(), WIRING.splitlines(), []
+    for start, before, after, kind, number in sorted(DROPS(WIRING)):
+        assert raw[start : start + len(before.encode())].decode() == before
+        changed = raw[:start] + after.encode() + raw[start + len(before.encode()) :]
+        compile(changed.replace(b"await ", b""), "changed", "exec")
+        found.append((kind, " ".join(before.split()), after, lines[number - 1].strip()))
+    guard = "(found := é - 1) < limit or not found"
+    seen, ends, told = "self.seen[é] = told(é, limit, to=file)", 'log.info("é", **self.labels)', "await self.tell"
+    assert found == [
+        ("decorator", "@cache", "", "return file"),
+        ("with", "self.lock", '__import__("contextlib").nullcontext()', "with self.lock, opened(é) as file:"),
+        ("statement", seen, "pass", seen),
+        ("swap", "é, limit", "limit, é", seen),
+        ("keyword", "to=file", "", seen),
+        ("guard", guard, f"({guard}) and False", "raise ValueError(é)"),
+        ("statement", "self.count += max(limit, é, default=0, )", "pass", "self.count += max(limit, é, default=0, )"),
+        ("keyword", "default=0,", "", "self.count += max(limit, é, default=0, )"),
+        ("statement", "self.close()", "pass", "self.close()"),
+        ("finally", f"self.close() {ends}", "pass", "self.close()"),
+        ("statement", ends, "pass", ends),
+        ("swap", "self.seen, lock", "lock, self.seen", "for one in zip(self.seen, lock, strict=True):"),
+        ("statement", f"{told}(*one, later=True, at=1)", "pass", f"{told}(*one, later=True, at=1)"),
+        ("keyword", "later=True,", "", f"{told}(*one, later=True, at=1)"),
+        ("keyword", "at=1", "", f"{told}(*one, later=True, at=1)"),
+    ]
+    assert {kind for kind, *_ in found} == set(TOOL["DROPS"])
 
 
 def test_a_sample_stays_when_another_decision_goes() -> None:
@@ -134,6 +183,61 @@ def test_what_no_test_looks_at_survives(tests: Any, tree: Path) -> None:
     assert TOOL["verdict"](tests, tree, constant) == "survived"
     assert len(tests.record(tree, FILE, []).reaching(tree, constant)) == 2  # it is run at import
     assert TOOL["verdict"](tests, tree, mutant_of(tree, "+ → -", "return x + 1")) == "unreached"
+
+
+WIRED = """import contextlib, functools, threading
+
+LOCK, made = threading.Lock(), []
+
+@functools.cache
+def make(count, name="none"):
+    made.append(count)
+    if count < 0:
+        raise ValueError(name)
+    with LOCK:
+        try:
+            return count // 2, name, LOCK.locked()
+        finally:
+            made.append("end")
+
+def ask():
+    return make(7, 3, name="odd") if False else make(8, name="even")
+
+def pair(left, right):
+    return divmod(left, right)
+"""
+SEES = """import pytest
+from app.half import ask, made, make, pair
+
+def test_it():
+    made.clear()
+    assert (ask(), ask(), made) == ((4, "even", True), (4, "even", True), [8, "end"])
+    with pytest.raises(ValueError):
+        make(-1)
+    assert pair(7, 2) == (3, 1)
+"""
+BLIND = """from app.half import ask, make, pair
+
+def test_it():
+    ask(), pair(7, 2)
+    try:
+        make(-1)
+    except ValueError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("test", "found"), [(SEES, "killed"), (BLIND, "survived")])
+def test_of_each_kind_what_a_test_sees_is_killed_and_what_none_sees_survives(
+    tests: Any, tree: Path, test: str, found: str
+) -> None:
+    (tree / "app/half.py").write_text(WIRED)
+    (tree / FILE).write_text(test)
+    tried = {mutant.kind: mutant for mutant in TOOL["decisions"](tree, None) if mutant.number > 4}
+    assert tried.keys() - {"word"} == set(TOOL["DROPS"])
+    assert {kind: TOOL["verdict"](tests, tree, tried[kind]) for kind in TOOL["DROPS"]} == dict.fromkeys(
+        TOOL["DROPS"], found
+    )
 
 
 def test_a_test_that_fails_anyway_kills_nothing(tests: Any, tree: Path) -> None:
