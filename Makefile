@@ -205,8 +205,12 @@ hooks: $(VENV)/.installed ## run make check before every commit
 audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
 	$(BIN)/python .ci/audit
 
-mutants: $(VENV)/.installed ## change one decision at a time, run the tests that reach it: SAMPLE=200 SEED=0 ARGS="--changed main --seconds 290"
+mutants: $(VENV)/.installed ## change a decision or drop wiring, run the tests that reach it: SAMPLE=200 SEED=0 ARGS="--only app/http --kinds guard,with"
 	$(BIN)/python .ci/mutants --sample $(or $(SAMPLE),200) --seed $(or $(SEED),0) $(ARGS)
+
+.PHONY: test-changed
+test-changed: $(VENV)/.installed ## the tests that reach what has changed, by the records of make mutants: SINCE=main
+	$(BIN)/python .ci/mutants/changed.py $(or $(SINCE),main)
 
 files: ## the lists of files and decisions in docs/, from the modules' first sentences
 	$(PYTHON) .ci/list-files

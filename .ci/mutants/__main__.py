@@ -52,7 +52,7 @@ def verdict(tests: Tests, tree: Path, mutant: Mutant) -> str:
     found, left = "unreached", MUTANT_SECONDS
     for file in concerns(tree, mutant.file):
         record, chosen = tests.record(tree, file, {mutant.file, caller(mutant.file)}), []
-        for test in record.reaching(tree, mutant):
+        for test in record.reaching(tree, mutant.file, mutant.reach or mutant.number):
             if left > 0 and test not in tests.unsound:
                 chosen.append(test)
                 left -= record.seconds[test]

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import coverage
-from decisions import ROOT, Mutant, digest, sources
+from decisions import ROOT, digest, sources
 
-WORK = ROOT / ".cache" / "mutants"
+WORK = (ROOT / ".cache/mutants").resolve()  # as coverage.py names files
 HANGS_AFTER = 4.0  # times what the same tests took when they were recorded, and this many seconds more:
 SLACK_SECONDS = 40.0
 MOST_FILES = 6
@@ -34,7 +34,8 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
     "model/native/": "model/native/kernel.py",
 }
 ALSO = {  # what looks at a folder besides the tests of its modules
-    "app/fronts/": ("tests/app/fronts/test_second.py",),
+    "app/fronts/": tuple(f"tests/app/fronts/test_{name}.py" for name in ("host", "remote", "retrieval", "second")),
+    "app/http/": ("tests/app/http/test_faults.py", "tests/app/http/test_log_lines.py"),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
@@ -88,7 +89,10 @@ def lines_of(source: str, number: int | None) -> tuple[set[int], bool]:
     functions = {node for node in statements if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     if number is None:
         return {line for node in functions for inner in node.body for line in covered[inner]}, True
-    *outer, innermost = (node for node in statements if number in covered[node])
+    holding = [node for node in statements if number in covered[node]]
+    if not holding:  # such as a decorator
+        return {number}, False
+    *outer, innermost = holding
     within = [covered[node] for node in ast.walk(innermost) if node in covered and node is not innermost]
     return covered[innermost].difference(*within) | {number}, not functions.isdisjoint(outer)
 
@@ -102,15 +106,14 @@ class Record:
     seconds: dict[str, float]
     shared_seconds: float
 
-    def reaching(self, tree: Path, mutant: Mutant) -> list[str]:
-        """The tests that reach a mutant, quickest first: all of them where it is run at import or while something is set up."""
+    def reaching(self, tree: Path, file: str, *numbers: int) -> list[str]:
+        """The tests that reach lines of a file, quickest first: all of them where one is run at import or while something is set up."""
         data = coverage.CoverageData(self.data)
         data.read()
-        module = caller(mutant.file)
-        contexts = data.contexts_by_lineno(str(tree / module))
-        lines, in_function = lines_of(
-            (tree / module).read_text(), (mutant.reach or mutant.number) if module == mutant.file else None
-        )
+        module = caller(file)
+        contexts, source = data.contexts_by_lineno(str(tree / module)), (tree / module).read_text()
+        found = [lines_of(source, number if module == file else None) for number in numbers]
+        lines, in_function = set().union(*(own for own, _ in found)), all(within for _, within in found)
         reached = {context for line in lines for context in contexts.get(line, ())}
         called = {context.removesuffix(CALLED) for context in reached if context.endswith(CALLED)}
         near = {context.removesuffix(CALLED) for found in contexts.values() for context in found}

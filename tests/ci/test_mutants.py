@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / ".ci/mutants"
 TOOL: dict[str, Any] = runpy.run_path(str(SCRIPT))
+CHANGED: dict[str, Any] = runpy.run_path(str(SCRIPT / "changed.py"))
 CHANGES: dict[str, Any] = TOOL["decisions"].__globals__["CHANGES"]
 DROPS: Any = TOOL["decisions"].__globals__["python_drops"]
 FILE = "tests/app/test_half.py"
@@ -170,7 +173,7 @@ def mutant_of(tree: Path, change: str, line: str) -> Any:
 def test_a_mutant_is_killed_by_the_tests_that_reach_it(tests: Any, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = mutant_of(tree, "- → +", "x = x - 1")
     assert TOOL["verdict"](tests, tree, mutant) == "killed"
-    assert tests.record(tree, FILE, []).reaching(tree, mutant) == [f"{FILE}::test_what_is_positive"]
+    assert tests.record(tree, FILE, []).reaching(tree, mutant.file, mutant.number) == [f"{FILE}::test_what_is_positive"]
     assert "x = x - 1" in (tree / "app/half.py").read_text()  # the change is taken back
     hangs = mutant_of(tree, "1 → (1 + 1)", "x = x - 1")
     for limit in ("SLACK_SECONDS", "HANGS_AFTER"):
@@ -181,7 +184,7 @@ def test_a_mutant_is_killed_by_the_tests_that_reach_it(tests: Any, tree: Path, m
 def test_what_no_test_looks_at_survives(tests: Any, tree: Path) -> None:
     constant = mutant_of(tree, "0 → (0 + 1)", "LEAST = 0")  # half of 0 is 0 either way: such a one is judged equivalent
     assert TOOL["verdict"](tests, tree, constant) == "survived"
-    assert len(tests.record(tree, FILE, []).reaching(tree, constant)) == 2  # it is run at import
+    assert len(tests.record(tree, FILE, []).reaching(tree, constant.file, constant.number)) == 2  # it is run at import
     assert TOOL["verdict"](tests, tree, mutant_of(tree, "+ → -", "return x + 1")) == "unreached"
 
 
@@ -252,9 +255,9 @@ def test_lines_that_another_process_runs_are_reached(tests: Any, tree: Path) -> 
         f"import subprocess, sys\n\ndef test_it():\n    subprocess.run({command})\n\ndef test_other():\n    pass\n"
     )
     record = tests.record(tree, FILE, [])
-    assert record.reaching(tree, mutant_of(tree, "+ → -", "return x + 1")) == [f"{FILE}::test_it"]
+    assert record.reaching(tree, "app/half.py", 11) == [f"{FILE}::test_it"]
     # A constant concerns every test of the file: who imports a module first says nothing.
-    assert len(record.reaching(tree, mutant_of(tree, "0 → (0 + 1)", "LEAST = 0"))) == 2
+    assert len(record.reaching(tree, "app/half.py", 1)) == 2
 
 
 def test_only_changed_lines_are_drawn_when_asked(tree: Path) -> None:
@@ -267,3 +270,47 @@ def test_every_equivalent_names_a_line_that_is_there_and_a_reason() -> None:
     known = {(mutant.file, mutant.line, mutant.change) for mutant in TOOL["decisions"](root, None)}
     assert [entry for entry in kept if (entry["file"], entry["line"], entry["change"]) not in known] == []
     assert [entry for entry in kept if len(entry["reason"].split()) < 5] == []
+
+
+def test_a_change_is_tried_by_the_tests_that_reach_it(tests: Any, tree: Path, tmp_path: Path) -> None:
+    module, text = "app/half.py", (tree / "app/half.py").read_text()
+    positive, negative = f"{FILE}::test_what_is_positive", f"{FILE}::test_what_is_negative"
+    here = tmp_path / "here"
+    shutil.copytree(tree, here)
+
+    def chosen(file: str = module) -> set[str]:
+        found: set[str] = CHANGED["tests_of"](here, tmp_path, file)
+        return found
+
+    assert chosen() == {FILE}, "nothing is recorded"
+    tests.record(tree, FILE, [module])
+    for old, new, found in (
+        ("        x = x - 1", "        x = x - 3", {positive}),
+        ("        return 0\n", "        # zero\n        return 0\n", {positive, negative}),
+        ("    while x", "    print(x)\n    while x", {positive, negative}),
+        ("    return x + 1", "    return x + 2", set()),
+        ("LEAST = 0", "LEAST = 1", {positive, negative}),
+    ):
+        (here / module).write_text(text.replace(old, new))
+        assert chosen() == found, new
+    (tree / module).write_text(text + "\n")
+    assert chosen() == {FILE}, "what is recorded is another version"
+    assert chosen(FILE) == {FILE}
+    assert chosen("docs/half.md") == chosen("tests/elsewhere.toml") == set()
+
+
+def test_what_has_changed_since_a_commit(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-b", "main")
+    for step, name in enumerate(("same", "changed", "gone", "own", "new")):
+        (tmp_path / name).write_text(name)
+        git("add", ".") if step < 4 else None
+        git("commit", "-m", "x") if step == 2 else None
+        git("checkout", "-b", "branch") if step == 2 else None
+        git("commit", "-m", "y") if step == 3 else None
+    (tmp_path / "changed").write_text("anew")
+    (tmp_path / "gone").unlink()
+    assert CHANGED["changed_files"](tmp_path, "main") == ["changed", "gone", "new", "own"]
