@@ -222,6 +222,7 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
         assert loads == ["refused", "v3"]
         reloader.stop()
         await service.stop(1.0)
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, 5.0)  # nothing looks any more
 
     asyncio.run(main())
 

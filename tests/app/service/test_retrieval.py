@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from app.engine.loading import LoadedRetrieval, RetrievalLoader, retrieval_loader
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
 from app.interface import Found, PostChange, PostRows, ReloadInProgress, ServedRetrieval
 from app.service.retrieval import RetrievalService
-from app.settings import Queue, Retrieval, Settings
+from app.settings import Budgets, Queue, Retrieval, Settings
 from app.telemetry.metrics import Metrics
 from model.inputs import Context
 from model.retrieval.engine import Users
@@ -233,8 +234,9 @@ def test_a_swap_changes_towers_and_corpus_between_two_searches(load: RetrievalLo
             assert (engines[0].scans, others[0].scans) == ([[1, 1]], [[1]])
             await asyncio.to_thread(engines[0].closed.wait, 5)
             assert engines[0].closed.is_set()
-            with pytest.raises(CorpusNotLoaded, match="was replaced"):
+            with pytest.raises(CorpusNotLoaded, match="was replaced") as refused:
                 await found(service, query(1), DEADLINE, old)
+            assert refused.value.retry_after_seconds == 0, "another corpus serves"
 
     asyncio.run(scenario())
 
@@ -330,17 +332,66 @@ def test_a_compaction_that_fails_changes_nothing(tmp_path: Path, monkeypatch: py
 
     async def scenario() -> None:
         async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-            served = service.served
+            served, lines = service.served, list[Any]()
             await service.change(change([1], [900]))
             for name in ("write_files", "write_file"):
-                with monkeypatch.context() as patch:
+                with monkeypatch.context() as patch, structlog.testing.capture_logs() as said:
                     patch.setattr(f"weights.corpus.compaction.{name}", full)
                     with pytest.raises(CheckpointError, match="No space left on device"):
                         await service.compact()
+                    lines += said
             assert service.served is served
             assert service.metrics.compactions.labels("failure")._value.get() == 2
+            told = [line for line in lines if line["event"] == "compaction_failed" and line["log_level"] == "error"]
+            assert ["No space left on device" in line["reason"] for line in told] == [True, True]
             assert (await service.change(change([2], []))).changes == 2
             assert (await service.compact()).corpus.version == "v1+2"
+
+    asyncio.run(scenario())
+
+
+def test_more_changes_at_once_than_the_budget_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, record = Gate(), LoadedRetrieval.record
+
+    def held(loaded: LoadedRetrieval, asked: PostChange) -> Any:
+        gate(asked)
+        return record(loaded, asked)
+
+    monkeypatch.setattr(LoadedRetrieval, "record", held)
+
+    async def scenario() -> None:
+        async with running(retrieving.loader(tmp_path), FakeClock(), budgets=Budgets(changes=2)) as service:
+            begun = [asyncio.ensure_future(service.change(change([post], []))) for post in (1, 2)]
+            await gate.reached()
+            with pytest.raises(Overloaded, match="Other changes") as refused:
+                await service.change(change([3], []))
+            assert refused.value.retry_after_seconds
+            gate.opened.set()
+            assert [changed.changes for changed in await asyncio.gather(*begun)] == [1, 2]
+            assert (await service.change(change([3], []))).changes == 3, "the room of what has ended is free"
+
+    asyncio.run(scenario())
+
+
+def test_after_the_end_another_process_may_change_the_corpus(tmp_path: Path) -> None:
+    checkpoint, corpus = retrieving.written(tmp_path)
+
+    async def scenario() -> None:
+        services = [
+            RetrievalService(
+                retrieval_loader(checkpoint, corpus, Settings(threads=1)), Settings(), Metrics(), FakeClock()
+            )
+            for _ in range(2)
+        ]
+        for service in services:
+            await service.load()
+        await services[0].change(change([1], []))
+        with pytest.raises(CheckpointError):
+            await services[1].change(change([2], []))
+        assert await services[0].stop(5.0)
+        await services[1].load()
+        assert (await services[1].change(change([2], []))).changes == 2
+        assert await services[1].stop(5.0)
 
     asyncio.run(scenario())
 

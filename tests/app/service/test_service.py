@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -16,9 +18,10 @@ import pytest
 from app.assembly import build_server
 from app.engine.loading import LoadedModel, Steps, checkpoint_loader
 from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, NonFiniteScores, NotReady, Overloaded
+from app.exits import EXIT_ENGINE_LOST
 from app.interface import Found, Health, ranked
 from app.request.body import decode
-from app.scheduling.loop_lag import LoopLag
+from app.scheduling.loop_lag import LoopLag, Work
 from app.service.service import RankingService
 from app.service.watchdog import COLLECT_OBJECTS
 from app.settings import Batching, Deadline, Limits, Queue, Settings
@@ -174,6 +177,51 @@ async def test_refusals_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPa
         assert (refused("queue_full"), refused("loop_overrun")) == (1, 1)
         ticket.release()
         service.check_open()
+
+
+async def test_the_clock_of_the_loop_hears_of_answers_and_of_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Work] = []
+    monkeypatch.setattr(LoopLag, "tick", lambda lag, now, work: heard.append(work))
+    async with busy(candidates=100, queue=Queue(max_candidates=100)) as (service, _, gate, first):
+        for _ in range(3):
+            with pytest.raises(Overloaded):
+                service.admit(service.model, candidates=1, history=0, deadline=None)
+        with pytest.raises(Overloaded):
+            service.check_open()
+        await until(lambda: bool(heard) and heard[-1][1:] == (0, 4, 1))
+        gate.opened.set()
+        await first
+        service.check_open()
+        await until(lambda: heard[-1][1:] == (1, 4, 0))
+
+
+HANGS = """
+import asyncio, time
+from app.service import service, watchdog
+from app.settings import Queue, Settings
+from app.telemetry.metrics import Metrics
+from loadtest.soak.fake_engine import FakeEngine, loader
+
+async def main():
+    ranking = service.RankingService(loader(FakeEngine()), Settings(queue=Queue(stall_seconds=0.1, stall_exit_seconds=0.5)), Metrics())
+    ranking.watchdog.watch_loop()
+    ranking.start()
+    await ranking.wait_ready()
+    await asyncio.sleep(0.2)
+    time.sleep({})
+    await asyncio.sleep(0.2)
+
+watchdog.WATCHDOG_SECONDS = 0.05
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(20.0, EXIT_ENGINE_LOST), (0.0, 0)])
+async def test_a_process_whose_event_loop_hangs_ends_and_says_so(seconds: float, code: int) -> None:
+    command = [sys.executable, "-c", HANGS.format(seconds)]
+    ended = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code, ended.stderr
+    assert ("The event loop has hung" in ended.stdout + ended.stderr) == (code != 0)
 
 
 async def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
