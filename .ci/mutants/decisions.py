@@ -31,7 +31,7 @@ CPP_SKIPPED = re.compile(
 
 
 WORD, DROPS = "word", ("statement", "guard", "keyword", "with", "swap", "decorator", "finally")
-SYMMETRIC = ("min", "max")
+SYMMETRIC = ("min", "max", "minimum", "maximum", "equal", "array_equal", "fma")
 NEEDED = (
     "property",
     "setter",
@@ -153,7 +153,7 @@ def python_drops(source: str) -> Iterator[Change]:
                 comma = re.compile(rb"\s*,?").match(text.raw, text.at(one, end=True))
                 end = comma.end() if after is None else text.at(after)
                 yield text.at(one), text.raw[text.at(one) : end].decode(), "", "keyword", one.lineno
-        if len(node.args) > 1 and getattr(node.func, "id", "") not in SYMMETRIC:
+        if len(node.args) > 1 and getattr(node.func, "id", getattr(node.func, "attr", "")) not in SYMMETRIC:
             first, second = node.args[:2]
             between = text.raw[text.at(first, end=True) : text.at(second)].decode()
             swapped = text.of(second) + between + text.of(first)

@@ -9,13 +9,15 @@ import time
 import pytest
 import structlog
 
+from app.engine.loading import LoadedModel
 from app.errors import CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
-from app.fronts import frames, remote, uplink
+from app.fronts import frames, host, remote, uplink
 from app.fronts.reload import RemoteReloads
 from app.http.application import create_app
 from app.interface import CheckpointNotFound
 from app.settings import Batching, Queue
-from loadtest.soak.fake_engine import FakeEngine
+from app.telemetry.metrics import Metrics
+from loadtest.soak.fake_engine import FakeEngine, loaded
 from tests.app.fakes import Gate, loader, request, right, run, until
 from tests.app.fronts.linked import begin, linked
 from tests.app.serving import ask, chunk, good, value_of
@@ -357,6 +359,45 @@ def test_without_an_engine_process_it_is_starting_and_not_failed() -> None:
     run(main())
 
 
+def test_a_front_of_an_engine_that_loads_refuses_and_counts_and_says_when_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate()
+
+    def load(steps: object) -> LoadedModel:
+        gate(None)
+        return loaded(FakeEngine())
+
+    async def main() -> None:
+        monkeypatch.setattr("tests.app.fronts.linked.loader", lambda engine: load)
+        async with linked(FakeEngine(), fronts=0) as found:
+            front = remote.RemoteService(found.settings, found.path, 1, Metrics())
+            found.fronts.append(front)
+            front.start()
+            await front.linked.wait()
+            with pytest.raises(NotReady, match="is being loaded") as refused:
+                front.check_open()
+            assert refused.value.retry_after_seconds == remote.RETRY_AFTER_SECONDS
+            assert value_of(front.metrics.render().decode(), 'ranker_rejected_total{reason="not_ready"}') == 1
+            gate.opened.set()
+            await until(lambda: front.health().ready)
+            front.check_open()
+
+    run(main())
+
+
+def test_an_engine_process_that_does_nothing_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "SIGN_OF_LIFE_SECONDS", 0.05)
+
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            for _ in range(3):
+                heard = found.fronts[0].uplink.heard
+                await until(lambda heard=heard: found.fronts[0].uplink.heard > heard, 10.0)
+
+    run(main())
+
+
 def test_a_front_that_stops_waits_for_its_requests_and_takes_no_more() -> None:
     async def main() -> None:
         gate = Gate()
@@ -372,6 +413,7 @@ def test_a_front_that_stops_waits_for_its_requests_and_takes_no_more() -> None:
             with pytest.raises(Draining) as refused:
                 front.check_open()
             assert refused.value.retry_after_seconds == remote.RETRY_AFTER_SECONDS
+            assert value_of(front.metrics.render().decode(), 'ranker_rejected_total{reason="draining"}') == 1
             gate.opened.set()
             assert await stopping
             assert right((await sent).scores, 1)
