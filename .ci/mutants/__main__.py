@@ -67,6 +67,7 @@ def verdict(tests: Tests, tree: Path, mutant: Mutant) -> str:
                 break
             if tests.are_sound(tree, file, chosen[: chosen.index(failing) + 1]):
                 return "killed"
+            print(f"fails without a change, too: {failing}", flush=True)
             tests.unsound.add(failing)
             chosen.remove(failing)
     return found
