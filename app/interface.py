@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -300,3 +301,15 @@ class Reloads(Protocol):
     def stop(self) -> None:
         """End the watch and whatever still loads."""
         ...
+
+
+def served_identity(service: Service) -> tuple[object, ...]:
+    """What serves now: equal before and after a reload that changed nothing."""
+    second, found = service.second, list[object]()
+    with suppress(ServiceError):
+        found.append(service.model.manifest.digest)
+    found.append(None if second is None or second.model is None else second.model.manifest.digest)
+    with suppress(ServiceError):
+        served = service.retrieval.served
+        found += [served.manifest.digest, served.corpus.digest, served.hidden]
+    return tuple(found)

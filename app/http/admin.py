@@ -18,7 +18,7 @@ from app.http.asgi import Headers, read_body
 from app.http.negotiation import BATCH, is_compressed, wire_of
 from app.http.observe import Observe, Recorder
 from app.http.problems import HANDLERS
-from app.interface import Changed, CheckpointNotFound, ReloadInProgress, Reloads, Service
+from app.interface import Changed, CheckpointNotFound, ReloadInProgress, Reloads, Service, served_identity
 from app.request import strict_json
 from app.request.posts import read_change
 from app.settings import Admin
@@ -66,15 +66,23 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Sta
     """
     auth = AdminAuth(settings)
 
+    def described(before: object, **manifests: Manifest | CorpusManifest) -> Response:
+        content: dict[str, object] = {
+            what: {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
+            for what, manifest in manifests.items()
+        }
+        content["result"] = "unchanged" if served_identity(service) == before else "reloaded"
+        return Response(orjson.dumps(content), media_type="application/json")
+
     async def reload(request: Request) -> Response:
         auth.check(request)
-        wanted = await _requested(request, reloads)
+        wanted, before = await _requested(request, reloads), served_identity(service)
         try:
             if wanted.keys() & {"retrieval", "corpus"}:
                 served = await reloads.reload_retrieval(wanted.get("retrieval"), wanted.get("corpus"))
-                return _described(retrieval=served.manifest, corpus=served.corpus)
+                return described(before, retrieval=served.manifest, corpus=served.corpus)
             if "second" in wanted:
-                return _described(second=(await reloads.reload(wanted["second"], second=True)).manifest)
+                return described(before, second=(await reloads.reload(wanted["second"], second=True)).manifest)
             model = await reloads.reload(wanted.get("checkpoint"))
         except CheckpointNotFound:
             if wanted:  # a front's name is looked up by the engine process
@@ -84,7 +92,7 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Sta
             raise ReloadBusy(retry_after_seconds=5.0) from None
         except (CheckpointError, EngineError) as error:
             raise ReloadRefused(str(error)) from error
-        return _described(model=model.manifest)
+        return described(before, model=model.manifest)
 
     async def posts(request: Request) -> Response:
         auth.check(request)
@@ -120,14 +128,6 @@ def _changed(state: Changed, **counts: int) -> Response:
     names = {"name": state.corpus.name, "version": state.corpus.version}
     corpus = names | {"posts": state.posts, "changes": state.changes}
     return Response(orjson.dumps({"corpus": corpus, **counts}), media_type="application/json")
-
-
-def _described(**manifests: Manifest | CorpusManifest) -> Response:
-    content = {
-        what: {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
-        for what, manifest in manifests.items()
-    }
-    return Response(orjson.dumps(content), media_type="application/json")
 
 
 def _check_coding(headers: Headers) -> None:

@@ -14,7 +14,7 @@ import structlog
 
 from app.engine.loading import Loader, RetrievalLoader
 from app.errors import CorpusNotLoaded
-from app.interface import CheckpointNotFound, ReloadInProgress, ServedModel, ServedRetrieval
+from app.interface import CheckpointNotFound, ReloadInProgress, ServedModel, ServedRetrieval, served_identity
 from app.service.service import RankingService
 from weights.checkpoint import CheckpointError, load_manifest
 from weights.corpus.store import load_corpus_manifest
@@ -112,16 +112,17 @@ class Reloader:
 
     @contextmanager
     def _recorded(self, **what: Any) -> Iterator[dict[str, Any]]:
-        """Counts and logs one reload; what is put into the yielded dict is logged with it."""
-        began, said = time.monotonic(), what
+        """Counts and logs one reload, also whether it changed anything; what is put into the yielded dict is logged with it."""
+        began, before, said = time.monotonic(), served_identity(self.service), what
         try:
             yield said
         except Exception as error:
             self.service.metrics.reloads.labels("failure").inc()
             log.error("reload_failed", **what, reason=str(error) or type(error).__name__)
             raise
-        self.service.metrics.reloads.labels("success").inc()
-        log.info("reloaded", **said, seconds=round(time.monotonic() - began, 3))
+        is_changed = served_identity(self.service) != before
+        self.service.metrics.reloads.labels("success" if is_changed else "unchanged").inc()
+        log.info("reloaded" if is_changed else "unchanged", **said, seconds=round(time.monotonic() - began, 3))
 
     def reload_soon(self) -> None:
         """Read the present checkpoint again in the background, then what retrieves; outcomes are logged and counted. For SIGHUP."""

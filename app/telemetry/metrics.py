@@ -28,7 +28,7 @@ STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 VECTOR_SOURCES = ("cache", "tower")
-RELOAD_RESULTS = ("success", "failure")
+RELOAD_RESULTS = ("success", "failure", "unchanged")
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` beside every series, which no dashboard reads
 

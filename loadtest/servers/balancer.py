@@ -29,7 +29,7 @@ Change = tuple[str, str]
 class Balancer:
     """A program and its configuration. `here`: changes for this machine; there, `{port}` is where it listens.
 
-    `settled_seconds`: until it has noticed what changed. `at_random`, `sent_once`: changes for the controls.
+    `settled_seconds`: until it has noticed what changed. `at_random`, `sent_once`, `waits`: changes for the controls.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Balancer:
     settled_seconds: float
     at_random: Change
     sent_once: Change  # a request that may have been read is not sent again
+    waits: Change  # for a process that says nothing, as long as for any reply
 
     @property
     def program(self) -> str | None:
@@ -64,12 +65,15 @@ HAPROXY = Balancer(
     ("-db", "-f"),
     (
         ("bind :8000", f"    bind {HOST}:{{port}}"),
+        ("bind :8404", "    bind unix@metrics.sock"),
+        ("stats socket /tmp/(.*)", r"    stats socket unix@\1"),
         ("backend rankers", f"backend rankers\n    http-response set-header {SERVED_BY} %s"),
         ("(default-server .*) slowstart 10s (.*)", r"    \1 slowstart 1s \2"),
     ),
     2.5,  # the health checks and the slow start
     (r"balance hdr\(x-routing-key\)", "    balance random"),
     ("retry-on .*", "    retry-on conn-failure"),
+    ("http-request set-timeout .*", ""),
 )
 NGINX = Balancer(
     "nginx",
@@ -87,6 +91,7 @@ NGINX = Balancer(
     1.2,  # the second for which it leaves alone who failed
     ("hash .* consistent;", "random;"),
     ("proxy_next_upstream .*", "proxy_next_upstream error timeout;"),
+    ("proxy_read_timeout 1500ms;", ""),
 )
 
 

@@ -1,4 +1,4 @@
-"""G1 to G3: several processes behind HAProxy or nginx: who moves when one more comes, what is lost when one dies or is replaced."""
+"""G1 to G4: several processes behind HAProxy or nginx: who moves when one more comes, what is lost when one dies, stops or is replaced."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import orjson
+from phoenix_ranker_client import AsyncRankerClient, Candidate, RankerError
 from phoenix_ranker_client.call import routing_key
 
 from loadtest.generate.http_client import Client
@@ -26,6 +27,9 @@ from loadtest.soak.servers import real
 CANDIDATES = 8
 CLIENTS = 8
 HOP_REQUESTS = 300
+LARGE = [Candidate(2**63 + post, 2**63 + post % 100, 1, 1779990000) for post in range(1400)]
+"""A request for them is 73 KB, which does not fit into HAProxy's buffer: it cannot send that one again."""
+FROZEN_SECONDS = 7.0
 
 
 class Processes:
@@ -173,29 +177,48 @@ def hop(processes: Processes, kind: Balancer, requests: int = HOP_REQUESTS) -> R
 
 @dataclass
 class Load:
-    """Clients that ask, each for one user after the other, until `stop`; what they did not get."""
+    """Clients that ask, each for one user after the other, until `stop`; what they did not get, and the seconds of the slowest reply.
+
+    Small requests are sent once. With `large` ones the client library asks, and repeats what may succeed elsewhere.
+    """
 
     target: Target
+    large: bool = False
     answered: int = 0
     lost: int = 0
+    slowest: float = 0.0
     stop: bool = False
 
     async def run(self) -> None:
         """Until `stop` is set."""
         users = itertools.count(1)
-        async with Client(HOST, self.target.port, max_connections=CLIENTS) as client:
-            await asyncio.gather(*(self._client(client, users) for _ in range(CLIENTS)))
+        async with (
+            Client(HOST, self.target.port, max_connections=CLIENTS) as client,
+            AsyncRankerClient(self.target.origin) as library,
+        ):
 
-    async def _client(self, client: Client, users: Iterator[int]) -> None:
+            async def once(user: int) -> bool:
+                return (await client.ask(asked(user))).status == 200
+
+            async def large(user: int) -> bool:
+                with suppress(RankerError):
+                    await library.rank(user, LARGE, timeout_seconds=3)  # for more, a balancer waits
+                    return True
+                return False
+
+            await asyncio.gather(*(self._client(large if self.large else once, users) for _ in range(CLIENTS)))
+
+    async def _client(self, ask: Callable[[int], Awaitable[bool]], users: Iterator[int]) -> None:
         while not self.stop:
-            reply = await client.ask(asked(next(users) % 1000 + 1))
-            self.answered += reply.status == 200
-            self.lost += reply.status != 200
+            began = time.monotonic()
+            is_answered = await ask(next(users) % 1000 + 1)
+            self.slowest = max(self.slowest, time.monotonic() - began)
+            self.answered += is_answered
+            self.lost += not is_answered
 
 
-async def _under_load(target: Target, harm: Callable[[], None]) -> Load:
+async def _under_load(load: Load, harm: Callable[[], None]) -> Load:
     """Do `harm` in a thread while clients ask, with as many requests in flight as there are clients."""
-    load = Load(target)
     running = asyncio.create_task(load.run())
     await asyncio.sleep(1)
     await asyncio.to_thread(harm)
@@ -205,7 +228,7 @@ async def _under_load(target: Target, harm: Callable[[], None]) -> Load:
     return load
 
 
-def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change) -> Row:
+def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change, large: bool = False) -> Row:
     """G2: `kill -9` of one process under load, and another one started in its place: nothing is lost, since a ranking is asked again."""
     with behind(processes, 2, kind, *changes) as target:
 
@@ -216,9 +239,25 @@ def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change) ->
                 processes.start(run % 2)
                 time.sleep(kind.settled_seconds)
 
-        load = asyncio.run(_under_load(target, harm))
-    what = f"{kind.name}: a process killed under load, {load.answered} answered"
+        load = asyncio.run(_under_load(Load(target, large), harm))
+    size = "73 KB a request, " * large
+    what = f"{kind.name}: a process killed under load, {size}{load.answered} answered"
     return Row("G2", what, runs, 0, load.lost / runs, 0, "requests lost a kill")
+
+
+def frozen(processes: Processes, kind: Balancer, *changes: Change, large: bool = False) -> Row:
+    """G4: a process that is stopped under load and goes on later: nothing is lost, and nobody waits for it longer than two seconds."""
+    with behind(processes, 2, kind, *changes) as target:
+
+        def harm() -> None:
+            processes.running[0].pause()
+            time.sleep(FROZEN_SECONDS)
+            processes.running[0].resume()
+
+        load = asyncio.run(_under_load(Load(target, large), harm))
+    size = "73 KB a request, " * large
+    what = f"{kind.name}: a process frozen for {FROZEN_SECONDS:.0f} s under load, {size}{load.answered} answered"
+    return Row("G4", what, load.answered, load.lost, load.slowest, 2, "s until the slowest reply")
 
 
 def rolling(
@@ -234,7 +273,7 @@ def rolling(
                 processes.start(number)
                 time.sleep(kind.settled_seconds)
 
-        load = asyncio.run(_under_load(target, harm))
+        load = asyncio.run(_under_load(Load(target), harm))
     failed = sum(code != 0 for code in codes)
     return Row(
         "G3",
@@ -256,5 +295,7 @@ def all_rows(runs: int) -> list[Row]:
                 print(f"{kind.name} is not installed: its rows are left out", file=sys.stderr)
                 continue
             rows += [*one_more(processes, 2000, kind), hop(processes, kind), deaths(processes, runs, kind)]
+            rows += [deaths(processes, runs, kind, large=True)]
+            rows += [frozen(processes, kind, large=large) for large in (False, True)]
             rows.append(rolling(processes, (0, 1) * runs, kind))
     return rows

@@ -1,11 +1,14 @@
-"""G1 to G3: several processes behind Debian's HAProxy, and its nginx, with the shipped configurations."""
+"""G1 to G4: several processes behind Debian's HAProxy, and its nginx, with the shipped configurations."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from phoenix_ranker_client import RankerError, call
+from phoenix_ranker_client.messages import error_from
 
 from loadtest.servers.balancer import HAPROXY, NGINX, Balancer
 from loadtest.soak import cluster
@@ -51,6 +54,47 @@ def test_g1_is_red_when_requests_go_anywhere(processes: cluster.Processes, kind:
 def test_g2_a_killed_process_loses_no_request(processes: cluster.Processes, kind: Balancer) -> None:
     row = cluster.deaths(processes, 1, kind)
     assert row.ok, row
+
+
+@kinds(HAPROXY)
+def test_g2_a_killed_process_loses_no_request_that_the_balancer_cannot_send_again(
+    processes: cluster.Processes, kind: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HAProxy answers it with 502, which the client library repeats: the row counts callers that got nothing, the list what was repeated."""
+    repeated: list[int] = []
+
+    def counted(status: int, *rest: Any) -> RankerError:
+        repeated.append(status)
+        return error_from(status, *rest)
+
+    monkeypatch.setattr(call, "error_from", counted)
+    for _ in range(3):  # a kill may meet no request in flight
+        row = cluster.deaths(processes, 1, kind, large=True)
+        assert row.ok, row
+        if 502 in repeated:
+            return
+    pytest.fail(f"no kill met a request in flight: {repeated}")
+
+
+@kinds(HAPROXY, NGINX)
+def test_g4_a_frozen_process_holds_nobody_up(processes: cluster.Processes, kind: Balancer) -> None:
+    row = cluster.frozen(processes, kind)
+    assert row.ok, row
+
+
+@pytest.mark.long
+@kinds(HAPROXY, NGINX)
+def test_g4_holds_for_large_requests(processes: cluster.Processes, kind: Balancer) -> None:
+    row = cluster.frozen(processes, kind, large=True)
+    assert row.ok, row
+
+
+@pytest.mark.long
+@kinds(HAPROXY, NGINX)
+def test_g4_is_red_where_the_balancer_waits(processes: cluster.Processes, kind: Balancer) -> None:
+    row = cluster.frozen(processes, kind, kind.waits)
+    assert not row.ok
+    assert row.figure > 5
 
 
 @kinds(HAPROXY)

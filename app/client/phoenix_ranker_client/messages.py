@@ -195,9 +195,17 @@ class ServerFault(RankerError):
 
 
 def error_from(status: int, body: Any, request_id: str, retry_after_seconds: float | None) -> RankerError:
-    """The error that a problem reply means. `body` is its JSON, or anything else: a proxy may have answered."""
+    """The error that a problem reply means. `body` is its JSON, or anything else: a proxy may have answered.
+
+    A proxy says 502 where a process died, and 504 where one hangs: another may answer. Our own 504 is the end of the caller's time.
+    """
     body = body if isinstance(body, dict) else {}
-    kinds = {429: Unavailable, 503: Unavailable, 504: DeadlineExceeded}
+    kinds = {
+        429: Unavailable,
+        502: Unavailable,
+        503: Unavailable,
+        504: DeadlineExceeded if "code" in body else Unavailable,
+    }
     kind = kinds.get(status, RequestRefused if 400 <= status < 500 else ServerFault)
     listed = body.get("errors")
     fields = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []

@@ -92,7 +92,15 @@ def test_a_call_names_itself_and_its_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [refusal(429, "overloaded"), refusal(503, "not_ready"), httpx.ConnectError("no"), httpx.ReadError("cut")]
+    "first",
+    [
+        refusal(429, "overloaded"),
+        refusal(503, "not_ready"),
+        httpx.ConnectError("no"),
+        httpx.ReadError("cut"),
+        httpx.Response(502, text="<html>"),  # a balancer's: the process died
+        httpx.Response(504, text="<html>"),  # a balancer's, not ours: the process hangs
+    ],
 )
 def test_a_refusal_for_want_of_room_is_tried_again(first: httpx.Response | Exception) -> None:
     client, seen = scripted(first, ok())
@@ -135,13 +143,13 @@ def test_attempts_are_counted() -> None:
         (refusal(401, "unauthorized"), RequestRefused),
         (refusal(504, "deadline_exceeded"), DeadlineExceeded),
         (refusal(500, "non_finite_scores"), ServerFault),
-        (httpx.Response(502, text="<html>"), ServerFault),
+        (httpx.Response(500, text="<html>"), ServerFault),
         (httpx.Response(200, text="<html>"), ServerFault),
         (httpx.Response(200, json={"ok": True}), ServerFault),
         (httpx.Response(200, json=[1]), ServerFault),
         (httpx.Response(400, json=["bad"]), RequestRefused),
-        (httpx.Response(502, json={"errors": 5}), ServerFault),
-        (httpx.Response(502, json={"errors": ["bad"]}), ServerFault),
+        (httpx.Response(500, json={"errors": 5}), ServerFault),
+        (httpx.Response(500, json={"errors": ["bad"]}), ServerFault),
         (httpx.ProxyError("no"), ServerFault),
         (httpx.ReadTimeout("slow"), DeadlineExceeded),
     ],

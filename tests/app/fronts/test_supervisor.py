@@ -226,7 +226,7 @@ def test_sighup_reads_the_checkpoint_again() -> None:
         server.process.send_signal(signal.SIGHUP)  # there is nothing to be read again yet
         server.wait_ready()
         server.process.send_signal(signal.SIGHUP)
-        assert event(server, "reloaded")["checkpoint"] == "weights/demo"
+        assert event(server, "unchanged")["checkpoint"] == "weights/demo"
 
 
 def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(whole: tuple[Server, Path]) -> None:

@@ -81,7 +81,20 @@ def test_a_named_checkpoint_serves_afterwards(client: TestClient) -> None:
     service = client.app_state["service"]  # type: ignore[attr-defined]
     assert service.model.manifest.version == "v2"
     assert 'ranker_reloads_total{result="success"} 1.0' in service.metrics.render().decode()
-    assert client.post("/admin/reload", headers=GOOD).json()["model"]["version"] == "v2"  # the present one again
+    assert reply["result"] == "reloaded"
+
+
+def test_a_reload_that_changed_nothing_says_so(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mount that is the checkpoint itself still shows the old files after a rename: nobody may be told that it was reloaded."""
+    assert reload(client, "v1")[1]["result"] == "reloaded"
+    capsys.readouterr()
+    reply = client.post("/admin/reload", headers=GOOD).json()
+    assert (reply["model"]["version"], reply["result"]) == ("v1", "unchanged")
+    service = client.app_state["service"]  # type: ignore[attr-defined]
+    assert 'ranker_reloads_total{result="unchanged"} 1.0' in service.metrics.render().decode()
+    out = capsys.readouterr().out
+    assert "unchanged" in out
+    assert "reloaded" not in out
 
 
 def test_a_refused_checkpoint_says_why_and_the_old_one_serves(client: TestClient) -> None:
