@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from app.settings import names
+from app.settings import Settings, names
 from tests.docker.dockerfile import ROOT
 
 HERE = ROOT / "docker/kubernetes"
@@ -83,7 +83,7 @@ def test_a_field_that_does_not_exist_is_found(objects: Objects) -> None:
 
 def test_settings_exist_and_the_grace_period_is_longer_than_a_drain(objects: Objects) -> None:
     pod = pod_of(objects)
-    chosen = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+    chosen = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
     assert set(chosen) <= set(names())
     drain = float(chosen["RANKER_DRAIN__DELAY_SECONDS"]) + float(chosen["RANKER_DRAIN__TIMEOUT_SECONDS"])
     assert pod["terminationGracePeriodSeconds"] > drain
@@ -96,6 +96,27 @@ def test_probes_ask_what_the_service_has(objects: Objects) -> None:
     paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert paths == {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
     assert container["ports"][0]["containerPort"] == 8000
+    start = container["startupProbe"]
+    longest_load = Settings.model_fields["reload"].default.timeout_seconds
+    assert start["periodSeconds"] * start["failureThreshold"] > longest_load
+
+
+def test_the_engine_takes_the_threads_that_the_pod_asks_for(objects: Objects) -> None:
+    """Without a limit of CPUs a process sees all cores of its node."""
+    [container] = pod_of(objects)["containers"]
+    [threads] = [entry for entry in container["env"] if entry["name"] == "RANKER_THREADS"]
+    field = threads["valueFrom"]["resourceFieldRef"]
+    assert (field["containerName"], field["resource"]) == (container["name"], "requests.cpu")
+    assert int(container["resources"]["requests"]["cpu"]) >= 1
+
+
+def test_gateways_of_other_namespaces_may_call_and_names_traces_and_istiod_are_reached(objects: Objects) -> None:
+    policy = objects["NetworkPolicy/ranker"]["spec"]
+    [ingress] = policy["ingress"]
+    callers = [peer["namespaceSelector"]["matchLabels"] for peer in ingress["from"] if "namespaceSelector" in peer]
+    assert {"ranker-client": "true"} in callers
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 4317, 4318, 15012}
+    assert "kubectl label namespace" in (ROOT / "docs/scaling.md").read_text()
 
 
 def test_pods_are_hardened_as_the_image_expects(objects: Objects) -> None:
@@ -141,3 +162,13 @@ def test_a_card_is_asked_for_in_the_gpu_overlay_alone() -> None:
     }
     assert cards == {"cpu": None, "gpu": 1}
     assert pod_of(built("gpu"))["containers"][0]["image"].endswith(":cuda")
+
+
+def test_a_pod_with_a_card_goes_where_cards_are_and_needs_no_spare_one() -> None:
+    pod = pod_of(built("gpu"))
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    assert pod["runtimeClassName"] == "nvidia"
+    assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu"]
+    update = {overlay: built(overlay)["Deployment/ranker"]["spec"]["strategy"]["rollingUpdate"] for overlay in OVERLAYS}
+    assert update["gpu"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert update["cpu"] == {"maxSurge": 1, "maxUnavailable": 0}
