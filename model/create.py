@@ -11,7 +11,7 @@ import torch
 from model.config import CandidatePositions
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, EngineInfo
-from model.memory import engine_bytes, shortage
+from model.memory import engine_bytes, shortage, usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
 from model.ranker import Ranker
@@ -30,7 +30,7 @@ class EngineOptions:
     `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
     the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off, None is
     256 MiB on a CPU and an eighth of the device's memory on CUDA, so that a reload has room for a second one.
-    `threads` 0 leaves torch's choice; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
+    `threads` 0 leaves torch's choice, within the limit of the control group; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
     default the user's cache.
     """
 
@@ -49,8 +49,7 @@ def create_engine(ranker: Ranker, options: EngineOptions) -> Engine:
     device = find_device(options.device)
     if problem := shortage(engine_bytes(ranker), device):
         raise EngineError(f"the engine of this checkpoint does not fit: {problem}")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or usable_threads())
     if options.backend == "native" or (options.backend == "auto" and device.type == "cpu"):
         try:
             return _native(ranker, options, device)

@@ -1,4 +1,5 @@
-"""How much memory a model takes and how much there is, so that one which asks for too much is refused before it takes any."""
+"""How much memory a model takes and how much there is, so that one which asks for too much is refused before it takes any. And how many
+threads there are."""
 
 from __future__ import annotations
 
@@ -52,6 +53,16 @@ def free_bytes(root: Path = Path("/")) -> float:
         cached = _number(group / "memory.stat", r"(?m)^inactive_file (\d+)")  # is given up when memory is short
         free.append(limit - _number(group / "memory.current", r"(\d+)") + cached)
     return min(free)
+
+
+def usable_threads(root: Path = Path("/")) -> int:
+    """Torch's number, but no more than the processors that this process's control group (version 2) may keep busy."""
+    cores = torch.get_num_threads()
+    try:
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return cores
 
 
 def _number(file: Path, pattern: str) -> int:

@@ -17,6 +17,7 @@ from model.cache import ContextCache, ContextKey
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item, Outcome
 from model.inputs import Context, Scores
+from model.memory import usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.kernel import Kernel, Work, load_kernel
 from model.native.packing import CANDIDATE_JOB, CONTEXT_JOB, GRAIN, PANEL, pack, refusal, round_up
@@ -37,7 +38,7 @@ class Keys:
 class NativeEngine:
     """The engine contract on a CPU. The bits of a candidate's scores depend on nothing but its request's own features.
 
-    `dtype` None takes what a short measured probe finds faster; `threads` 0 takes torch's number, and where the system
+    `dtype` None takes what a short measured probe finds faster; `threads` 0 takes `usable_threads`, and where the system
     refuses so many, those that it gives; `vectors`, `only_if_fast` and KernelUnavailable as of `load_kernel`. Raises EngineError
     where memory ends. `ranker` must live on the CPU; its tables are read in place. `kernel` is a build of one's own, for
     profiles and tests.
@@ -65,7 +66,7 @@ class NativeEngine:
         if dtype is None:
             dtype = torch.bfloat16 if measured["bfloat16"] < measured["float32"] else torch.float32
         self._packed = pack(ranker, dtype, self._kernel.strip(), candidate_positions)
-        wanted = threads or torch.get_num_threads()
+        wanted = threads or usable_threads()
         self._handle: ctypes.c_void_p | None
         self._handle, threads = self._kernel.create(self._packed.model, wanted, bf16=dtype is torch.bfloat16)
         config = self.config

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from model.engine import EngineError
+from model.memory import usable_threads
 from model.native.build import HERE, Vectors, build_kernel
 from model.native.kernel import check_status, open_library
 from model.native.packing import Float, Int64, Pointer, structure
@@ -53,7 +53,7 @@ class NativeIndex:
         self._vectors = vectors
         self._handle = ctypes.c_void_p()
         rows, width = (Int64(size) for size in vectors.shape)
-        count = Int64(threads or torch.get_num_threads())
+        count = Int64(threads or usable_threads())
         made = self.library.search_create(Pointer(vectors.ctypes.data), rows, width, count, ctypes.byref(self._handle))
         check_status(made, "make an index")
 

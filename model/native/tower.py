@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from model.engine import EngineError
 from model.inputs import Context
+from model.memory import usable_threads
 from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import ContextRows
 from model.native.kernel import Work, load_kernel
@@ -45,7 +46,7 @@ class NativeTower:
         self._packed = pack(towers, dtype, self._kernel.strip())
         self._handle: ctypes.c_void_p | None
         self._handle, given = self._kernel.create(
-            self._packed.model, threads or torch.get_num_threads(), bf16=dtype is torch.bfloat16
+            self._packed.model, threads or usable_threads(), bf16=dtype is torch.bfloat16
         )
         head, config = self._config.head_width, self._config
         self._block_bytes = PANEL * (head + round_up(head, GRAIN)) * config.layers * config.kv_heads * dtype.itemsize

@@ -6,9 +6,10 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 
 from model.create import EngineOptions, create_engine
-from model.memory import RESERVED_BYTES, engine_bytes, free_bytes, shortage
+from model.memory import RESERVED_BYTES, engine_bytes, free_bytes, shortage, usable_threads
 from tests.model.builders import random_config, random_ranker
 
 GIB = 2**30
@@ -49,6 +50,20 @@ def test_a_limit_of_addresses_counts_less_what_threads_take(tmp_path: Path, monk
 
 def test_where_nobody_says_there_is_no_bound(tmp_path: Path) -> None:
     assert free_bytes(tmp_path) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("said", "threads"),
+    [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8), ("", 8), (None, 8)],
+)
+def test_a_control_group_limits_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, threads: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    if said is not None:
+        (tmp_path / "sys/fs/cgroup/cpu.max").write_text(said + "\n")
+    assert usable_threads(tmp_path) == threads
 
 
 def test_this_machine_says_something_sensible() -> None:

@@ -45,7 +45,7 @@ def score(
         )
         started = time.perf_counter()
         with progress_bar() as bar:
-            written = score_log(log, out, scorer, since, partitions, bar)
+            written = score_log(log, out, scorer, since, partitions, bar, say)
         scorer.close()
     seconds = time.perf_counter() - started
     say(f"{out} holds {written} scores of {scorer.manifest.name} {scorer.manifest.version}; {seconds:.1f} s")

@@ -1,11 +1,12 @@
 """Scores a log that does not fit into memory: split by user, a partition at a time, and taken up again where it was ended.
 
-`OUT/part-00000.parquet …` are scores, each renamed into place when it is whole; `OUT/job.json` says what they are of. Below `OUT/.split`
-lies the log, split, until all of it is scored.
+`OUT/part-00000.parquet …` are scores, each renamed into place when it is whole; `OUT/job.json` says what they are of, `OUT/SHA256SUMS` what
+each one's bytes are: a part that was damaged since is computed again. Below `OUT/.split` lies the log, split, until all of it is scored.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -32,6 +33,8 @@ ROUND_ROWS = 1_000_000
 """So many rows are read before they are written to their partitions: what splitting holds in memory."""
 MAX_PARTITIONS = 500  # files that are open at once while the log is split
 
+SUMS = "SHA256SUMS"
+
 Progress = Callable[[str, int, int], None]
 """What is being done, rows done, rows in all."""
 
@@ -53,11 +56,18 @@ class Job:
 
 
 def score_log(
-    log: Path, out: Path, scorer: Scorer, since_ts: int = 0, partitions: int = 0, progress: Progress | None = None
+    log: Path,
+    out: Path,
+    scorer: Scorer,
+    since_ts: int = 0,
+    partitions: int = 0,
+    progress: Progress | None = None,
+    warn: Callable[[str], object] = lambda sentence: None,
 ) -> int:
     """Score the requests of a Parquet file, or of a directory of such, from `since_ts` on; the number of rows written.
 
-    `partitions` 0: as many as keep each near PARTITION_ROWS. What a killed run has left is not computed again.
+    `partitions` 0: as many as keep each near PARTITION_ROWS. What a killed run has left is not computed again, unless it was
+    damaged since: `warn` is told.
     Raises LogError, EngineError, or JobError where `out` holds something else.
     """
     say = progress or (lambda what, done, total: None)
@@ -74,7 +84,11 @@ def score_log(
     )
     _claim(out, job)
     parts = [out / f"part-{number:05}.parquet" for number in range(job.partitions)]
-    todo, split = [part for part in parts if not part.exists()], out / ".split"
+    sums = _sums(out)
+    todo, split = [part for part in parts if not part.exists() or _sha256(part) != sums.get(part.name)], out / ".split"
+    for part in todo:
+        if part.exists():
+            warn(f"{part} is computed again: its bytes are not those that were written.")
     if todo and not split.exists():
         _split(source, split, job, say)
     pieces = [split / f"{part.stem}.arrow" for part in todo]
@@ -90,7 +104,7 @@ def score_log(
             done += size
             if writing:
                 writing.result()
-            writing = files.submit(_rename, part, partial(_write, scored))
+            writing = files.submit(_rename, part, partial(_write, scored, sums))
         if writing:
             writing.result()
     shutil.rmtree(split, ignore_errors=True)
@@ -166,10 +180,28 @@ def _tell(say: Progress, rows: int, before: int, done: int) -> None:
     say("scored", before + done, rows)
 
 
-def _write(scored: pa.Table, path: Path) -> None:
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sums(out: Path) -> dict[str, str]:
+    """The digests by name, in the form of `sha256sum -c`; of a file that is no such list, none."""
+    try:
+        lines = (out / SUMS).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def _write(scored: pa.Table, sums: dict[str, str], path: Path) -> None:
     # In columns of floats nearly every number is another: compressed they would be a sixth smaller, in twice the time.
     compression = {name: "zstd" if name in NAMING else "none" for name in scored.column_names}
     pq.write_table(scored, path, compression=compression, use_dictionary=False, write_statistics=list(NAMING))
+    sums[path.with_suffix(".parquet").name] = _sha256(
+        path
+    )  # said before the file has its name: each that has one is listed
+    _rename(path.with_name(SUMS), lambda new: new.write_text("".join(f"{sums[n]}  {n}\n" for n in sorted(sums))))
 
 
 def _rename(path: Path, write: Callable[[Path], object]) -> None:

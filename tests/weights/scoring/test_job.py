@@ -105,6 +105,28 @@ def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
     assert read(tmp_path / "killed").equals(whole)
 
 
+@pytest.mark.parametrize("harm", ["flipped", "cut", "unlisted"])
+def test_a_finished_part_that_was_damaged_since_is_computed_again(
+    scorer: Scorer, log: Path, tmp_path: Path, harm: str
+) -> None:
+    out = tmp_path / "out"
+    score_log(log, out, scorer, 0, 3)
+    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=out, capture_output=True, check=False).returncode == 0
+    before, times = written(out), {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    part = out / "part-00001.parquet"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content[:-5] if harm == "cut" else content)
+    if harm == "unlisted":
+        (out / "SHA256SUMS").write_bytes(b"\xff\n")
+    told: list[str] = []
+    score_log(log, out, scorer, 0, 3, warn=told.append)
+    assert written(out) == before
+    assert any("part-00001.parquet" in what for what in told)
+    again = {path.name for path in out.glob("part-*") if path.stat().st_mtime_ns != times[path.name]}
+    assert again == ({"part-00001.parquet"} if harm != "unlisted" else set(before))
+
+
 def test_what_belongs_to_another_job_is_left_alone(scorer: Scorer, log: Path, tmp_path: Path) -> None:
     score_log(log, tmp_path / "out", scorer, 0, 2)
     before = written(tmp_path / "out")
