@@ -30,7 +30,7 @@ class EngineOptions:
     `backend`: `native` is the C++ kernel (CPU only), `torch` the split engine (CUDA, and CPUs without a compiler), `dense`
     the reference; `auto` takes the fastest that runs here. `cache_bytes` bounds the context cache, 0 turns it off, None is
     256 MiB on a CPU and an eighth of the device's memory on CUDA, so that a reload has room for a second one.
-    `threads` 0 leaves torch's choice, within the limit of the control group; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
+    `threads` 0: `usable_threads`; `vectors` are those of `native`. Compiled code is kept in `kernel_directory`, by
     default the user's cache.
     """
 

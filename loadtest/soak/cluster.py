@@ -235,7 +235,7 @@ def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change, la
         def harm() -> None:
             for run in range(runs):
                 processes.running[run % 2].pause()  # so that the signal meets requests in flight
-                time.sleep(0.2)
+                time.sleep(0.5)
                 processes.end(run % 2, signal.SIGKILL)
                 time.sleep(0.5)
                 processes.start(run % 2)
