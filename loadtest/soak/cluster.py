@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
+import httpx
 import orjson
 from phoenix_ranker_client import AsyncRankerClient, Candidate, RankerError
 from phoenix_ranker_client.call import routing_key
@@ -192,9 +193,11 @@ class Load:
     async def run(self) -> None:
         """Until `stop` is set."""
         users = itertools.count(1)
+        # on a connection that it kept, HAProxy says nothing of a process that died: it closes it, and there is no 502
+        new_each_time = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0))
         async with (
             Client(HOST, self.target.port, max_connections=CLIENTS) as client,
-            AsyncRankerClient(self.target.origin) as library,
+            AsyncRankerClient(self.target.origin, http=new_each_time) as library,
         ):
 
             async def once(user: int) -> bool:
