@@ -16,8 +16,7 @@ from typing import Any
 import uvloop
 
 from app.assembly import build_server
-from app.engine.searches import Searches
-from app.engine.worker import EngineWorker
+from app.engine.worker import Worker
 from app.http.direct import RankCall, RankEndpoint
 from app.http.observe import Recorder
 from app.http.rank import Ranking
@@ -43,10 +42,10 @@ RANK: Stations = {
     "JSON": ((Ranking, "decode"),),
     "a place in the queue": ((RankingService, "admit"),),
     "checks, features": ((Ranking, "prepare"),),
-    "queue": ((RankingService, "rank"), (EngineWorker, "_begin")),
+    "queue": ((RankingService, "rank"), (Worker, "_begin")),
     "keys, columns": ((NativeEngine, "_plan"), (NativeEngine, "_outcomes")),
     "forward, or its hand-over": ((Kernel, "forward"), (Kernel, "begin"), (Kernel, "finish")),
-    "results to requests": ((EngineWorker, "_end"),),
+    "results to requests": ((Worker, "_end"),),
     "reply": ((RankCall, "_render"),),
     "metrics, log line": ((Recorder, "end"),),
     "write": ((Call, "_reply"),),
@@ -55,7 +54,7 @@ RECOMMEND: Stations = {
     **RANK,
     "JSON": ((PostsCall, "_read"),),
     "checks, features": ((PostsCall, "finish"),),
-    "queue of searches": ((RetrievalService, "retrieve"), (Searches, "_begin"), (Searches, "_end")),
+    "queue of searches": ((RetrievalService, "retrieve"),),
     "encode": ((RetrievalEngine, "_encode"),),
     "search": ((RetrievalEngine, "retrieve"),),
     "candidates": ((RecommendCall, "_go_on"),),

@@ -1,32 +1,33 @@
-"""One engine and its queue: which jobs make the next forward, and what becomes of them. Not for who may join the queue."""
+"""One engine and its queue: which jobs make the next forward, and what becomes of them."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 
-from app.engine.loading import LoadedModel
-from app.engine.rank_job import RankJob
-from app.engine.thread import EngineThread, NativeForwards, Result
-from app.errors import DeadlineExceeded, EngineDown, NonFiniteScores, ServiceError
+from app.engine.job import QueuedJob
+from app.engine.runners import EARLY_CANDIDATES, Result, Runner
+from app.errors import DeadlineExceeded, EngineDown, ServiceError
 from app.scheduling.batching import Batcher, Chunk
 from app.scheduling.forecast import Running
 from app.scheduling.job import Clock
 from app.settings import Batching
 from app.telemetry.metrics import BatchReport
-from model.engine import EngineError, Outcome, OverlappingEngine
+from model.engine import EngineError
 
+RETRY_AFTER_SECONDS = 5.0
 LOOK_SECONDS = 0.001  # at least, from one look at all deadlines to the next
-EARLY_CANDIDATES = 384
-"""With so many waiting, an idle engine's forward begins at once, not at the end of the loop's turn: the loop reads the next requests
-while the kernel's threads compute these."""
 
-Ended = tuple[RankJob, ServiceError | None]
+J = TypeVar("J", bound=QueuedJob)
+T = TypeVar("T")
+Ended = tuple[J, ServiceError | None]
+
+log = structlog.get_logger("app")
 
 
 class Events(Protocol):
@@ -45,30 +46,25 @@ class Events(Protocol):
         ...
 
 
-class EngineWorker:
-    """Belongs to the event loop; the forwards run elsewhere, one at a time."""
+class Worker(Generic[J]):
+    """Belongs to the event loop; forwards run elsewhere, one at a time."""
 
-    def __init__(
-        self, thread: EngineThread, batching: Batching, events: Events, clock: Clock, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """`thread` has loaded the model."""
-        self.model: LoadedModel = thread.ready.result()
+    def __init__(self, model: Any, runner: Runner, batching: Batching, events: Events, clock: Clock) -> None:
+        """`model` is what was loaded, with its `served` and its `engine`."""
+        self.model = model
         self.clock = clock
         self.unfinished = 0  # jobs that hold a place here
-        self.retired = False  # another version serves new requests
+        self.on_unused: Callable[[Worker[J]], None] | None = None  # set once another version serves
         self.failure: str | None = None
-        self.closed = thread.closed
-        self.batcher: Batcher[RankJob] = Batcher(batching)
-        self._thread = thread
+        self.closed = runner.closed
+        self.batcher: Batcher[J] = Batcher(batching)
+        self._runner = runner
         self._events = events
-        self._loop = loop
-        engine = self.model.engine
-        self._native: NativeForwards | None = None
-        if isinstance(engine, OverlappingEngine) and (descriptor := engine.open()) is not None:
-            self._native = NativeForwards(engine, descriptor, loop, clock)
-        self._runner = self._native or thread
-        self._alone: deque[Chunk[RankJob]] = deque()  # of a batch that failed: each is tried by itself
-        self._running: list[Chunk[RankJob]] = []
+        self._loop = asyncio.get_running_loop()
+        self._alone: deque[Chunk[J]] = deque()  # of a batch that failed: each is tried by itself
+        self._calls: deque[tuple[Callable[[], object], asyncio.Future[Any]]] = deque()  # to be made between forwards
+        self._call: asyncio.Future[Any] | None = None  # the one that runs
+        self._running: list[Chunk[J]] = []
         self._running_since = self._collated = 0.0
         self._candidates = self._tokens = 0  # of what runs
         self._queue_seconds: list[float] = []  # of the jobs whose first forward runs
@@ -79,10 +75,13 @@ class EngineWorker:
         self._look_at = math.inf  # clock seconds, of the earliest of them or before
         self.is_closing = False  # it takes no work any more
 
-    def submit(self, job: RankJob) -> None:
-        """Queue a job that has its context and items; it is told of its end by `finish`."""
+    def submit(self, job: J) -> None:
+        """Queue a job that has its work and its `done`; it is told of its end by `finish`."""
+        if self.is_closing:  # the engine is lost, or was given up
+            self._loop.call_soon(job.finish, EngineDown(self.failure, retry_after_seconds=RETRY_AFTER_SECONDS))
+            return
         now = self.clock()
-        if not self._has_work():
+        if not self.has_work:
             self._busy_since = now
         self.batcher.add(job, now)
         if job.deadline < self._look_at:
@@ -94,16 +93,27 @@ class EngineWorker:
             if not is_due:
                 return
             self._next.cancel()
-        if is_due and self._native is not None and self.batcher.candidates >= EARLY_CANDIDATES:
+        if is_due and self._runner.is_native and self.batcher.candidates >= EARLY_CANDIDATES:
             self._begin()
         else:
             self._next = self._loop.call_soon(self._begin)  # what else arrives in this turn of the loop joins
 
-    def cancel(self, job: RankJob) -> None:
+    def cancel(self, job: J) -> None:
         """The caller has its answer or has gone: the job is not computed unless it is in the forward that runs."""
         self.batcher.remove(job)
 
-    def abandon(self) -> list[RankJob]:
+    async def between(self, call: Callable[[], T]) -> T:
+        """What `call` returns, made in the engine's thread between two forwards. Raises what it raises, EngineError at the end."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self.is_closing:
+            raise EngineError("the engine is closed")
+        if not self.has_work:
+            self._busy_since = self.clock()
+        self._calls.append((call, future))
+        self._begin()
+        return await future
+
+    def abandon(self) -> list[J]:
         """Every job that waits or is being computed; those that wait leave the queue."""
         alone, self._alone = self._alone, deque()
         return [chunk.job for chunk in (*self._running, *alone)] + self.batcher.clear()
@@ -114,10 +124,33 @@ class EngineWorker:
         if self._next is not None:
             self._next.cancel()
         self._look_later(math.inf)
-        if not self._running:
-            if self._native is not None:
-                self._native.close()
-            self._thread.close()
+        while self._calls:
+            _, future = self._calls.popleft()
+            if not future.done():
+                future.set_exception(EngineError("the engine is closed"))
+        if not self._running and self._call is None:
+            self._runner.close()
+
+    def hold(self) -> None:
+        """One job more needs this version, or somebody may still ask for it, until `leave`."""
+        self.unfinished += 1
+
+    def leave(self) -> None:
+        """As of `hold`. A version that was replaced is freed with the last."""
+        self.unfinished -= 1
+        if self.on_unused is not None and not self.unfinished:
+            self.on_unused(self)
+
+    def retire(self, on_unused: Callable[[Worker[J]], None]) -> None:
+        """Another version serves new requests: `on_unused` is called once nobody needs this one."""
+        self.on_unused = on_unused
+        if not self.unfinished:
+            on_unused(self)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that are not being computed."""
+        return len(self.batcher) + len(self._alone)
 
     def running(self) -> Running:
         """What is being computed right now."""
@@ -127,10 +160,12 @@ class EngineWorker:
 
     def silent_seconds(self) -> float:
         """How long work has been waiting while no forward finished; 0 while there is no work."""
-        return self.clock() - max(self._busy_since, self._last_forward) if self._has_work() else 0.0
+        return self.clock() - max(self._busy_since, self._last_forward) if self.has_work else 0.0
 
-    def _has_work(self) -> bool:
-        return bool(self._running or self._alone or len(self.batcher))
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits or is being computed."""
+        return bool(self._running or self._alone or len(self.batcher) or self._call or self._calls)
 
     # deadlines
 
@@ -154,12 +189,16 @@ class EngineWorker:
     # a forward
 
     def _begin(self) -> None:
-        """Take the next batch out of the queue and have it computed."""
+        """Take the next batch out of the queue and have it computed, or make a call that has to be made between two."""
         self._next = None
-        if self._running or self.is_closing or self.failure is not None:
+        if self._running or self._call is not None or self.is_closing or self.failure is not None:
+            return
+        if self._calls:
+            call, self._call = self._calls.popleft()
+            self._runner.call(call, self._called)
             return
         now = self.clock()
-        expired: list[RankJob] = []
+        expired: list[J] = []
         if self._alone:
             chunks = [self._alone.popleft()]
         else:
@@ -168,7 +207,7 @@ class EngineWorker:
             self._running, self._running_since = chunks, now
             self._candidates = self._tokens = 0
             self._queue_seconds = []
-            items = []
+            parts = []
             for chunk in chunks:
                 job = chunk.job
                 self._candidates += chunk.stop - chunk.start
@@ -176,9 +215,9 @@ class EngineWorker:
                 if job.started is None:
                     job.started = now
                     self._queue_seconds.append(now - job.arrived)
-                items.append(job.item(chunk.start, chunk.stop))
+                parts.append(job.part(chunk.start, chunk.stop))
             self._collated = self.clock()
-            self._runner.forward(items, self._candidates + self._tokens, self._end)
+            self._runner.forward(parts, self._candidates + self._tokens, self._end)
         for job in expired:
             self._loop.call_soon(job.finish, DeadlineExceeded())  # later: one of them may be just being submitted
         if not chunks:
@@ -187,16 +226,18 @@ class EngineWorker:
     def _end(self, result: Result, finished: float) -> None:
         """The forward is over: begin the next one, then answer."""
         chunks, self._running, self._last_forward = self._running, [], finished
+        seconds = finished - self._collated
         for chunk in chunks:
-            chunk.job.forward_seconds += finished - self._collated
+            chunk.job.forward_seconds += seconds
+        is_failed = isinstance(result, BaseException)
         ended = self._failed(chunks, result) if isinstance(result, BaseException) else self._keep(chunks, result)
         report = BatchReport(
             [chunk.stop - chunk.start for chunk in chunks],
             self._candidates + self._tokens,
             self._queue_seconds,
             self._collated - self._running_since,
-            finished - self._collated,
-            isinstance(result, BaseException),
+            seconds,
+            is_failed,
         )
         if self.is_closing:
             self.close()
@@ -208,45 +249,51 @@ class EngineWorker:
         if self.failure is not None:
             self._events.engine_lost(self.failure)
 
+    def _called(self, result: Any, finished: float) -> None:
+        future, self._call, self._last_forward = self._call, None, finished
+        assert future is not None
+        if not future.done():
+            future.set_exception(result) if isinstance(result, BaseException) else future.set_result(result)
+        if self.is_closing:
+            self.close()
+        self._begin_next()
+
     def _begin_next(self) -> None:
         """An engine that was busy lets the next batch grow for the window."""
-        if self._next is not None or not self._has_work():
+        if self._next is not None or not self.has_work:
             return
-        grow_seconds = 0.0 if self._alone else self.batcher.window_end() - self.clock()
+        grow_seconds = 0.0 if self._alone or self._calls else self.batcher.window_end() - self.clock()
         if grow_seconds > 0:
             self._next = self._loop.call_later(grow_seconds, self._begin)
         else:
             self._begin()
 
-    def _keep(self, chunks: Sequence[Chunk[RankJob]], outcomes: Sequence[Outcome]) -> list[Ended]:
-        """Give the jobs their scores; those that end with this forward."""
-        if [len(outcome.scores) for outcome in outcomes] != [chunk.stop - chunk.start for chunk in chunks]:
-            return self._failed(chunks, EngineError("the engine answered for another number of candidates"))
-        ended: list[Ended] = []
+    def _keep(self, chunks: Sequence[Chunk[J]], outcomes: Sequence[Any]) -> list[Ended[J]]:
+        """Give the jobs what was computed; those that end with this forward."""
+        ended: list[Ended[J]] = []
         for chunk, outcome in zip(chunks, outcomes, strict=True):
-            job, scores = chunk.job, outcome.scores
-            if not scores.is_finite():
-                ended.append((job, NonFiniteScores()))
+            job = chunk.job
+            error = job.take(outcome)
+            if error is not None:
+                ended.append((job, error))
                 continue
-            job.scores.append(scores)
-            job.cache = outcome.cache if chunk.start == 0 else job.cache
-            job.state, job.served = outcome.state, chunk.stop
+            job.served = chunk.stop
             if job.served == job.candidates:
                 ended.append((job, None))
             elif job.done is not None:
                 self.batcher.put_back(job)
         return ended
 
-    def _failed(self, chunks: Sequence[Chunk[RankJob]], error: BaseException) -> list[Ended]:
-        """A batch that raises is split, so that only the item that is to blame fails."""
-        structlog.get_logger("app").error("a forward failed", items=len(chunks), exc_info=error)
+    def _failed(self, chunks: Sequence[Chunk[J]], error: BaseException) -> list[Ended[J]]:
+        """A batch that raises is split, so that only the job that is to blame fails."""
+        log.error("a forward failed", items=len(chunks), exc_info=error)
         if not isinstance(error, Exception):  # a bug of ours: say so, the process restarts
             self.failure = f"the engine thread died: {type(error).__name__}: {error}"
         elif isinstance(error, EngineError) and error.sticky:
             self.failure = f"the engine is lost: {error}"
         if self.failure is not None:
             self.close()
-            down = EngineDown("The engine failed; the process restarts.", retry_after_seconds=5.0)
+            down = EngineDown("The engine failed; the process restarts.", retry_after_seconds=RETRY_AFTER_SECONDS)
             return [(chunk.job, down) for chunk in chunks]
         if len(chunks) == 1:
             return [(chunks[0].job, EngineDown("The engine failed on this request.", retry_after_seconds=1.0))]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
-from app.engine.worker import EngineWorker
+from app.engine.worker import Worker
 from app.fronts import frames
 from app.fronts.link import Link
 from app.interface import ServedModel, ServedRetrieval, Ticket
@@ -73,14 +73,12 @@ class Models:
 
     def look(self) -> None:
         """Tell every front which models serve, if that has changed."""
-        current, corpus = self._service.versions.current, self._service.retrieval.current
+        current, corpus = self._service.versions.current, self._service.retrieval.versions.current
         if current is not None and not _is(self._first, current.model.served):
-            self._first = self._adopt_worker(self._first, current)
+            self._first = self._adopt(self._first, current)
         self._look_at_second()
-        if corpus is not None and not _is(self._corpus, corpus.loaded.served):
-            searches = self._service.retrieval.searches
-            searches.keep(corpus)
-            self._corpus = self._adopt(self._corpus, corpus.loaded.served, functools.partial(searches.leave, corpus))
+        if corpus is not None and not _is(self._corpus, corpus.model.served):
+            self._corpus = self._adopt(self._corpus, corpus)
 
     def welcome(self, front: Front) -> None:
         """Tell a new front."""
@@ -110,7 +108,7 @@ class Models:
             self._second = None
             self._free_if_left(old)
         elif not _is(old, current.model.served):
-            self._second = self._adopt_worker(old, current, is_second=True)
+            self._second = self._adopt(old, current, is_second=True)
         number = 0 if self._second is None else self._second.number
         state = frames.SecondState(number, found.reason, found.answers)
         if state != self._second_state:
@@ -118,21 +116,11 @@ class Models:
             for front in self._fronts:
                 front.link.send(state)
 
-    def _adopt_worker(self, old: Model | None, worker: EngineWorker, *, is_second: bool = False) -> Model:
-        worker.unfinished += 1
-        return self._adopt(old, worker.model.served, functools.partial(self._free_worker, worker), is_second=is_second)
-
-    def _adopt(
-        self,
-        old: Model | None,
-        served: ServedModel | ServedRetrieval,
-        free: Callable[[], None],
-        *,
-        is_second: bool = False,
-    ) -> Model:
+    def _adopt(self, old: Model | None, worker: Worker[Any], *, is_second: bool = False) -> Model:
         """New requests are for this one. It and the one before are kept until no front asks for them any more."""
+        worker.hold()
         number = next(self._numbers)
-        new = self._kept[number] = Model(number, served, free, is_second)
+        new = self._kept[number] = Model(number, worker.model.served, worker.leave, is_second)
         for front in self._fronts:
             self._tell(front, new)
         self._free_if_left(old)
@@ -146,10 +134,6 @@ class Models:
         if model is not None and not any(model.number in front.models for front in self._fronts):
             del self._kept[model.number]
             model.free()
-
-    def _free_worker(self, worker: EngineWorker) -> None:
-        worker.unfinished -= 1
-        self._service.free_if_done(worker)
 
 
 def _is(model: Model | None, served: ServedModel | ServedRetrieval) -> bool:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
 from app.budgets import Budget
+from app.engine.job import SearchJob
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
-from app.engine.searches import RETRIEVAL_THREAD, Searches, Version
-from app.errors import CorpusNotLoaded, EngineDown, Overloaded
+from app.engine.queue import Queue
+from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
+from app.engine.versions import Versions
+from app.engine.worker import Worker
+from app.errors import CorpusNotLoaded, EngineDown, Overloaded, ServiceError
 from app.interface import Changed, FoundDone, PostChange, ReloadInProgress, ServedRetrieval, Ticket
+from app.scheduling.admission import Admission
 from app.scheduling.job import Clock
-from app.settings import Settings
-from app.telemetry.metrics import Metrics
+from app.settings import Batching, Settings
+from app.telemetry.metrics import BatchReport, Metrics
 from model.retrieval.inputs import Change, Query
 
 log = structlog.get_logger("app.service.retrieval")
@@ -27,10 +33,20 @@ class RetrievalService:
     def __init__(self, load: RetrievalLoader | None, settings: Settings, metrics: Metrics, clock: Clock) -> None:
         self.settings = settings
         self.metrics = metrics
-        self.searches = Searches(settings, metrics, clock)
+        limits = settings.retrieval
+        most, batch = limits.max_waiting + limits.batch_requests, limits.batch_requests
+        batching = Batching(max_requests=batch, max_candidates=batch, chunk_candidates=batch)
+        room = settings.queue.model_copy(
+            update={"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
+        )
+        self.versions: Versions[SearchJob] = Versions(
+            batching, self, clock, settings.reload.timeout_seconds, self._runner, RETRIEVAL_THREAD
+        )
+        self.queue: Queue[SearchJob] = Queue(Admission(room, batching, clock, self.versions.running), metrics)
+        self.excluded = metrics.watch_budget("excluded_ids", Budget(settings.budgets.excluded_ids))
+        self.clock = clock
         self.room = metrics.watch_budget("changes", Budget(settings.budgets.changes))
         self._load = load
-        self._current: Version | None = None
         self._loading = False
         self._swapping = asyncio.Lock()  # a swap waits for a compaction
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
@@ -48,20 +64,21 @@ class RetrievalService:
         return self._loaded.served
 
     @property
-    def _loaded(self) -> LoadedRetrieval:
-        if self._current is None:
-            detail = None if self._load is None else "The corpus is being loaded."
-            raise CorpusNotLoaded(detail, retry_after_seconds=None if self._load is None else 2.0)
-        return self._current.loaded
+    def _worker(self) -> Worker[SearchJob]:
+        assert self.versions.current is not None
+        return self.versions.current
 
     @property
-    def current(self) -> Version | None:
-        """The version that serves, None without one."""
-        return self._current
+    def _loaded(self) -> LoadedRetrieval:
+        if self.versions.current is None:
+            detail = None if self._load is None else "The corpus is being loaded."
+            raise CorpusNotLoaded(detail, retry_after_seconds=None if self._load is None else 2.0)
+        loaded: LoadedRetrieval = self.versions.current.model
+        return loaded
 
     def state(self) -> Changed | None:
         """The corpus that serves as it is now, None without one."""
-        return None if self._current is None else self._state()
+        return None if self.versions.current is None else self._state()
 
     def _state(self) -> Changed:
         engine = self._loaded.engine
@@ -85,7 +102,7 @@ class RetrievalService:
         self._loading = True
         try:
             async with self._swapping, self._changing:
-                self._install(await asyncio.get_running_loop().run_in_executor(self._slow, load))
+                self._install(await self.versions.load(lambda steps: load()))
                 self._compact_at = self.settings.retrieval.compact_rows
         finally:
             self._loading = False
@@ -99,12 +116,11 @@ class RetrievalService:
         )
         return served
 
-    def _install(self, loaded: LoadedRetrieval) -> None:
-        old, self._current = self._current, Version(loaded)
-        self.searches.versions.append(self._current)
+    def _install(self, worker: Worker[SearchJob]) -> None:
+        old = self.versions.current
         if old is not None:
-            old.loaded.log.close()
-            self.searches.retire(old)
+            old.model.log.close()
+        self.versions.install(worker)
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Finish the searches that were admitted, then free the engines. False when the time was not enough."""
@@ -115,14 +131,13 @@ class RetrievalService:
             self._compaction.cancel()  # what it wrote is not in force
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                await self.searches.idle.wait()
+                await self.queue.idle.wait()
                 await asyncio.gather(*begun, *self._changes, return_exceptions=True)
-        finished = self.searches.idle.is_set() and not self._changes
-        self.searches.abandon(lambda: EngineDown("The process stops."))
-        self._current = None
-        for version in self.searches.versions:
-            version.loaded.log.close()
-        self.searches.close()
+        finished = self.queue.idle.is_set() and not self._changes
+        self.abandon(lambda: EngineDown("The process stops."))
+        for worker in self.versions.held:
+            worker.model.log.close()
+        self.versions.drop()
         self._slow.shutdown(wait=False, cancel_futures=True)
         return finished
 
@@ -153,7 +168,7 @@ class RetrievalService:
                 deleted = engine.change(recorded)
                 return Changed(loaded.served.corpus, engine.posts, engine.changes, deleted)
 
-            changed = await self.searches.between(apply)
+            changed = await self._worker.between(apply)
         if self.settings.retrieval.compact_rows and engine.changed_rows >= self._compact_at:
             self._begin_compaction()
         return changed
@@ -179,13 +194,14 @@ class RetrievalService:
                 return self._state()
             try:
                 async with self._changing:
-                    parts, changes = await self.searches.between(lambda: (engine.parts(), engine.changes))
+                    parts, changes = await self._worker.between(lambda: (engine.parts(), engine.changes))
                     self._since = []
                 writing = asyncio.get_running_loop().run_in_executor(self._slow, loaded.compact, parts, changes)
                 compacted = await writing
                 async with self._changing:
                     self._is_committing = True
-                    self._install(await asyncio.to_thread(compacted.commit, self._since))
+                    loaded = await asyncio.to_thread(compacted.commit, self._since)
+                    self._install(await self.versions.load(lambda steps: loaded))
             except Exception as error:
                 self._compact_at = engine.changed_rows + self.settings.retrieval.compact_rows
                 self.metrics.compactions.labels("failure").inc()
@@ -205,7 +221,54 @@ class RetrievalService:
         self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
     ) -> Ticket:
         """As `interface.Retrieval.retrieve`."""
-        for version in self.searches.versions:
-            if version.loaded.served is served:
-                return self.searches.find(version, query, deadline, key, done)
-        raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
+        worker = self.versions.find(served)
+        if worker is None:
+            raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
+        job = SearchJob(
+            candidates=1,
+            context_tokens=0,
+            deadline=deadline,
+            key=key,
+            worker=worker,
+            on_release=self._leave,
+            query=query,
+        )
+        excluded = len(query.filters.exclude)
+        if not self.excluded.take(excluded):
+            job.reserved = False
+            raise Overloaded("Searches that wait exclude too many posts.", retry_after_seconds=1.0)
+        if (refusal := self.queue.join(job)) is not None:
+            self.excluded.give(excluded)
+            raise self.queue.error(refusal)
+        job.done = done
+        worker.submit(job)
+        return job
+
+    def _leave(self, job: SearchJob) -> None:
+        self.excluded.give(len(job.query.filters.exclude))
+        self.queue.leave(job)
+
+    def abandon(self, error: Callable[[], ServiceError]) -> None:
+        """Answer everyone who waits, or whose search is being computed, with this."""
+        for job in self.versions.abandon():
+            job.finish(error())
+
+    # what its engine tells
+
+    def _runner(self, thread: EngineThread, loop: asyncio.AbstractEventLoop, clock: Clock) -> Runner:
+        return SearchForwards(thread, thread.ready.result().engine, loop, clock, self.metrics)
+
+    def warming(self) -> None:
+        """A corpus is read: that changes nothing for others."""
+
+    def batch_done(self, report: BatchReport) -> None:
+        """A batch of searches finished."""
+        if not report.failed:
+            self.queue.admission.forward_time.observe(report.cost, report.forward_seconds)
+        for seconds in report.queue_seconds:
+            self.metrics.stage["queue"].observe(seconds)
+
+    def engine_lost(self, reason: str) -> None:
+        """Its searches were answered; those to come are refused until another corpus is loaded."""
+        log.error("retrieval_lost", reason=reason)
+        self.versions.drop()

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import structlog
 
+from app.engine.job import RankJob
 from app.engine.loading import Loader
-from app.engine.rank_job import RankJob
 from app.engine.versions import Versions
 from app.errors import EngineDown
 from app.interface import Done, Second, ServedModel
@@ -42,12 +42,12 @@ class SecondCheckpoint:
         self,
         load: Loader | None,
         settings: Settings,
-        first: Versions,
+        first: Versions[RankJob],
         metrics: Metrics,
         clock: Clock,
         service: Beside,
     ) -> None:
-        self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
+        self.versions: Versions[RankJob] = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.is_split = settings.split.users > 0
         self.failure = LOADING
         self._load = load
@@ -128,7 +128,7 @@ class SecondCheckpoint:
         """Count a request that is about to be ranked; `done`, after which the second checkpoint may score it too."""
         if self._shadow is None:
             return done
-        self._answers[self.versions.holds(job.worker)].inc()
+        self._answers[job.worker in self.versions.held].inc()
         return self._shadow.watched(job, done)
 
     def soon(self) -> None:

@@ -14,13 +14,13 @@ import structlog
 from numpy.typing import NDArray
 
 from app.budgets import most_bytes
+from app.engine.job import RankJob
 from app.engine.loading import Loader, RetrievalLoader
-from app.engine.rank_job import RankJob
-from app.engine.searches import RETRIEVAL_THREAD
-from app.engine.thread import ENGINE_THREAD
+from app.engine.queue import Queue
+from app.engine.runners import ENGINE_THREAD, RETRIEVAL_THREAD
 from app.engine.versions import Versions
-from app.engine.worker import EngineWorker
-from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
+from app.engine.worker import Worker
+from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import Done, Health, Second, ServedModel, Ticket
 from app.scheduling.admission import Admission, Refusal
 from app.scheduling.batching import chunk_count
@@ -68,19 +68,17 @@ class RankingService:
         self.lifecycle = Lifecycle()
         self.retrieval = RetrievalService(retrieval, settings, metrics, clock)
         self.plain_path = PlainPath()
-        self.versions = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
+        self.versions: Versions[RankJob] = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.second_checkpoint = SecondCheckpoint(second, settings, self.versions, metrics, clock, self)
-        self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.searches, self.second_checkpoint, clock)
+        self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.versions, self.second_checkpoint, clock)
         self.admission = Admission(settings.queue, settings.batching, clock, self.second_checkpoint.running)
+        self.queue: Queue[RankJob] = Queue(self.admission, metrics, self.second_checkpoint.soon)
         self.loop_clock = LoopClock(clock, self._work)
         self._load = load
         self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
         self._crowded_until = 0.0
-        self._answered = self._refused = 0
-        self._idle = asyncio.Event()  # nothing is admitted and unanswered
-        self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first loads and the watchdog
         metrics.watch(self)
 
@@ -113,7 +111,7 @@ class RankingService:
         self.refuse_new()
         until = self.clock() + timeout_seconds
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+            await asyncio.wait_for(self.queue.idle.wait(), timeout_seconds)
         finished = not self.admission.requests
         if self.lifecycle.failure is not None:
             until = self.clock() + 1.0  # its thread may hang for good
@@ -177,9 +175,9 @@ class RankingService:
         self._check_able()
         self.loop_clock.request_arrives()
         if self.loop_clock.lag.refuses(self.admission.requests):
-            self._refuse(OVERRUN)
+            raise self._refused(OVERRUN)
         if self.clock() < self._crowded_until and (refusal := self.admission.full(key)) is not None:
-            self._refuse(refusal)
+            raise self._refused(refusal)
 
     def admit(
         self,
@@ -208,15 +206,11 @@ class RankingService:
             deadline=min(deadline, now + self.settings.deadline.max_seconds),
             key=key,
             worker=worker,
-            on_release=self._release,
+            on_release=self.queue.leave,
         )
-        if (refusal := self.admission.refusal(job, again=again)) is not None:
+        if (refusal := self.queue.join(job, again=again)) is not None:
             self._crowded_until = now + CROWDED_SECONDS
-            self._refuse(refusal, counted=not waits)
-        self.admission.add(job)
-        self._idle.clear()
-        worker.unfinished += 1
-        job.reserved = True
+            raise self._refused(refusal, counted=not waits)
         return job
 
     def _check_able(self) -> None:
@@ -230,37 +224,12 @@ class RankingService:
             raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
 
     def _work(self) -> Work:
-        return Work(time.thread_time(), self._answered, self._refused, self.admission.requests)
+        return Work(time.thread_time(), self.queue.answered, self.queue.refused, self.admission.requests)
 
-    def _refuse(self, refusal: Refusal, *, counted: bool = True) -> None:
-        kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
-        if counted or kind is DeadlineExceeded:  # a deadline that has passed is a refusal in any case
-            self._refused += 1
-            self.metrics.rejected.labels(refusal.reason).inc()
-        detail, may_wait = f"Refused on arrival: {refusal.detail}.", self.loop_clock.lag.is_short_of_time
-        raise kind(detail, retry_after_seconds=refusal.retry_after_seconds, may_wait=may_wait)
+    def _refused(self, refusal: Refusal, *, counted: bool = True) -> ServiceError:
+        return self.queue.error(refusal, counted=counted, may_wait=self.loop_clock.lag.is_short_of_time)
 
-    def _release(self, job: RankJob) -> None:
-        """The job is answered, cancelled or expired."""
-        self._answered += 1
-        self.admission.remove(job)
-        if job.done is not None:
-            job.done = None
-            self.metrics.cancelled.labels("queue" if job.started is None else "forward").inc()
-        if job.served < job.candidates:
-            job.worker.cancel(job)
-        if not self.admission.requests:
-            self._idle.set()
-            self.second_checkpoint.soon()
-        job.worker.unfinished -= 1
-        self.free_if_done(job.worker)
-
-    def free_if_done(self, worker: EngineWorker) -> None:
-        """End a retired engine without unfinished requests, whichever of both checkpoints it was."""
-        self.versions.free_if_done(worker)
-        self.second_checkpoint.versions.free_if_done(worker)
-
-    def _worker(self, model: ServedModel) -> EngineWorker:
+    def _worker(self, model: ServedModel) -> Worker[RankJob]:
         """Who serves this very model. Raises NotReady where it is gone."""
         worker = self.versions.find(model) or self.second_checkpoint.versions.find(model)
         if worker is None:
@@ -269,7 +238,9 @@ class RankingService:
 
     def is_busy(self) -> bool:
         """Whether anything is there to be done for callers."""
-        busy = self.admission.requests or self.retrieval.searches.is_busy or self.loop_clock.lag.is_short_of_time
+        busy = (
+            self.admission.requests or self.retrieval.queue.admission.requests or self.loop_clock.lag.is_short_of_time
+        )
         return bool(busy) or self.lifecycle.draining
 
     # ranking
@@ -284,16 +255,11 @@ class RankingService:
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
         """Have them scored. `done` is called once, later, unless the ticket is released before."""
         assert isinstance(ticket, RankJob)
-        job = ticket
-        if not job.reserved or job.done is not None:
+        if not ticket.reserved or ticket.done is not None:
             raise ValueError("this ticket was used before")
-        job.context, job.items = context, candidates
-        job.done = self.second_checkpoint.watched(job, done)
-        if job.worker.is_closing:  # its engine is lost, or was given up
-            down = EngineDown(job.worker.failure, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-            asyncio.get_running_loop().call_soon(job.finish, down)
-            return
-        job.worker.submit(job)
+        ticket.context, ticket.items = context, candidates
+        ticket.done = self.second_checkpoint.watched(ticket, done)
+        ticket.worker.submit(ticket)
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
@@ -329,7 +295,7 @@ class RankingService:
             last_forward_timestamp_seconds=self._last_forward_unix,
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),
             engine_steps_down=None if current is None else current.model.steps_down(),
-            searches_waiting=self.retrieval.searches.waiting,
+            searches_waiting=self.retrieval.versions.waiting,
             corpus_posts=None if corpus is None else corpus.posts,
             corpus_changes=None if corpus is None else corpus.changes,
         )
@@ -341,7 +307,7 @@ class RankingService:
         if self.lifecycle.failure is None:
             self.lifecycle.failure = reason
             self._fail_all(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
-            self.retrieval.searches.abandon(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
+            self.retrieval.abandon(lambda: EngineDown(reason, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
             self.on_fatal(reason)
 
     def _fail_all(self, error: Callable[[], ServiceError]) -> None:

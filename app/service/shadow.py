@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
-from app.engine.rank_job import RankJob
+from app.engine.job import RankJob
 from app.engine.versions import Versions
-from app.engine.worker import EngineWorker
+from app.engine.worker import Worker
 from app.errors import ServiceError
 from app.interface import Done, Ranked
 from app.scheduling.batching import chunk_count
@@ -23,7 +23,7 @@ from app.telemetry.shadow import FAILED, FULL, LATE, SCORED, ShadowMetrics
 from model.inputs import Candidates, Context, Scores
 from weights.agreement import agreement, score_weights
 
-Pair = tuple[EngineWorker, EngineWorker]  # the first checkpoint's and the second's
+Pair = tuple[Worker[RankJob], Worker[RankJob]]  # the first checkpoint's and the second's
 READ_ALIKE = ("history_length", "product_surfaces", "post_age_granularity_minutes", "post_age_buckets")
 
 log = structlog.get_logger("app.service.shadow")
@@ -52,8 +52,8 @@ class Shadow:
     def __init__(
         self,
         settings: Settings,
-        first: Versions,
-        second: Versions,
+        first: Versions[RankJob],
+        second: Versions[RankJob],
         metrics: ShadowMetrics,
         clock: Clock,
         is_busy: Callable[[], bool],
@@ -143,14 +143,10 @@ class Shadow:
         chunk = request.candidates.chunk(done, done - (-left // chunk_count(left, self.batching)))
         job = RankJob(
             candidates=len(chunk), context_tokens=1 + len(request.context), deadline=float("inf"), worker=worker,
-            on_release=self._release, reserved=True, context=request.context, items=chunk, done=self._scored,
+            on_release=lambda job: job.worker.leave(), context=request.context, items=chunk, done=self._scored,
         )  # fmt: skip
-        worker.unfinished += 1
+        worker.hold()
         worker.submit(job)
-
-    def _release(self, job: RankJob) -> None:
-        job.worker.unfinished -= 1
-        self._second.free_if_done(job.worker)
 
     def _scored(self, result: Ranked | ServiceError) -> None:
         request, self._running = self._running, None

@@ -11,7 +11,7 @@ import time
 
 import structlog
 
-from app.engine.searches import Searches
+from app.engine.job import RankJob, SearchJob
 from app.engine.versions import Versions
 from app.exits import EXIT_ENGINE_LOST
 from app.scheduling.job import Clock
@@ -29,7 +29,12 @@ class Watchdog:
     """Belongs to the event loop, but for the thread that watches the loop."""
 
     def __init__(
-        self, queue: Queue, versions: Versions, searches: Searches, second: SecondCheckpoint, clock: Clock
+        self,
+        queue: Queue,
+        versions: Versions[RankJob],
+        searches: Versions[SearchJob],
+        second: SecondCheckpoint,
+        clock: Clock,
     ) -> None:
         self._queue = queue
         self._clock = clock

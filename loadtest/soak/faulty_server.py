@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app import assembly, budgets
-from app.engine import searches
+from app.engine import runners
 from app.engine.loading import LoadedModel, LoadedRetrieval, Loader, RetrievalLoader, Steps, retrieval_loader
 from app.fronts.role import Role
 from app.server import process
@@ -129,7 +129,7 @@ def main() -> int:
     if options.no_rest:
         vars(budgets)["REST_TIMES"] = 0.0
     if options.searches_in_loop:
-        vars(searches)["SHORT_SECONDS"] = math.inf
+        vars(runners)["SHORT_SEARCH_SECONDS"] = math.inf
     if options.no_loop_watch:
         Watchdog.watch_loop = lambda self: None  # type: ignore[method-assign]
     if options.no_budgets:

@@ -251,21 +251,21 @@ def waiting(work: Path, history: int, **asked: object) -> tuple[int, list[int], 
         ) as server,
         ExitStack() as crowd,
     ):
-        searches = server.service.retrieval.searches
+        retrieval = server.service.retrieval
         callers = [crowd.enter_context(connect(server.port, 60)) for _ in range(CALLERS)]
         wait_until(lambda: budget(server, "connections") == CALLERS)
         gc.collect()
         tracemalloc.start()
         for caller in callers:
             caller.sendall(sent)
-        wait_until(lambda: logged(server, "/recommend", 429) + len(searches._running) + searches.waiting == CALLERS, 60)
+        wait_until(lambda: logged(server, "/recommend", 429) + retrieval.queue.admission.requests == CALLERS, 60)
         gc.collect()
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         opened.set()
         ended = [statuses(one_reply(caller))[0] for caller in callers]
         stated = server.service.most_bytes()
-    assert searches.excluded.used == 0
+    assert retrieval.excluded.used == 0
     return held, ended, stated
 
 

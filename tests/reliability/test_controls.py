@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from app.engine.rank_job import RankJob
-from app.engine.worker import Ended, EngineWorker
+from app.engine.job import RankJob
+from app.engine.worker import Ended, Worker
 from app.errors import DeadlineExceeded, EngineDown
 from app.scheduling.batching import Batcher, Chunk
 from app.service.service import RankingService
@@ -35,7 +35,7 @@ async def expire_in_the_queue() -> list[int]:
 
 def test_l3_the_queue_forgets_the_expired(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(expire_in_the_queue()) == [1, 3]
-    monkeypatch.setattr(EngineWorker, "cancel", lambda worker, job: None)
+    monkeypatch.setattr(Worker, "cancel", lambda worker, job: None)
     monkeypatch.setattr(Batcher, "take", _take_late(Batcher.take))
     assert 2 in run(expire_in_the_queue())
 
@@ -87,11 +87,11 @@ def test_f6_only_the_guilty_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     results = dict(zip(range(10, 20), answers, strict=True))
     assert isinstance(results.pop(13), EngineDown)
     assert all(right(scores, user) for user, scores in results.items())
-    monkeypatch.setattr(EngineWorker, "_failed", _unsplit)
+    monkeypatch.setattr(Worker, "_failed", _unsplit)
     assert len([result for result in run(poison())[0] if isinstance(result, EngineDown)]) == 10
 
 
-def _unsplit(worker: EngineWorker, chunks: Sequence[Chunk[RankJob]], error: BaseException) -> list[Ended]:
+def _unsplit(worker: Worker[RankJob], chunks: Sequence[Chunk[RankJob]], error: BaseException) -> list[Ended[RankJob]]:
     """A worker that blames the whole batch."""
     return [(chunk.job, EngineDown()) for chunk in chunks]
 

@@ -118,11 +118,11 @@ def gated(here: Linked, gate: Any) -> None:
 
 
 def test_a_search_that_nobody_waits_for_is_dropped(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+    monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
 
     async def main() -> None:
         async with linked(FakeEngine(), retrieval=load) as here:
-            front, searches, gate = here.fronts[0], here.service.retrieval.searches, Gate()
+            front, searches, gate = here.fronts[0], here.service.retrieval.versions, Gate()
             await knows(front)
             gated(here, gate)
             first = asyncio.create_task(found(front, query(1)))
@@ -199,7 +199,7 @@ def test_a_search_that_was_sent_before_a_swap_ends_on_what_it_began_with(load: R
             await until(lambda: front.retrieval.served is not old)
             assert front.retrieval.served.corpus.version == "v2"
             assert told(await found(front, query(1))) == told(await found(here.service, query(1))) != expected
-            await until(lambda: retrieval.searches.versions == [retrieval.current])
+            await until(lambda: retrieval.versions.held == [retrieval.versions.current])
             with pytest.raises(CorpusNotLoaded, match="was replaced"):
                 front.retrieval.retrieve(old, query(1), front.clock() + SOON, None, lambda result: None)
 
@@ -211,16 +211,16 @@ def test_the_old_corpus_is_freed_when_a_front_that_knew_it_is_gone(load: Retriev
         async with linked(FakeEngine(), retrieval=load) as here:
             service: RetrievalService = here.service.retrieval
             await knows(here.fronts[0])
-            version = service.current
+            version = service.versions.current
             assert version is not None
-            assert version.places == 1, "kept for the front"
+            assert version.unfinished == 1, "kept for the front"
             front = next(iter(here.host._fronts.values()))
             front.link._transport.pause_reading()  # type: ignore[union-attr]  # it never says that it has left
             await service.swap(retrieving.loader(tmp_path, seed=6, version="v3"))
             here.host._look()
-            assert version in service.searches.versions
+            assert version in service.versions.held
             here.cut()
-            await until(lambda: version not in service.searches.versions)
+            await until(lambda: version not in service.versions.held)
 
     run(main())
 

@@ -16,7 +16,8 @@ import pytest
 from pydantic import SecretStr
 from starlette.testclient import TestClient
 
-from app.engine.searches import Searches
+from app.engine.job import SearchJob
+from app.engine.worker import Worker
 from app.http.application import Application
 from app.service.service import RankingService
 from app.settings import Auth, Deadline, Limits, Queue, Settings
@@ -327,7 +328,7 @@ def test_a_search_that_hangs_costs_readiness_and_then_the_process(
         service.on_fatal = fatal.append
         assert posts_of(client)
         monkeypatch.setattr(RetrievalEngine, "retrieve", hangs)
-        monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+        monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
         late = client.post("/retrieve", json=asked(), headers={"x-request-timeout-ms": "400"})
         assert (late.status_code, late.json()["code"]) == (504, "deadline_exceeded")
         ready = client.get("/readyz")
@@ -348,13 +349,14 @@ def test_a_search_that_hangs_costs_readiness_and_then_the_process(
 def test_a_search_waits_under_the_key_of_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = retrieving.loader(tmp_path)
     keys: list[str | None] = []
-    find = Searches.find
+    submit = Worker.submit
 
-    def noted(self: Searches, version: Any, query: Any, deadline: float, key: str | None, done: Any) -> Any:
-        keys.append(key)
-        return find(self, version, query, deadline, key, done)
+    def noted(worker: Any, job: Any) -> None:
+        if isinstance(job, SearchJob):
+            keys.append(job.key)
+        submit(worker, job)
 
-    monkeypatch.setattr(Searches, "find", noted)
+    monkeypatch.setattr(Worker, "submit", noted)
     secret = hashlib.sha256(b"secret").hexdigest()
     with served(settings=Settings(auth=Auth(keys={"feed": SecretStr(secret)})), retrieval=load) as (client, _):
         for path in ("/retrieve", "/recommend"):

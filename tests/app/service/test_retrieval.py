@@ -22,6 +22,7 @@ from app.interface import Found, PostChange, PostRows, ReloadInProgress, ServedR
 from app.service.retrieval import RetrievalService
 from app.settings import Budgets, Queue, Retrieval, Settings
 from app.telemetry.metrics import Metrics
+from model.engine import CacheStats
 from model.inputs import Context
 from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Filters, Query
@@ -44,7 +45,7 @@ def query(user: int, k: int = 5) -> Query:
 @pytest.fixture(autouse=True)
 def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate would stop the event loop: no search is computed in it."""
-    monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+    monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,9 @@ class Watched:
         self.scans.append([query.context.user_id for query in queries])
         self._before(queries)
         return self._engine.retrieve(queries, users)
+
+    def cache_stats(self) -> CacheStats:
+        return self._engine.cache_stats()
 
     def close(self) -> None:
         self._engine.close()
@@ -170,6 +174,7 @@ def test_what_nobody_waits_for_is_not_searched(load: RetrievalLoader) -> None:
             gone, late, patient = search(service, 2), search(service, 3, clock.now + 0.01), search(service, 4)
             await asyncio.sleep(0)
             gone.cancel()
+            clock.advance(1.0)
             with pytest.raises(DeadlineExceeded):
                 await late
             gate.opened.set()
@@ -184,11 +189,11 @@ def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader) -> None
     async def scenario() -> None:
         gate, clock = Gate(), FakeClock()
         wrapped, _ = watched(load, gate)
-        limits = {"retrieval": Retrieval(max_waiting=2, batch_requests=1), "queue": Queue(max_wait_seconds=3.0)}
+        limits = {"retrieval": Retrieval(max_waiting=3, batch_requests=1), "queue": Queue(max_wait_seconds=3.0)}
         async with running(wrapped, clock, **limits) as service:
             first = search(service, 1)
             await gate.reached()
-            with pytest.raises(DeadlineExceeded, match="after the deadline"):
+            with pytest.raises(DeadlineExceeded, match="the deadline had passed on arrival"):
                 await found(service, query(9), clock.now)
             clock.advance(2.0)  # so long takes one scan
             gate.opened.set()
@@ -197,16 +202,16 @@ def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader) -> None
             gate.entered.clear()
             tasks = [search(service, 2)]
             await gate.reached()
-            with pytest.raises(DeadlineExceeded, match="after the deadline"):
-                await found(service, query(9), clock.now + 1.9)
+            with pytest.raises(DeadlineExceeded, match="the predicted wait is longer than the deadline"):
+                await found(service, query(9), clock.now + 3.9)
             tasks.append(search(service, 3))
             await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match=r"would wait 4\.00 s"):
+            with pytest.raises(Overloaded, match="the predicted wait is over the limit"):
                 await found(service, query(9), DEADLINE)
-            service.searches.settings = Settings(**(limits | {"queue": Queue(max_wait_seconds=0)}))
-            tasks.append(search(service, 4))
+            service.queue.admission.queue = service.queue.admission.queue.model_copy(update={"max_wait_seconds": 0.0})
+            tasks += [search(service, user) for user in (4, 5)]
             await asyncio.sleep(0)
-            with pytest.raises(Overloaded, match="2 searches wait already"):
+            with pytest.raises(Overloaded, match="the queue is full"):
                 await found(service, query(9), DEADLINE)
             gate.opened.set()
             await asyncio.gather(*tasks)

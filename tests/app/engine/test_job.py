@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
-from app.engine.rank_job import RankJob
+from app.engine.job import RankJob
 from tests.app.fakes import expected, request
 
 
@@ -22,7 +22,7 @@ def test_every_chunk_holds_its_own_candidates() -> None:
     whole = job(7, [])
     assert whole.items is not None
     for start, stop in combinations(range(8), 2):
-        chunk = whole.item(start, stop).candidates
+        chunk = whole.part(start, stop).candidates
         assert chunk.post_ids.tolist() == whole.items.post_ids[start:stop].tolist()
         assert (len(chunk), chunk.first_slot) == (stop - start, whole.items.first_slot + start)
 

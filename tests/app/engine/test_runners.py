@@ -9,14 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.assembly import build_service
-from app.engine import thread, worker
+from app.engine import runners, worker
 from app.engine.loading import checkpoint_loader
-from app.engine.thread import NativeForwards
+from app.engine.runners import NativeForwards
 from app.errors import DeadlineExceeded, EngineDown
 from app.interface import ranked
 from app.service.service import RankingService
@@ -81,10 +82,10 @@ def test_short_forwards_stay_in_the_loop_and_give_the_same_bits(
         del calls[:]  # of the warm-up
         return [*await scores_of(range(1, 40), service), *await scores_of([3], service), *await scores_of([3], service)]
 
-    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(runners, "HAND_OVER_SECONDS", 0.0)
     handed_over = serve(main)
     assert set(calls) == {"begin in MainThread"}
-    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 3600.0)
+    monkeypatch.setattr(runners, "HAND_OVER_SECONDS", 3600.0)
     kept = serve(main)
     assert calls[0] == "begin in MainThread"  # nothing is known yet
     assert set(calls[1:]) == {"forward in MainThread"}
@@ -108,7 +109,7 @@ def test_a_forward_that_is_worth_it_begins_before_the_loops_turn_ends(
         del sizes[:]
         return alone, await scores_of(range(1, 9), service)
 
-    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 0.0)  # else the first forward may be over before the turn is
+    monkeypatch.setattr(runners, "HAND_OVER_SECONDS", 0.0)  # else the first forward may be over before the turn is
     monkeypatch.setattr(worker, "EARLY_CANDIDATES", early)
     monkeypatch.setattr(NativeEngine, "_plan", noted)
     alone, together = serve(main)
@@ -137,7 +138,7 @@ def test_a_request_without_time_is_refused_after_it_was_taken(monkeypatch: pytes
 
 @pytest.mark.parametrize("limit", [0.0, 3600.0])
 def test_an_error_of_either_way_is_the_requests_own(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", limit)
+    monkeypatch.setattr(runners, "HAND_OVER_SECONDS", limit)
     plan = NativeEngine._plan
 
     def refusing(engine: Any, items: Sequence[Item]) -> Any:
@@ -160,7 +161,7 @@ def test_a_sticky_error_at_the_end_of_a_forward_is_fatal(monkeypatch: pytest.Mon
 
     async def main(service: RankingService) -> None:
         monkeypatch.setattr(NativeEngine, "finish", lost)
-        monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 0.0)
+        monkeypatch.setattr(runners, "HAND_OVER_SECONDS", 0.0)
         assert all(isinstance(found, EngineDown) for found in await scores_of(range(3), service))
         assert "planted" in service.health().reason
 
@@ -172,7 +173,7 @@ def test_a_model_that_is_replaced_while_it_computes_ends_what_it_began(monkeypat
     closed: list[NativeForwards] = []
     close = NativeForwards.close
     monkeypatch.setattr(NativeForwards, "close", lambda forwards: (closed.append(forwards), close(forwards))[1])
-    monkeypatch.setattr(thread, "HAND_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(runners, "HAND_OVER_SECONDS", 0.0)
 
     async def main(service: RankingService) -> None:
         asked = asyncio.ensure_future(rank(service, 1, 4096))
@@ -194,7 +195,8 @@ def test_a_forwards_descriptor_is_let_go_once() -> None:
     async def scenario() -> None:
         loop, heard = asyncio.get_running_loop(), asyncio.Event()
         reader, writer = os.pipe()
-        forwards = NativeForwards(None, reader, loop, time.monotonic)  # type: ignore[arg-type]  # it computes nothing
+        idle: Any = SimpleNamespace(closed=None, call=None, close=lambda: None)  # it computes nothing
+        forwards = NativeForwards(idle, idle, reader, loop, time.monotonic)
         forwards.close()
         loop.add_reader(reader, heard.set)
         forwards.close()

@@ -1,0 +1,154 @@
+"""One request on one engine: its place in the queue, its work, and who is told of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from app.errors import InternalError, NonFiniteScores, ServiceError
+from app.interface import Found, Ranked
+from app.scheduling.job import Job
+from model.engine import CacheResult, Item, Outcome
+from model.inputs import Candidates, Context, Scores
+from model.retrieval.inputs import Answers, Query
+
+log = structlog.get_logger("app.engine.job")
+
+
+class Place(Protocol):
+    """What a job needs of its worker."""
+
+    @property
+    def model(self) -> Any:
+        """What was loaded: `LoadedModel` or `LoadedRetrieval`."""
+        ...
+
+    def hold(self) -> None:
+        """One job more holds a place here."""
+        ...
+
+    def leave(self) -> None:
+        """One job less holds a place here."""
+        ...
+
+    def cancel(self, job: Any) -> None:
+        """The job is not computed unless it is in the forward that runs."""
+        ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class QueuedJob(Job):
+    """An `interface.Ticket`: a reserved place, and once it has `done`, work. Belongs to the event loop.
+
+    `on_release` is called once, when the place becomes free; a job that is dropped releases itself.
+    """
+
+    worker: Place
+    on_release: Callable[[Any], None]
+    reserved: bool = True
+    done: Callable[[Any], object] | None = None
+    started: float | None = None  # when its first forward began
+    forward_seconds: float = 0.0
+    state: Any = None  # of its context, from one chunk to the next
+
+    def release(self) -> None:
+        """Free the place, and drop what is not computed; a second time does nothing."""
+        if self.reserved:
+            self.reserved = False
+            self.on_release(self)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def part(self, start: int, stop: int) -> Any:
+        """Candidates `start … stop - 1` as the engine takes them."""
+        raise NotImplementedError
+
+    def take(self, outcome: Any) -> ServiceError | None:
+        """Keep what the engine gave for the last part. An error ends the job."""
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        """What `done` is told, once all parts are computed."""
+        raise NotImplementedError
+
+    @property
+    def queue_seconds(self) -> float:
+        """From its arrival to its first forward; 0 before that."""
+        return 0.0 if self.started is None else self.started - self.arrived
+
+    def finish(self, error: ServiceError | None = None) -> None:
+        """Free the place and tell the caller: the result, or this error. Only the first time counts.
+
+        What the caller raises is logged, so that its mates in a batch are answered all the same.
+        """
+        done, self.done = self.done, None
+        if done is None:
+            return
+        self.release()
+        try:
+            result = error or self.result()
+        except Exception as fault:  # no memory, say
+            log.error("scores could not be joined", exc_info=fault)
+            result = InternalError()
+        try:
+            done(result)
+        except Exception as fault:
+            log.error("a caller could not be told", exc_info=fault)
+
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class RankJob(QueuedJob):
+    """One request to rank."""
+
+    context: Context | None = None
+    items: Candidates | None = None
+    scores: list[Scores] = field(default_factory=list)
+    cache: CacheResult = "miss"
+
+    def part(self, start: int, stop: int) -> Item:
+        """As `QueuedJob.part`."""
+        assert self.context is not None
+        assert self.items is not None
+        whole = stop - start == self.candidates
+        return Item(self.context, self.items if whole else self.items.chunk(start, stop), self.state)
+
+    def take(self, outcome: Outcome) -> ServiceError | None:
+        """As `QueuedJob.take`."""
+        if not outcome.scores.is_finite():
+            return NonFiniteScores()
+        self.scores.append(outcome.scores)
+        if not self.served:
+            self.cache = outcome.cache
+        self.state = outcome.state
+        return None
+
+    def result(self) -> Ranked:
+        """As `QueuedJob.result`."""
+        return Ranked(Scores.concatenate(self.scores), self.cache, self.queue_seconds, self.forward_seconds)
+
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class SearchJob(QueuedJob):
+    """One search. It counts as one candidate without context."""
+
+    query: Query
+    found: tuple[Answers, int] | None = None  # of its batch, and its place there
+
+    def part(self, start: int, stop: int) -> Query:
+        """As `QueuedJob.part`."""
+        return self.query
+
+    def take(self, outcome: tuple[Answers, int]) -> ServiceError | None:
+        """As `QueuedJob.take`."""
+        self.found = outcome
+        return None
+
+    def result(self) -> Found:
+        """As `QueuedJob.result`."""
+        assert self.found is not None
+        answers, place = self.found
+        return Found(answers.retrieved[place], self.queue_seconds, answers.encode_seconds, answers.search_seconds)

@@ -1,0 +1,58 @@
+"""Who is admitted for one kind of work, from the reserved place to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic
+
+from app.engine.worker import J
+from app.errors import DeadlineExceeded, Overloaded, ServiceError
+from app.scheduling.admission import Admission, Refusal
+from app.telemetry.metrics import Metrics
+
+
+class Queue(Generic[J]):
+    """Belongs to the event loop. `on_idle` is called when the last admitted job has left."""
+
+    def __init__(self, admission: Admission, metrics: Metrics, on_idle: Callable[[], None] = lambda: None) -> None:
+        self.admission = admission
+        self.metrics = metrics
+        self.answered = self.refused = 0  # since the start
+        self.idle = asyncio.Event()  # nothing is admitted and unanswered
+        self.idle.set()
+        self._on_idle = on_idle
+
+    def join(self, job: J, *, again: bool = False) -> Refusal | None:
+        """Reserve a place for the job, whose `on_release` is `leave`; or why there is none. `again`: it was asked for before, in vain."""
+        job.reserved = False
+        refusal = self.admission.refusal(job, again=again)
+        if refusal is None:
+            self.admission.add(job)
+            self.idle.clear()
+            job.worker.hold()
+            job.reserved = True
+        return refusal
+
+    def leave(self, job: J) -> None:
+        """The job is answered, cancelled or expired."""
+        self.answered += 1
+        self.admission.remove(job)
+        if job.done is not None:
+            job.done = None
+            self.metrics.cancelled.labels("queue" if job.started is None else "forward").inc()
+        if job.served < job.candidates:
+            job.worker.cancel(job)
+        job.worker.leave()
+        if not self.admission.requests:
+            self.idle.set()
+            self._on_idle()
+
+    def error(self, refusal: Refusal, *, counted: bool = True, may_wait: bool = False) -> ServiceError:
+        """What the caller is told. A deadline that has passed is counted in any case."""
+        kind: type[ServiceError] = DeadlineExceeded if refusal.reason == "deadline" else Overloaded
+        if counted or kind is DeadlineExceeded:
+            self.refused += 1
+            self.metrics.rejected.labels(refusal.reason).inc()
+        detail = f"Refused on arrival: {refusal.detail}."
+        return kind(detail, retry_after_seconds=refusal.retry_after_seconds, may_wait=may_wait)

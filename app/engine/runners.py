@@ -1,0 +1,306 @@
+"""Where forwards run: in the thread of an engine, in native threads, or in the event loop where they are short."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import structlog
+
+from app.engine.loading import Steps
+from app.scheduling.forecast import ForwardTime
+from app.scheduling.job import Clock
+from app.telemetry.metrics import Metrics
+from model.engine import Engine, EngineError, Item, Outcome, OverlappingEngine
+from model.memory import shortage
+from model.retrieval.engine import RetrievalEngine, Users
+from model.retrieval.inputs import Answers, Query
+
+ENGINE_THREAD, RETRIEVAL_THREAD = "engine", "retrieval"
+
+HAND_OVER_SECONDS = 100e-6  # measured: waking the other thread, being woken up, and caches that are cold then
+
+EARLY_CANDIDATES = 384
+"""With so many waiting, an idle native engine's forward begins at once, not at the end of the loop's turn: the loop reads the next
+requests while the kernel's threads compute these."""
+
+SHORT_SEARCH_SECONDS = 1e-3
+"""A batch of searches predicted to take less is computed in the event loop. Most of it is Python, so in another thread it would hold
+the interpreter lock all the same, and the hand-over there and back adds two switches between threads."""
+
+Result = Sequence[Any] | BaseException
+OnResult = Callable[[Any, float], None]
+"""Called in the event loop with the result, or the exception, and the clock seconds when it was there."""
+
+
+class Runner(Protocol):
+    """Computes forwards of one engine, one at a time. Belongs to the event loop. An exception is a result."""
+
+    closed: asyncio.Future[None]
+    is_native: bool  # the event loop goes on while native threads compute
+
+    def forward(self, parts: Sequence[Any], cost: int, on_result: OnResult) -> None:
+        """Compute one batch of that many tokens."""
+        ...
+
+    def call(self, call: Callable[[], Any], on_result: OnResult) -> None:
+        """Make this call in the engine's thread."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine; `closed` is done then."""
+        ...
+
+
+class EngineThread:
+    """Loads an engine, computes what its `Runner` hands over, and frees it. `ready` and `closed` belong to the event loop."""
+
+    is_native = False
+
+    def __init__(
+        self,
+        load: Callable[[Steps], Any],
+        warming: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        name: str = ENGINE_THREAD,
+    ) -> None:
+        """`load` returns what has the `engine`. `warming` is called in the loop when the checkpoint is read and the warm-up begins.
+
+        Raises EngineError without a thread.
+        """
+        self.ready: asyncio.Future[Any] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self._load = load
+        self._loop = loop
+        self._steps = Steps(functools.partial(_post, loop, warming))  # not of `self`: that would be a circle
+        self._clock = clock
+        self._engine: Any = None
+        self._work: SimpleQueue[tuple[Callable[[], Any], OnResult] | None] = SimpleQueue()
+        if problem := shortage(0):
+            raise EngineError(f"no thread can be had to load a model in: {problem}")
+        try:
+            threading.Thread(target=self._main, name=name, daemon=True).start()
+        except RuntimeError as error:
+            raise EngineError(f"no thread can be had to load a model in: {error}") from error
+
+    def forward(self, parts: Sequence[Item], cost: int, on_result: OnResult) -> None:
+        """As `Runner.forward`."""
+        self._work.put((functools.partial(_forward, self._engine, parts), on_result))
+
+    def call(self, call: Callable[[], Any], on_result: OnResult) -> None:
+        """As `Runner.call`."""
+        self._work.put((call, on_result))
+
+    def close(self) -> None:
+        """Free the engine after what was handed over; `closed` is done then."""
+        self._work.put(None)
+
+    def abandon(self) -> None:
+        """Nobody waits for `ready` any more: the load ends at its next step, and what it has made is freed."""
+        self._steps.stop()
+        self.ready.add_done_callback(lambda ready: ready.exception())  # it is nobody's
+        self.close()
+
+    def _main(self) -> None:
+        try:
+            model = self._load(self._steps)
+        except BaseException as error:  # it belongs to the one who waits for `ready`
+            _clear_frames(error)
+            _post(self._loop, self.ready.set_exception, error)
+        else:
+            self._engine = model.engine
+            _post(self._loop, self.ready.set_result, model)
+            self._serve()
+        _post(self._loop, self.closed.set_result, None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            call, on_result = work
+            try:
+                result: Any = call()
+            except BaseException as error:  # even SystemExit: the worker decides what it means
+                result = error
+            _post(self._loop, on_result, result, self._clock())
+            del work, call, on_result, result  # what they hold would live until the next batch
+        try:
+            self._engine.close()
+        except Exception as error:  # a device that is lost: whoever waits for the end is told all the same
+            structlog.get_logger("app").error("an engine could not be closed", exc_info=error)
+        self._engine = None
+
+
+def _forward(engine: Engine, parts: Sequence[Item]) -> Sequence[Outcome]:
+    return _checked(parts, engine.forward(parts))
+
+
+def _checked(parts: Sequence[Item], outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """Raises EngineError where an engine breaks its promise: nobody may get another one's scores."""
+    if [len(outcome.scores) for outcome in outcomes] != [len(part.candidates) for part in parts]:
+        raise EngineError("the engine answered for another number of candidates")
+    return outcomes
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear tracebacks, whose cycles keep a partial engine alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and nothing waits for this
+        loop.call_soon_threadsafe(call, *arguments)
+
+
+class NativeForwards:
+    """Forwards of an engine that computes in native threads: the event loop begins each, and is told by a descriptor.
+
+    No Python runs beside the loop, so no thread competes for the interpreter lock. A forward that takes less time than handing it over
+    does is not handed over.
+    """
+
+    is_native = True
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        engine: OverlappingEngine,
+        descriptor: int,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+    ) -> None:
+        self.closed = thread.closed
+        self.call = thread.call
+        self._thread = thread
+        self._engine = engine
+        self._loop = loop
+        self._clock = clock
+        self._descriptor: int | None = descriptor
+        self._parts: Sequence[Item] = ()
+        self._on_result: OnResult | None = None
+        self._time = ForwardTime()
+        self._begun, self._cost = 0.0, 0
+        loop.add_reader(descriptor, self._ready)
+
+    def forward(self, parts: Sequence[Item], cost: int, on_result: OnResult) -> None:
+        """As `Runner.forward`."""
+        predicted = self._time.seconds(cost)
+        self._begun, self._cost, self._parts, self._on_result = self._clock(), cost, parts, on_result
+        if predicted is None or predicted > HAND_OVER_SECONDS:
+            try:
+                self._engine.begin(parts)
+            except Exception as error:
+                self._loop.call_soon(on_result, error, self._clock())
+        else:
+            self._loop.call_soon(on_result, *self._result(lambda: self._engine.forward(parts)))
+
+    def close(self) -> None:
+        """As `Runner.close`. A second time does nothing: the number of its descriptor may be another one's by then."""
+        if self._descriptor is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._descriptor = self._on_result = None  # the second leads back to who has this
+            self._thread.close()
+
+    def _ready(self) -> None:
+        assert self._on_result is not None
+        self._on_result(*self._result(self._engine.finish))
+
+    def _result(self, compute: Callable[[], Sequence[Outcome]]) -> tuple[Result, float]:
+        parts, self._parts = self._parts, ()
+        try:
+            result: Result = _checked(parts, compute())
+        except Exception as error:
+            return error, self._clock()
+        finished = self._clock()
+        self._time.observe(self._cost, finished - self._begun)
+        return result, finished
+
+
+class SearchForwards:
+    """Batches of searches: short ones in the event loop, others in the engine's thread."""
+
+    is_native = False
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        engine: RetrievalEngine,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self.closed = thread.closed
+        self.call = thread.call
+        self.close = thread.close
+        self._thread = thread
+        self._engine = engine
+        self._loop = loop
+        self._clock = clock
+        self._metrics = metrics
+        self._encode_time, self._search_time = ForwardTime(), ForwardTime()
+
+    def forward(self, parts: Sequence[Query], cost: int, on_result: OnResult) -> None:
+        """As `Runner.forward`; a result is the answers of the batch and a place there."""
+        try:
+            users = self._engine.look_up(parts)
+            is_short = self._is_short(parts, users)
+        except Exception as error:
+            self._loop.call_soon(on_result, error, self._clock())
+            return
+        if is_short:
+            try:
+                answers: Any = self._engine.retrieve(parts, users)
+            except Exception as error:
+                answers = error
+            self._loop.call_soon(self._retrieved, parts, on_result, answers, self._clock())
+        else:
+            done = functools.partial(self._retrieved, parts, on_result)
+            self._thread.call(functools.partial(self._engine.retrieve, parts, users), done)
+
+    def _retrieved(self, parts: Sequence[Query], on_result: OnResult, answers: Any, finished: float) -> None:
+        if isinstance(answers, BaseException):
+            on_result(answers, finished)
+        else:
+            self._loop.call_soon(self._learn, parts, answers)  # after the forward that was asked for has begun
+            on_result([(answers, place) for place in range(len(parts))], finished)
+
+    def _is_short(self, queries: Sequence[Query], users: Users) -> bool:
+        """Whether all of them take less than handing them over is worth."""
+        unknown_tokens = users.unknown_tokens
+        encode = self._encode_time.seconds(unknown_tokens) if unknown_tokens else 0.0
+        search = self._search_time.seconds(_search_cost(queries))
+        return encode is not None and search is not None and encode + search < SHORT_SEARCH_SECONDS
+
+    def _learn(self, queries: Sequence[Query], answers: Answers) -> None:
+        """What a batch took, for the forecasts and the metrics."""
+        metrics, found = self._metrics, answers.retrieved
+        made = sum(1 + len(query.context) for query, posts in zip(queries, found, strict=True) if not posts.cached)
+        self._encode_time.observe(made, answers.encode_seconds)
+        self._search_time.observe(_search_cost(queries), answers.search_seconds)
+        metrics.searches.observe(len(queries))
+        metrics.stage["encode"].observe(answers.encode_seconds)
+        metrics.stage["search"].observe(answers.search_seconds)
+        for posts in found:
+            metrics.visible_rows.observe(posts.visible)
+            metrics.scored_rows.observe(posts.scored)
+            metrics.user_vectors.labels("cache" if posts.cached else "tower").inc()
+
+
+def _search_cost(queries: Sequence[Query]) -> int:
+    """What a search takes besides the scan: posts to be found, and ids to be hidden."""
+    return sum(1 + query.k + len(query.filters.exclude) for query in queries)
+
+
+def rank_runner(thread: EngineThread, loop: asyncio.AbstractEventLoop, clock: Clock) -> Runner:
+    """For the engine that this thread has loaded: native threads where it has them, else the thread itself."""
+    engine = thread.ready.result().engine
+    if isinstance(engine, OverlappingEngine) and (descriptor := engine.open()) is not None:
+        return NativeForwards(thread, engine, descriptor, loop, clock)
+    return thread
