@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -38,4 +39,4 @@ class Way:
     def moves(self) -> list[tuple[str, str]]:
         """From one room to another; a room is a folder."""
         rooms = [file.rsplit("/", 1)[0] for file in self.calls]
-        return [(one, other) for one, other in zip(rooms, rooms[1:], strict=False) if one != other]
+        return [(one, other) for one, other in itertools.pairwise(rooms) if one != other]

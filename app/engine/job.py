@@ -34,6 +34,10 @@ class Place(Protocol):
         """One job less holds a place here."""
         ...
 
+    def submit(self, job: Any) -> None:
+        """Queue a job that has its work and its `done`."""
+        ...
+
     def cancel(self, job: Any) -> None:
         """The job is not computed unless it is in the forward that runs."""
         ...

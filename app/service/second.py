@@ -112,7 +112,8 @@ class SecondCheckpoint:
         """Load and warm another one, then hold that. Raises what `load` raises and ReloadInProgress; the old one is held on."""
         worker = await self.versions.load(load)
         self.versions.install(worker)
-        return worker.model.served
+        served: ServedModel = worker.model.served
+        return served
 
     def look(self) -> None:
         """To be called now and then: one that hangs is given up."""

@@ -163,7 +163,8 @@ class RankingService:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
         if self.versions.current is None:
             raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
-        return self.versions.current.model.served
+        served: ServedModel = self.versions.current.model.served
+        return served
 
     @property
     def second(self) -> Second | None:
@@ -344,4 +345,4 @@ class RankingService:
             worker.close()
             raise Draining
         self.versions.install(worker)
-        return worker.model.served
+        return self.model
