@@ -122,7 +122,7 @@ class RankJob(QueuedJob):
 
     def take(self, outcome: Outcome) -> ServiceError | None:
         """As `QueuedJob.take`."""
-        if not outcome.scores.is_finite():
+        if not (outcome.scores.finite or outcome.scores.is_finite()):
             return NonFiniteScores()
         self.scores.append(outcome.scores)
         if not self.served:
@@ -132,7 +132,8 @@ class RankJob(QueuedJob):
 
     def result(self) -> Ranked:
         """As `QueuedJob.result`."""
-        return Ranked(Scores.concatenate(self.scores), self.cache, self.queue_seconds, self.forward_seconds)
+        scores = self.scores[0] if len(self.scores) == 1 else Scores.concatenate(self.scores)
+        return Ranked(scores, self.cache, self.queue_seconds, self.forward_seconds)
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)

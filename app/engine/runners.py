@@ -142,7 +142,7 @@ def _forward(engine: Engine, parts: Sequence[Item]) -> Sequence[Outcome]:
 
 def _checked(parts: Sequence[Item], outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
     """Raises EngineError where an engine breaks its promise: nobody may get another one's scores."""
-    if [len(outcome.scores) for outcome in outcomes] != [len(part.candidates) for part in parts]:
+    if [len(outcome.scores.logits) for outcome in outcomes] != [len(part.candidates.post_ids) for part in parts]:
         raise EngineError("the engine answered for another number of candidates")
     return outcomes
 

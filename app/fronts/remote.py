@@ -17,8 +17,7 @@ from app.fronts.places import ENDED, Place, Version
 from app.fronts.retrieval import RemoteRetrieval
 from app.fronts.uplink import Uplink
 from app.interface import Done, Health, Second, ServedModel, Ticket
-from app.scheduling.loop_lag import Work
-from app.service.loop_clock import LoopClock
+from app.scheduling.loop_lag import LoopClock, Work
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from app.telemetry.sums import Deltas
@@ -141,7 +140,9 @@ class RemoteService:
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request would get now, as far as this front knows: NotReady, Draining, EngineDown or Overloaded."""
         self._check_able()
-        self._loop_clock.request_arrives()
+        self._loop_clock.last_request = self.clock()
+        if not self._loop_clock.is_ticking:
+            self._loop_clock.begin()
         under_way = len(self.uplink.asked)
         if self._loop_clock.lag.refuses(under_way):
             self._refuse("loop_overrun", "requests arrive faster than they can be answered", OVERRUN_RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""Whether the event loop has more requests in hand than it can answer soon. Pure; knows no queue.
+"""Whether the event loop has more requests in hand than it can answer soon. Knows no queue.
 
 With a small model the Python around it runs out before the engine does. The loop's *wait* is the time in which it answers what
 is admitted: unanswered requests, times the processor time that one took it lately. A burst makes it long once; callers who send
@@ -17,8 +17,12 @@ setting: they follow from what reading and refusing cost (docs/decisions/2026-11
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable
 from typing import NamedTuple
+
+from app.scheduling.job import Clock
 
 TICK_SECONDS = 0.01  # from one tick to when the next is due
 FULL_SECONDS = 0.025  # of work
@@ -93,3 +97,27 @@ class LoopLag:
         requests = now.answered - before.answered + REFUSAL_SHARE * (now.refused - before.refused)
         self._requests = self._requests * keep + requests
         self._cpu_seconds = self._cpu_seconds * keep + now.cpu_seconds - before.cpu_seconds
+
+
+class LoopClock:
+    """Ticks of the event loop while requests come; seconds of `clock`. `work` says what the loop has done and has in hand, at each tick."""
+
+    def __init__(self, clock: Clock, work: Callable[[], Work]) -> None:
+        self.lag = LoopLag()
+        self.is_ticking = False
+        self.last_request = 0.0
+        self._clock = clock
+        self._work = work
+
+    def begin(self) -> None:
+        """A request has come, and nothing ticks. Ticks go on for a while after the last request."""
+        self.is_ticking, self.lag = True, LoopLag()
+        self.last_request = self._clock()
+        self._tick()
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self.lag.tick(now, self._work())
+        self.is_ticking = now - self.last_request < RECOVERED_SECONDS  # an idle process need not wake up
+        if self.is_ticking:
+            asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)

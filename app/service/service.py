@@ -25,9 +25,8 @@ from app.interface import Done, Health, Second, ServedModel, Ticket
 from app.scheduling.admission import Admission, Refusal
 from app.scheduling.batching import chunk_count
 from app.scheduling.job import Clock
-from app.scheduling.loop_lag import Work
+from app.scheduling.loop_lag import LoopClock, Work
 from app.service.lifecycle import Lifecycle, State
-from app.service.loop_clock import LoopClock
 from app.service.plain_path import PLAIN_THREAD, PlainPath
 from app.service.retrieval import RetrievalService
 from app.service.second import SecondCheckpoint
@@ -70,14 +69,16 @@ class RankingService:
         self.plain_path = PlainPath()
         self.versions: Versions[RankJob] = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.second_checkpoint = SecondCheckpoint(second, settings, self.versions, metrics, clock, self)
-        self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.versions, self.second_checkpoint, clock)
+        self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.versions, self.second_checkpoint)
         self.admission = Admission(settings.queue, settings.batching, clock, self.second_checkpoint.running)
         self.queue: Queue[RankJob] = Queue(self.admission, metrics, self.second_checkpoint.soon)
         self.loop_clock = LoopClock(clock, self._work)
+        self._has_second = second is not None
         self._load = load
         self._load_error: Exception | None = None
         self._last_forward_unix = 0.0
         self._refusing = False
+        self._stall = ""  # a sentence while work waits and nothing finishes, as of the last tick
         self._crowded_until = 0.0
         self._tasks: list[asyncio.Task[None]] = []  # of `start`: the first loads and the watchdog
         metrics.watch(self)
@@ -173,11 +174,14 @@ class RankingService:
 
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request of this API key would get: NotReady, Draining, EngineDown or Overloaded. Reads nothing of it."""
+        ticks = self.loop_clock
+        ticks.last_request = now = self.clock()
+        if not ticks.is_ticking:
+            ticks.begin()
         self._check_able()
-        self.loop_clock.request_arrives()
-        if self.loop_clock.lag.refuses(self.admission.requests):
+        if ticks.lag.refuses(self.admission.requests):
             raise self._refused(OVERRUN)
-        if self.clock() < self._crowded_until and (refusal := self.admission.full(key)) is not None:
+        if now < self._crowded_until and (refusal := self.admission.full(key)) is not None:
             raise self._refused(refusal)
 
     def admit(
@@ -218,13 +222,17 @@ class RankingService:
         if self._refusing:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
-        if down := self.lifecycle.failure or self.watchdog.stall_lately():
+        if self._stall:  # it may have come to an end since the last tick
+            self._stall = self.watchdog.stall()
+        if down := self.lifecycle.failure or self._stall:
             raise EngineDown(down, retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
         if self.versions.current is None:
             self.metrics.rejected.labels("not_ready").inc()
             raise NotReady(self.lifecycle.reason, retry_after_seconds=RETRY_AFTER_START_SECONDS)
 
     def _work(self) -> Work:
+        """Called at every tick of the loop clock, the first of them before the request that began it is looked at."""
+        self._stall = self.watchdog.stall()
         return Work(time.thread_time(), self.queue.answered, self.queue.refused, self.admission.requests)
 
     def _refused(self, refusal: Refusal, *, counted: bool = True) -> ServiceError:
@@ -232,6 +240,9 @@ class RankingService:
 
     def _worker(self, model: ServedModel) -> Worker[RankJob]:
         """Who serves this very model. Raises NotReady where it is gone."""
+        current = self.versions.current
+        if current is not None and current.model.served is model:
+            return current
         worker = self.versions.find(model) or self.second_checkpoint.versions.find(model)
         if worker is None:
             raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
@@ -259,7 +270,7 @@ class RankingService:
         if not ticket.reserved or ticket.done is not None:
             raise ValueError("this ticket was used before")
         ticket.context, ticket.items = context, candidates
-        ticket.done = self.second_checkpoint.watched(ticket, done)
+        ticket.done = self.second_checkpoint.watched(ticket, done) if self._has_second else done
         ticket.worker.submit(ticket)
 
     async def attention(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import os
 import threading
 import time
@@ -14,13 +13,11 @@ import structlog
 from app.engine.job import RankJob, SearchJob
 from app.engine.versions import Versions
 from app.exits import EXIT_ENGINE_LOST
-from app.scheduling.job import Clock
 from app.service.second import SecondCheckpoint
 from app.settings import Queue
 from app.telemetry import logs
 
 WATCHDOG_SECONDS = 0.5
-STALL_LOOK_SECONDS = 0.01  # between two looks of requests, as long as all is well
 COLLECT_OBJECTS = 10_000
 COLLECT_TIMES = 10  # collections of a generation before the next older one has its turn
 
@@ -34,12 +31,8 @@ class Watchdog:
         versions: Versions[RankJob],
         searches: Versions[SearchJob],
         second: SecondCheckpoint,
-        clock: Clock,
     ) -> None:
         self._queue = queue
-        self._clock = clock
-        self._stalled = ""
-        self._looked = -math.inf  # clock seconds of the last look
         self._versions = versions
         self._searches = searches
         self._second = second
@@ -85,13 +78,6 @@ class Watchdog:
     def stall(self) -> str:
         """A sentence when work waits and nothing finishes, else nothing."""
         return self._silence(self._queue.stall_seconds)
-
-    def stall_lately(self) -> str:
-        """The same for a request, as of a moment ago as long as all is well."""
-        now = self._clock()
-        if self._stalled or now - self._looked > STALL_LOOK_SECONDS:
-            self._looked, self._stalled = now, self.stall()
-        return self._stalled
 
     def _silence(self, seconds: float) -> str:
         """A sentence when a forward or a search has taken longer than that."""

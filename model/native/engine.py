@@ -129,7 +129,7 @@ class NativeEngine:
         outcomes, stop = [], 0
         logits, probabilities, continuous = plan.scores
         for item, (keys, result) in zip(plan.items, plan.results, strict=True):
-            start, stop = stop, stop + len(item.candidates)
+            start, stop = stop, stop + len(item.candidates.post_ids)
             scores = Scores(logits[start:stop], probabilities[start:stop], continuous[start:stop], finite=finite)
             outcomes.append(Outcome(scores, keys, result))
         return outcomes
@@ -173,7 +173,7 @@ class _Plan:
         jobs, rows = [], 0
         for item in items:
             keys, context, result = self._keys_of(item)
-            count, slot = len(item.candidates), item.candidates.first_slot
+            count, slot = len(item.candidates.post_ids), item.candidates.first_slot
             jobs.append(CANDIDATE_JOB(count, rows, slot, keys.rows, keys.blocks, context, keys.address))
             self.results.append((keys, result))
             rows += count

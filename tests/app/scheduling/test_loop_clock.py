@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from app.scheduling.loop_lag import FULL_SECONDS, TICK_SECONDS, Work
-from app.service.loop_clock import LoopClock
+from app.scheduling.loop_lag import FULL_SECONDS, TICK_SECONDS, LoopClock, Work
 from tests.app.fakes import until
 
 pytestmark = pytest.mark.anyio
@@ -23,18 +22,18 @@ async def test_callers_who_never_pause_overrun_the_loop() -> None:
         while time.thread_time() < until_seconds:
             pass
         answered += 10
-        clock.request_arrives()
+        clock.last_request = time.monotonic()
         if answered < 400:
             asyncio.get_running_loop().call_later(0, busy)
 
     clock = LoopClock(time.monotonic, lambda: Work(time.thread_time(), answered, 0, 100))
-    clock.request_arrives()
+    clock.begin()
     await asyncio.sleep(5 * TICK_SECONDS)
     assert not clock.lag.overrun
     asyncio.get_running_loop().call_soon(busy)
     await until(lambda: clock.lag.overrun)
     assert clock.lag.wait_seconds(100) > FULL_SECONDS
-    await until(lambda: not clock._is_ticking)
-    clock.request_arrives()
+    await until(lambda: not clock.is_ticking)
+    clock.begin()
     assert not clock.lag.overrun  # whatever was before the silence
-    assert clock._is_ticking
+    assert clock.is_ticking
