@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 
-from starlette.types import ASGIApp
-
 from app.http.admin import create_admin_app
 from app.http.application import Application, create_app, create_probe_app
 from app.interface import Reloads, Service
-from app.server.process import Other, RankingServer
+from app.server.process import Other, Port, RankingServer
 from app.settings import Settings, SettingsProblem
 
 
@@ -17,15 +15,16 @@ def build_server(
     settings: Settings, service: Service, reloads: Reloads, kind: type[RankingServer] = RankingServer
 ) -> RankingServer:
     """A server that listens once it runs, on `settings.addresses()` in this order."""
-    side_apps: list[tuple[str, int, ASGIApp]] = []
+    app = create_app(settings, service)
+    ports = [Port(settings.host, settings.port, app.endpoint_of, True)]
     if settings.probes.port is not None:
-        side_apps.append((settings.probes.host, settings.probes.port, create_probe_app(settings, service)))
+        probes = create_probe_app(settings, service)
+        ports.append(Port(settings.probes.host, settings.probes.port, probes.endpoint_of, False))
     if settings.admin.port is not None:
         admin = create_admin_app(settings.admin, reloads, service)
-        side_apps.append((settings.admin.host, settings.admin.port, admin))
-    app = create_app(settings, service)
+        ports.append(Port(settings.admin.host, settings.admin.port, admin.endpoint_of, False))
     others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
-    return kind(app, side_apps, service, reloads, settings, app.endpoint_of, others)
+    return kind(ports, service, reloads, settings, others, app.close)
 
 
 def create_grpc_server(app: Application, settings: Settings) -> Other:
@@ -37,4 +36,5 @@ def create_grpc_server(app: Application, settings: Settings) -> Other:
         from app.http.grpc_server import InferenceServer
     except ImportError as error:
         raise SettingsProblem(f"RANKER_GRPC__PORT needs the `grpc` extra: {error}") from error
+    assert app.ranking is not None
     return InferenceServer(app.ranking, app.recorder, settings)

@@ -17,13 +17,12 @@ import uvloop
 
 from app.assembly import build_server
 from app.engine.worker import Worker
-from app.http.direct import RankCall, RankEndpoint
 from app.http.observe import Recorder
-from app.http.rank import Ranking
+from app.http.rank import RankCall, RankEndpoint, Ranking
 from app.http.retrieve import PostsCall, PostsEndpoint, RecommendCall
-from app.server.direct import Call
+from app.server.connection import Connection
+from app.server.cycle import Cycle
 from app.server.process import RankingServer
-from app.server.protocol import StrictProtocol
 from app.service.retrieval import RetrievalService
 from app.service.service import RankingService
 from app.settings import Drain, Settings
@@ -37,7 +36,7 @@ from model.retrieval.engine import RetrievalEngine
 Stations = Mapping[str, Sequence[tuple[type, str]]]
 
 RANK: Stations = {
-    "HTTP: parser, headers, deadlines": ((StrictProtocol, "data_received"),),
+    "HTTP: parser, headers, deadlines": ((Connection, "data_received"),),
     "name, key, room": ((RankEndpoint, "begin"), (PostsEndpoint, "begin")),
     "JSON": ((Ranking, "decode"),),
     "a place in the queue": ((RankingService, "admit"),),
@@ -48,7 +47,7 @@ RANK: Stations = {
     "results to requests": ((Worker, "_end"),),
     "reply": ((RankCall, "_render"),),
     "metrics, log line": ((Recorder, "end"),),
-    "write": ((Call, "_reply"),),
+    "write": ((Cycle, "_reply"),),
 }
 RECOMMEND: Stations = {
     **RANK,

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import orjson
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
-from app.http.asgi import Headers, read_body
-from app.http.negotiation import BATCH, is_compressed, wire_of
-from app.http.observe import Observe, Recorder
-from app.http.problems import HANDLERS
+from app.http.application import Application, create_pages
+from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
+from app.http.negotiation import BATCH, Headers, check_length, is_compressed, wire_of
+from app.http.observe import Recorder
+from app.http.rank_batch import JSON_HEADER
 from app.interface import Changed, CheckpointNotFound, ReloadInProgress, Reloads, Service, served_identity
 from app.request import strict_json
 from app.request.posts import read_change
@@ -44,19 +41,58 @@ class AdminAuth:
         self._digest = bytes.fromhex(settings.token_sha256.get_secret_value())
         self._hosts = {*LOOPBACK, settings.host, f"[{settings.host}]"}
 
-    def check(self, request: Request) -> None:
+    def check(self, headers: Headers) -> None:
         """Raises NotFound for a forged Host, which a browser on a hostile page would send, and Unauthorized."""
-        host = request.headers.get("host", "")
+        host = headers.get(b"host", b"").decode("latin-1")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if name.lower() not in self._hosts:
             raise NotFound
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
-        if not hmac.compare_digest(digest, self._digest) or scheme.lower() != "bearer":
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        digest = hashlib.sha256(token.strip()).digest()
+        if not hmac.compare_digest(digest, self._digest) or scheme.lower() != b"bearer":
             raise Unauthorized("A valid admin token is required: Authorization: Bearer TOKEN.")
 
 
-def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Starlette:
+Work = Callable[[bytes], Awaitable[bytes]]
+
+
+class AdminEndpoint(Endpoint):
+    """Does one thing for whoever has the token: `work` takes the body and returns the reply's."""
+
+    def __init__(self, recorder: Recorder, path: str, auth: AdminAuth, max_body_bytes: int, work: Work) -> None:
+        super().__init__(recorder, path, max_body_bytes)
+        self.auth = auth
+        self.work = work
+
+    def begin(self, headers: Fields, reply: Reply) -> Call:
+        """As `Endpoint.begin`."""
+        return AdminCall(self, dict(headers), reply)
+
+
+class AdminCall(TaskCall):
+    """One request for a change."""
+
+    __slots__ = ()
+    _endpoint: AdminEndpoint
+
+    def open(self) -> None:
+        """As `TaskCall.open`."""
+        self._endpoint.auth.check(self.headers)
+        check_length(self.headers, self.max_body_bytes)
+
+    async def reply_to(self, body: bytes | bytearray) -> Answer:
+        """As `TaskCall.reply_to`."""
+        if body:
+            _check_coding(self.headers)
+        try:
+            return 200, [JSON_HEADER], await self._endpoint.work(bytes(body))
+        except ReloadInProgress:
+            raise ReloadBusy(retry_after_seconds=5.0) from None
+        except (CheckpointError, EngineError) as error:
+            raise ReloadRefused(str(error)) from error
+
+
+def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Application:
     """`POST /admin/reload` with `{"checkpoint": "name below the root"}`, or `{}` for the present one read again; with
     `{"second": name}` the second checkpoint;
     with `{"retrieval": name, "corpus": name}` the retrieval checkpoint and the corpus as one, of which either may be left out.
@@ -64,70 +100,52 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> Sta
     `POST /admin/posts` with `{"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]}` changes the corpus,
     `POST /admin/posts/compact` without a body writes it anew with its changes.
     """
-    auth = AdminAuth(settings)
 
-    def described(before: object, **manifests: Manifest | CorpusManifest) -> Response:
+    def described(before: object, **manifests: Manifest | CorpusManifest) -> bytes:
         content: dict[str, object] = {
             what: {"name": manifest.name, "version": manifest.version, "digest": manifest.digest}
             for what, manifest in manifests.items()
         }
         content["result"] = "unchanged" if served_identity(service) == before else "reloaded"
-        return Response(orjson.dumps(content), media_type="application/json")
+        return orjson.dumps(content)
 
-    async def reload(request: Request) -> Response:
-        auth.check(request)
-        wanted, before = await _requested(request, reloads), served_identity(service)
+    async def reload(body: bytes) -> bytes:
+        wanted, before = _requested(body, reloads), served_identity(service)
         try:
             if wanted.keys() & {"retrieval", "corpus"}:
                 served = await reloads.reload_retrieval(wanted.get("retrieval"), wanted.get("corpus"))
                 return described(before, retrieval=served.manifest, corpus=served.corpus)
             if "second" in wanted:
                 return described(before, second=(await reloads.reload(wanted["second"], second=True)).manifest)
-            model = await reloads.reload(wanted.get("checkpoint"))
+            return described(before, model=(await reloads.reload(wanted.get("checkpoint"))).manifest)
         except CheckpointNotFound:
             if wanted:  # a front's name is looked up by the engine process
                 raise NotFound(NOT_BELOW_ROOT) from None
             raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
-        except ReloadInProgress:
-            raise ReloadBusy(retry_after_seconds=5.0) from None
-        except (CheckpointError, EngineError) as error:
-            raise ReloadRefused(str(error)) from error
-        return described(before, model=model.manifest)
 
-    async def posts(request: Request) -> Response:
-        auth.check(request)
-        headers = dict(request.scope["headers"])
-        _check_coding(headers)
-        wanted = read_change(await read_body(headers, request.receive, MAX_CHANGE_BYTES))
-        try:
-            changed = await service.retrieval.change(wanted)
-        except CheckpointError as error:
-            raise ReloadRefused(str(error)) from error
+    async def posts(body: bytes) -> bytes:
+        wanted = read_change(body)
+        changed = await service.retrieval.change(wanted)
         return _changed(changed, upserted=len(wanted.upsert.post_ids), deleted=changed.deleted)
 
-    async def compact(request: Request) -> Response:
-        auth.check(request)
-        if await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES):
+    async def compact(body: bytes) -> bytes:
+        if body:
             raise InvalidRequest([("", "must be empty")])
-        try:
-            return _changed(await service.retrieval.compact())
-        except ReloadInProgress:
-            raise ReloadBusy(retry_after_seconds=5.0) from None
-        except (CheckpointError, EngineError) as error:
-            raise ReloadRefused(str(error)) from error
+        return _changed(await service.retrieval.compact())
 
-    calls = {RELOAD: reload, POSTS: posts, COMPACT: compact}
-    return Starlette(
-        routes=[Route(path, call, methods=["POST"]) for path, call in calls.items()],
-        exception_handlers=HANDLERS,
-        middleware=[Middleware(Observe, recorder=Recorder(service.metrics, calls, RequestLog()))],
-    )
+    auth = AdminAuth(settings)
+    calls: dict[str, tuple[Work, int]] = {
+        RELOAD: (reload, MAX_BODY_BYTES), POSTS: (posts, MAX_CHANGE_BYTES), COMPACT: (compact, MAX_BODY_BYTES),
+    }  # fmt: skip
+    recorder = Recorder(service.metrics, calls, RequestLog())
+    endpoints = {path: AdminEndpoint(recorder, path, auth, most, work) for path, (work, most) in calls.items()}
+    return Application(service, recorder, create_pages(ranking_paths=[*calls]), endpoints=endpoints)
 
 
-def _changed(state: Changed, **counts: int) -> Response:
+def _changed(state: Changed, **counts: int) -> bytes:
     names = {"name": state.corpus.name, "version": state.corpus.version}
     corpus = names | {"posts": state.posts, "changes": state.changes}
-    return Response(orjson.dumps({"corpus": corpus, **counts}), media_type="application/json")
+    return orjson.dumps({"corpus": corpus, **counts})
 
 
 def _check_coding(headers: Headers) -> None:
@@ -136,14 +154,11 @@ def _check_coding(headers: Headers) -> None:
         raise UnsupportedMediaType("The body must not be compressed.")
 
 
-async def _requested(request: Request, reloads: Reloads) -> dict[str, Path]:
+def _requested(body: bytes, reloads: Reloads) -> dict[str, Path]:
     """What the body names, found below the root."""
-    headers = dict(request.scope["headers"])
-    body = await read_body(headers, request.receive, MAX_BODY_BYTES)
     if not body:
         return {}
-    _check_coding(headers)
-    wanted = strict_json.parse(bytes(body))
+    wanted = strict_json.parse(body)
     if (
         type(wanted) is not dict
         or not (

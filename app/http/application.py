@@ -1,31 +1,31 @@
-"""The ASGI application around a service: routes, error handlers, life. Not for opening sockets: that is `server`."""
+"""Every endpoint of a port: ours as calls, FastAPI's pages and documents beside them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from app.errors import InternalError, NotReady
 from app.explore.pages import pages
 from app.http import operations
-from app.http.asgi import HeadAsGet
-from app.http.direct import DirectEndpoint, RankEndpoint
+from app.http.asgi import Guest, PagesEndpoint
+from app.http.call import Endpoint
 from app.http.explain import ExplainEndpoint
 from app.http.negotiation import INFER
-from app.http.observe import Observe, Recorder
+from app.http.observe import Recorder
 from app.http.open_inference import MODEL, VERSION, open_inference
 from app.http.openapi import PREFERRED, describe_app
 from app.http.problems import HANDLERS
-from app.http.rank import Ranking
+from app.http.rank import RankEndpoint, Ranking
 from app.http.rank_batch import BatchEndpoint
 from app.http.retrieve import PostsEndpoint, RecommendCall, RetrieveCall
 from app.interface import Service
@@ -33,7 +33,6 @@ from app.settings import Settings
 from app.telemetry.logs import RequestLog
 from app.telemetry.tracing import RequestTracer, create_tracer
 
-PLAIN_TARGET = re.compile(rb"[\w./+-]+")  # neither a query nor escapes
 INFER_PATH = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
 DESCRIPTION = (
     "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
@@ -41,96 +40,99 @@ DESCRIPTION = (
 )
 
 
-class Application(FastAPI):
-    """FastAPI, but the endpoints that rank are called without its layers, which cost more than a small model takes.
+class Application:
+    """All endpoints of one port by method and path. As an ASGI application it serves under any other server."""
 
-    `direct` are endpoints, by path, for a server that can do without ASGI as well: see `endpoint_of`.
-    """
+    def __init__(
+        self,
+        service: Service,
+        recorder: Recorder,
+        pages: FastAPI,
+        tracer: RequestTracer | None = None,
+        endpoints: Mapping[str, Endpoint] | None = None,
+        ranking: Ranking | None = None,
+        drain_seconds: float = 0.0,
+    ) -> None:
+        """`pages` are FastAPI's; `endpoints` take POST, by path."""
+        self.service = service
+        self.recorder = recorder
+        self.pages = pages
+        self.ranking = ranking
+        self._tracer = tracer
+        self._drain_seconds = drain_seconds
+        self.endpoints: Mapping[str, Endpoint] = endpoints or {}
+        self._posts = {path.encode(): endpoint for path, endpoint in self.endpoints.items()}
+        self._guest = Guest(self.endpoint_of, service.start, self._stop)
 
-    recorder: Recorder
-    direct: Mapping[str, DirectEndpoint] = {}
-    ranking: Ranking
-    endpoints: Mapping[tuple[str, str], ASGIApp] = {}  # (method, path) → endpoint
+    def endpoint_of(self, method: bytes, target: bytes) -> Endpoint:
+        """Who takes a request. A path with a query or escapes is looked up without them."""
+        if method == b"POST" and self._posts:
+            found = self._posts.get(target)
+            if found is None:
+                path = unquote_to_bytes(target.partition(b"?")[0])
+                found = self._posts.get(path) or self._inference(path)
+            if found is not None:
+                return found
+        return PagesEndpoint(self.pages, self.recorder, method, target)
+
+    def _inference(self, path: bytes) -> RankEndpoint | None:
+        asked = INFER_PATH.fullmatch(path.decode("latin-1")) if self.ranking is not None else None
+        if asked is None or self.ranking is None:
+            return None
+        wanted = asked["name"], asked["version"] or ""
+        return RankEndpoint(self.ranking, self.recorder, path.decode("latin-1"), INFER, wanted)
+
+    def close(self) -> None:
+        """At the end of the process."""
+        if self._tracer is not None:
+            self._tracer.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Middleware that is added later does not see these endpoints."""
-        endpoint: ASGIApp | None = None
-        if scope["type"] == "http":
-            asked = scope["method"], scope["path"]
-            endpoint = self.endpoints.get(asked) or self._inference(*asked)
-        await (endpoint or super().__call__)(scope, receive, send)
+        """ASGI; its lifespan starts and stops the service."""
+        await self._guest(scope, receive, send)
 
-    def endpoint_of(self, method: bytes, target: bytes) -> DirectEndpoint | None:
-        """Who takes a request without ASGI; None also where ASGI has to read the target."""
-        if method != b"POST" or not PLAIN_TARGET.fullmatch(target):
-            return None
-        path = target.decode()
-        return self.direct.get(path) or self._inference("POST", path)
-
-    def _inference(self, method: str, path: str) -> RankEndpoint | None:
-        asked = INFER_PATH.fullmatch(path) if method == "POST" and self.endpoints else None
-        if asked is None:
-            return None
-        return RankEndpoint(self.ranking, self.recorder, path, INFER, (asked["name"], asked["version"] or ""))
+    async def _stop(self) -> None:
+        await self.service.stop(self._drain_seconds)
+        self.close()
 
 
 def create_app(settings: Settings, service: Service) -> Application:
-    """The service as one ASGI application; its lifespan starts and stops the service.
-
-    `app.state` holds `service` and `metrics`. Raises SettingsProblem where tracing is asked for and not installed.
-    """
+    """Every endpoint of the service's port. Raises SettingsProblem where tracing is asked for and not installed."""
     routers = [operations.probes(service), operations.info(service, settings)]
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
     routers += [open_inference(service), pages(service, settings)]
     paths = ["/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer"]
     paths += ["/explain"] if settings.explores else []
-    app = _application(settings, service, routers, paths, tracer)
-    ranking = app.ranking = Ranking(service, settings)
-    batch = Observe(BatchEndpoint(ranking, settings.batching, settings.budgets), app.recorder)
-    app.direct = {
-        "/rank": RankEndpoint(ranking, app.recorder),
-        "/retrieve": PostsEndpoint(ranking, app.recorder, settings, "/retrieve", RetrieveCall),
-        "/recommend": PostsEndpoint(ranking, app.recorder, settings, "/recommend", RecommendCall),
-    }
-    app.endpoints = {
-        **{("POST", path): endpoint for path, endpoint in app.direct.items()},
-        ("POST", "/rank/batch"): batch,
+    fastapi = create_pages(routers, paths)
+    fastapi.openapi = lambda: describe_app(fastapi, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
+    recorder = _recorder(fastapi, routers, service, settings, tracer)
+    ranking = Ranking(service, settings)
+    endpoints: dict[str, Endpoint] = {
+        "/rank": RankEndpoint(ranking, recorder),
+        "/retrieve": PostsEndpoint(ranking, recorder, settings, "/retrieve", RetrieveCall),
+        "/recommend": PostsEndpoint(ranking, recorder, settings, "/recommend", RecommendCall),
+        "/rank/batch": BatchEndpoint(ranking, recorder, settings.batching, settings.budgets),
     }
     if settings.explores:
-        explain = ExplainEndpoint(ranking, settings.batching, settings.explore)
-        app.endpoints["POST", "/explain"] = Observe(explain, app.recorder)
-    app.openapi = lambda: describe_app(app, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
-    return app
+        endpoints["/explain"] = ExplainEndpoint(ranking, recorder, settings.batching, settings.explore)
+    return Application(service, recorder, fastapi, tracer, endpoints, ranking, settings.drain.timeout_seconds)
 
 
 def create_probe_app(settings: Settings, service: Service) -> Application:
     """Probes, metrics and /info alone, for a port that the outside does not see."""
     routers = [operations.probes(service), operations.metrics(service), operations.info(service, settings)]
-    return _application(settings, service, routers)
+    fastapi = create_pages(routers)
+    return Application(service, _recorder(fastapi, routers, service, settings), fastapi)
 
 
-def _application(
-    settings: Settings,
-    service: Service,
-    routers: Sequence[APIRouter],
-    ranking_paths: Sequence[str] = (),
-    tracer: RequestTracer | None = None,
-) -> Application:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.start()
-        yield
-        await service.stop(settings.drain.timeout_seconds)
-        if tracer is not None:
-            tracer.close()
-
-    app = Application(
+def create_pages(routers: Sequence[APIRouter] = (), ranking_paths: Sequence[str] = ()) -> FastAPI:
+    """FastAPI around these; other methods than POST of `ranking_paths` get 405."""
+    app = FastAPI(
         title="Phoenix ranking server",
         version=version("phoenix-ranking-server"),
         description=DESCRIPTION,
         routes=[Route(path, _not_reached, methods=["POST"]) for path in ranking_paths],  # for 405
-        lifespan=lifespan,
         docs_url=None,  # app.explore has it, without a CDN
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
@@ -138,13 +140,19 @@ def _application(
     )
     for router in routers:
         app.include_router(router)
-    app.state.service, app.state.metrics = service, service.metrics
+    return app
+
+
+def _recorder(
+    app: FastAPI,
+    routers: Sequence[APIRouter],
+    service: Service,
+    settings: Settings,
+    tracer: RequestTracer | None = None,
+) -> Recorder:
     known = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = {path for route in known if (path := getattr(route, "path", None))}
-    app.add_middleware(HeadAsGet)
-    app.recorder = Recorder(service.metrics, paths, RequestLog(settings.logs.success_sample), tracer)
-    app.add_middleware(Observe, recorder=app.recorder)
-    return app
+    return Recorder(service.metrics, paths, RequestLog(settings.logs.success_sample), tracer)
 
 
 async def _not_reached(request: Request) -> Response:

@@ -21,8 +21,12 @@ class Arms:
         self._service = service
         self._split = split
 
+    def first(self, wanted: tuple[str, str] = ANY) -> ServedModel:
+        """The model in whose words a request is read, before its user is known. Raises NotFound or NotReady."""
+        return self._service.model if wanted == ANY else named(self._service, *wanted)
+
     def model(self, user_id: int | str, wanted: tuple[str, str] = ANY) -> ServedModel:
-        """Who answers this user, if that is what is wanted, else whoever is. Raises NotFound or NotReady."""
+        """The user's model if it is the wanted one, else the wanted one. Raises NotFound or NotReady."""
         own = self._of(user_id)
         return own if wanted == ANY or _is(own, wanted) else named(self._service, *wanted)
 

@@ -1,143 +1,147 @@
-"""Plain ASGI: headers, body and reply of one request, and whether its client is still there. Not for what is ranked."""
+"""Between ASGI and our calls: FastAPI's pages as an endpoint, and all endpoints as one ASGI application for any other server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import InvalidRequest, TooLarge
-from app.request.bounds import is_request_id
-from app.telemetry.exchange import Exchange
+from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
+from app.http.observe import Recorder
 
-Headers = Mapping[bytes, bytes]
 EXCHANGE = "exchange"  # a name in the scope's state
-CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
+MAX_PAGE_BODY_BYTES = 2**16  # pages take none
+
+EndpointOf = Callable[[bytes, bytes], Endpoint]
+"""Method and request target → who takes the request."""
 
 
-class ClientGone(Exception):
-    """The client disconnected before its reply."""
+class PagesEndpoint(Endpoint):
+    """One request to an ASGI application whose replies are made whole, such as FastAPI's pages."""
 
-
-class Answered(Exception):
-    """The connection itself has refused the request while its body was read."""
-
-    def __init__(self, status: int, code: str) -> None:
-        self.status = status
-        self.code = code
-
-
-class HeadAsGet:
-    """Answers HEAD as GET, with the same headers and no body."""
-
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, recorder: Recorder, method: bytes, target: bytes, max_body_bytes: int = MAX_PAGE_BODY_BYTES
+    ) -> None:
+        raw_path, _, query = target.partition(b"?")
+        if b"://" in raw_path:  # the absolute form, as to a proxy
+            raw_path = b"/" + raw_path.partition(b"://")[2].partition(b"/")[2]
+        path = urllib.parse.unquote(raw_path.decode("latin-1"))
+        super().__init__(recorder, path, max_body_bytes, method.decode("latin-1"))
         self.app = app
+        self.scope: Scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+            "method": self.method, "path": path, "raw_path": raw_path, "query_string": query, "root_path": "",
+            "server": None, "client": None,
+        }  # fmt: skip
+
+    def begin(self, headers: Fields, reply: Reply) -> Call:
+        """As `Endpoint.begin`."""
+        self.scope["headers"] = list(headers)
+        return PageCall(self, dict(headers), reply)
+
+
+class PageCall(TaskCall):
+    """A page. HEAD is answered as GET, with the same headers and no body."""
+
+    __slots__ = ()
+    _endpoint: PagesEndpoint
+
+    async def reply_to(self, body: bytes | bytearray) -> Answer:
+        """As `TaskCall.reply_to`."""
+        endpoint = self._endpoint
+        method = "GET" if endpoint.method == "HEAD" else endpoint.method
+        scope = {**endpoint.scope, "method": method, "state": {EXCHANGE: self.exchange}}
+        messages: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+
+        await endpoint.app(scope, receive, send)
+        start, *parts = messages
+        sent = b"".join([part.get("body", b"") for part in parts])
+        headers = [(bytes(name).lower(), bytes(value)) for name, value in start.get("headers", ())]
+        return start["status"], headers, sent
+
+
+class Guest:
+    """All endpoints as an ASGI application, for servers that are not ours. `startup` and `shutdown` are its lifespan."""
+
+    def __init__(self, endpoint_of: EndpointOf, startup: Callable[[], None], shutdown: Callable[[], object]) -> None:
+        self.endpoint_of = endpoint_of
+        self._startup = startup
+        self._shutdown = shutdown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self.app(scope, receive, send)
+        """ASGI."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._startup()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        ended = self._shutdown()
+        if asyncio.iscoroutine(ended):
+            await ended
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        target: bytes = scope.get("raw_path") or urllib.parse.quote(scope["path"]).encode()
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        replied: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        endpoint = self.endpoint_of(scope["method"].encode(), target)
+        call = endpoint.begin(scope["headers"], lambda *reply: replied.set_result(reply[:3]))
+        try:
+            if not replied.done():
+                await _feed(call, replied, receive)
+            if not replied.done():
+                await _unless_disconnected(replied, receive)
+        except BaseException:
+            call.abandon()
+            raise
+        if not replied.done():
+            call.abandon()
             return
-
-        async def send_head(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                message["body"] = b""
-            await send(message)
-
-        await self.app({**scope, "method": "GET"}, receive, send_head)
+        status, headers, body = replied.result()
+        await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await send({"type": "http.response.body", "body": body})
 
 
-def exchange_of(scope: Scope) -> Exchange:
-    """What `Observe` notes about this request."""
-    exchange: Exchange = scope["state"][EXCHANGE]
-    return exchange
-
-
-def request_id_of(headers: Headers) -> str | None:
-    """The caller's X-Request-ID, if it may go into headers and logs."""
-    if b"x-request-id" not in headers:
-        return None
-    sent = headers[b"x-request-id"].decode("latin-1")
-    return sent if is_request_id(sent) else None
-
-
-def timeout_seconds_of(headers: Headers) -> float | None:
-    """How long the caller waits, None where it does not say. Raises InvalidRequest for a bad X-Request-Timeout-Ms.
-
-    Envoy's header is a proxy's, so a bad one is no fault of the caller and does not count; 0 means no limit there.
-    """
-    own, envoy = headers.get(b"x-request-timeout-ms"), headers.get(b"x-envoy-expected-rq-timeout-ms")
-    found = []
-    if own is not None:
-        if not _is_count(own):
-            raise InvalidRequest([("X-Request-Timeout-Ms", "must be whole milliseconds")])
-        found.append(int(own) / 1000)
-    if envoy is not None and _is_count(envoy) and int(envoy):
-        found.append(int(envoy) / 1000)
-    return min(found, default=None)
-
-
-def _is_count(text: bytes) -> bool:
-    return text.isdigit() and len(text) <= 12
-
-
-def check_length(headers: Headers, limit_bytes: int) -> None:
-    """Raise TooLarge for a body that says it is longer than the limit."""
-    length = headers.get(b"content-length", b"0")
-    if not _is_count(length) or int(length) > limit_bytes:
-        raise too_long(limit_bytes)
-
-
-def too_long(limit_bytes: int) -> TooLarge:
-    """For a body that is longer than the limit, whether it says so or not."""
-    return TooLarge(f"The body is longer than {limit_bytes} bytes.")
-
-
-async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes | bytearray:
-    """The whole body. Raises TooLarge as soon as it is longer than the limit, keeping no more, ClientGone, and Answered."""
-    check_length(headers, limit_bytes)
-    body = bytearray()
+async def _feed(call: Call, replied: asyncio.Future[Answer], receive: Receive) -> None:
+    """Give the call its body, no more of it than it takes. It is abandoned where the client disconnects before the end."""
+    body, limit = bytearray(), call.max_body_bytes
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Answered(*message["answered"]) if message.get("answered") else ClientGone
-        chunk: bytes = message.get("body", b"")
-        if len(body) + len(chunk) > limit_bytes:
-            raise too_long(limit_bytes)
+            call.abandon()
+            return
+        body += message.get("body", b"")
+        if len(body) > limit:
+            call.too_long()
+            return
         if not message.get("more_body", False):
-            return body + chunk if body else chunk
-        body += chunk
+            call.finish(bytes(body))
+            return
 
 
-class Watching:
-    """Cancel what runs inside when the client disconnects, and raise ClientGone then. The body must have been read."""
+async def _unless_disconnected(replied: asyncio.Future[Answer], receive: Receive) -> None:
+    """Wait for the reply, or for the client to disconnect; the body must have been read."""
 
-    __slots__ = ("_gone", "_receive", "_task", "_watcher")
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._gone = False
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._watcher.cancel()
-        if kind is asyncio.CancelledError and self._gone and not self._task.uncancel():
-            raise ClientGone from None
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
-        self._task.cancel()
 
-
-async def send_reply(send: Send, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-    """Send a whole reply; `Observe` adds the request's id."""
-    named = [*headers, (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": named})
-    await send({"type": "http.response.body", "body": body})
+    watcher: asyncio.Future[None] = asyncio.get_running_loop().create_task(watch())
+    try:
+        await asyncio.wait((replied, watcher), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()

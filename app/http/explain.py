@@ -11,12 +11,12 @@ from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.types import Receive, Scope, Send
 
 from app.budgets import Budget
 from app.errors import Overloaded
-from app.http.asgi import Watching, exchange_of, send_reply
+from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
 from app.http.negotiation import BATCH, check_accept
+from app.http.observe import Recorder
 from app.http.rank import Ranking, Terms
 from app.http.rank_batch import JSON_HEADER
 from app.http.window import Window
@@ -42,32 +42,22 @@ class Asked:
     deadline: float
 
 
-class ExplainEndpoint:
+class ExplainEndpoint(Endpoint):
     """Each context is a request of its own to the ranker, with a place in the queue like any other."""
 
-    def __init__(self, ranking: Ranking, batching: Batching, explore: Explore) -> None:
+    def __init__(self, ranking: Ranking, recorder: Recorder, batching: Batching, explore: Explore) -> None:
+        super().__init__(recorder, "/explain", ranking.limits.max_body_bytes)
         self.ranking = ranking
         self.service = ranking.service
         self.batching = batching
         self.explore = explore
         self.running = ranking.metrics.watch_budget("explanations", Budget(explore.concurrent))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ranking, exchange, headers = self.ranking, exchange_of(scope), dict(scope["headers"])
-        terms = ranking.open(headers, exchange, BATCH)
-        check_accept(headers, JSON)
-        raw = await ranking.receive(headers, receive)
-        asked = self._ask(ranking.plain(raw, terms), terms, exchange)
-        if not self.running.take(1):
-            raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)
-        try:
-            with Watching(receive):
-                body, result = await self._answer(asked, exchange)
-        finally:
-            self.running.give(1)
-        await send_reply(send, 200, [JSON_HEADER, *ranking.headers(asked.model, [result], exchange)], body)
+    def begin(self, headers: Fields, reply: Reply) -> Call:
+        """As `Endpoint.begin`."""
+        return ExplainCall(self, dict(headers), reply)
 
-    def _ask(self, raw: bytes | bytearray, terms: Terms, exchange: Exchange) -> Asked:
+    def ask(self, raw: bytes | bytearray, terms: Terms, exchange: Exchange) -> Asked:
         """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
         ranking, started = self.ranking, time.perf_counter()
         limits, most = ranking.limits, self.explore.max_candidates
@@ -88,7 +78,7 @@ class ExplainEndpoint:
             until if terms.deadline is None else min(until, terms.deadline),
         )
 
-    async def _answer(self, asked: Asked, exchange: Exchange) -> tuple[bytes, Ranked]:
+    async def answer(self, asked: Asked, exchange: Exchange) -> tuple[bytes, Ranked]:
         """The reply, and the ranking that is explained."""
         config, question = asked.model.manifest.config, asked.question
         context, everyone = (
@@ -150,6 +140,31 @@ class ExplainEndpoint:
         """`[L, N, n, 1 + h + 1]`."""
         service, model, deadline = self.service, asked.model, asked.deadline
         return np.concatenate([await service.attention(model, context, each, deadline) for each in explained], 2)
+
+
+class ExplainCall(TaskCall):
+    """One explanation."""
+
+    __slots__ = ("_terms",)
+    _endpoint: ExplainEndpoint
+    _terms: Terms
+
+    def open(self) -> None:
+        """As `TaskCall.open`."""
+        self._terms = self._endpoint.ranking.open(self.headers, self.exchange, BATCH)
+        check_accept(self.headers, JSON)
+
+    async def reply_to(self, body: bytes | bytearray) -> Answer:
+        """As `TaskCall.reply_to`. It takes its place before anything is read."""
+        endpoint, exchange, terms = self._endpoint, self.exchange, self._terms
+        if not endpoint.running.take(1):
+            raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)
+        try:
+            asked = endpoint.ask(endpoint.ranking.plain(body, terms), terms, exchange)
+            written, result = await endpoint.answer(asked, exchange)
+        finally:
+            endpoint.running.give(1)
+        return 200, [JSON_HEADER, *endpoint.ranking.headers(asked.model, [result], exchange)], written
 
 
 def _grouped(scores: list[Scores], size: int) -> list[list[Scores]]:

@@ -1,14 +1,15 @@
-"""Content-Type and Accept, each on its own: which wire a body is, and whether the caller takes the reply's media type."""
+"""What the headers of a request say: its wire, the reply that its caller takes, how long the caller waits, its name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.errors import NotAcceptable, UnsupportedMediaType
-from app.http.asgi import Headers
+from app.errors import InvalidRequest, NotAcceptable, TooLarge, UnsupportedMediaType
+from app.request.bounds import is_request_id
 from app.request.coding import check_coding
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS, Wire
 
+Headers = Mapping[bytes, bytes]
 Wires = Mapping[bytes, Wire]
 
 JSON_TYPES = (JSON, JSON + b";charset=utf-8")
@@ -45,3 +46,43 @@ def check_accept(headers: Headers, media_type: bytes) -> None:
             best, is_taken = rank, bool(quality.strip(b"0."))
     if not is_taken:
         raise NotAcceptable
+
+
+def request_id_of(headers: Headers) -> str | None:
+    """The caller's X-Request-ID, if it may go into headers and logs."""
+    if b"x-request-id" not in headers:
+        return None
+    sent = headers[b"x-request-id"].decode("latin-1")
+    return sent if is_request_id(sent) else None
+
+
+def timeout_seconds_of(headers: Headers) -> float | None:
+    """How long the caller waits, None where it does not say. Raises InvalidRequest for a bad X-Request-Timeout-Ms.
+
+    Envoy's header is a proxy's, so a bad one is no fault of the caller and does not count; 0 means no limit there.
+    """
+    own, envoy = headers.get(b"x-request-timeout-ms"), headers.get(b"x-envoy-expected-rq-timeout-ms")
+    found = []
+    if own is not None:
+        if not _is_count(own):
+            raise InvalidRequest([("X-Request-Timeout-Ms", "must be whole milliseconds")])
+        found.append(int(own) / 1000)
+    if envoy is not None and _is_count(envoy) and int(envoy):
+        found.append(int(envoy) / 1000)
+    return min(found, default=None)
+
+
+def check_length(headers: Headers, limit_bytes: int) -> None:
+    """Raise TooLarge for a body that says it is longer than the limit."""
+    length = headers.get(b"content-length", b"0")
+    if not _is_count(length) or int(length) > limit_bytes:
+        raise too_long(limit_bytes)
+
+
+def too_long(limit_bytes: int) -> TooLarge:
+    """For a body that is longer than the limit, whether it says so or not."""
+    return TooLarge(f"The body is longer than {limit_bytes} bytes.")
+
+
+def _is_count(text: bytes) -> bool:
+    return text.isdigit() and len(text) <= 12

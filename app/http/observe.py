@@ -11,11 +11,9 @@ from collections.abc import Collection
 import structlog
 from prometheus_client import Counter
 from starlette.routing import compile_path
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import InternalError, ServiceError, TooLarge
-from app.http.asgi import CLIENT_GONE, EXCHANGE, Answered, ClientGone, Headers, request_id_of, send_reply
-from app.http.problems import problem_reply
+from app.http.negotiation import Headers, request_id_of
 from app.telemetry.distributions import Series
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog
@@ -25,6 +23,7 @@ from app.telemetry.tracing import RequestTracer
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 UNMATCHED = "unmatched"
 OTHER = "other"
+CLIENT_GONE = 499  # the status under which a disconnect is logged and counted
 
 log = structlog.get_logger("app.http.observe")
 _ids = random.Random(
@@ -70,9 +69,9 @@ class Recorder:
         """The route with parameters that a path fits: one label for all of them."""
         return next((route for pattern, route in self._templates if pattern.match(path)), UNMATCHED)
 
-    def problem(self, error: Exception, exchange: Exchange, *, is_begun: bool = False) -> ServiceError:
-        """What the caller is told of an error. Any that comes when the reply has begun is a fault of ours, which is logged."""
-        problem = error if isinstance(error, ServiceError) and not is_begun else InternalError()
+    def problem(self, error: Exception, exchange: Exchange) -> ServiceError:
+        """What the caller is told of an error. Any but ServiceError is a fault of ours, which is logged."""
+        problem = error if isinstance(error, ServiceError) else InternalError()
         exchange.code = problem.code
         if problem is not error:
             _log_fault(error, exchange)
@@ -97,45 +96,6 @@ class Recorder:
             counter = self.metrics.http_requests.labels(method, route, str(status))
             found = self._series[method, route, status] = counter, self.metrics.http_seconds.labels(method, route)
         return found
-
-
-class Observe:
-    """The outermost ASGI layer: records each request, and answers what the layers below did not."""
-
-    def __init__(self, app: ASGIApp, recorder: Recorder) -> None:
-        self.app = app
-        self.recorder = recorder
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        exchange = self.recorder.begin(scope["method"], scope["path"], headers)
-        scope.setdefault("state", {})[EXCHANGE] = exchange
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                name = (b"x-request-id", exchange.request_id.encode())
-                message["headers"] = [*message.get("headers", ()), name]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_named)
-        except ClientGone:
-            pass
-        except Answered as refusal:
-            exchange.status, exchange.code = refusal.status, refusal.code
-        except Exception as error:
-            is_begun = exchange.status != 0
-            problem = self.recorder.problem(error, exchange, is_begun=is_begun)
-            if is_begun:
-                exchange.status = problem.status
-                raise  # half a reply cannot be mended: the connection must end
-            await send_reply(send_named, *problem_reply(problem, exchange))
-        finally:
-            self.recorder.end(exchange, headers)
 
 
 def _log_fault(error: Exception, exchange: Exchange) -> None:

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.errors import BadRequest, InternalError, NotFound, RequestMethod, ServiceError, TooLarge
-from app.http.asgi import exchange_of
 from app.telemetry.exchange import Exchange
 
 MEDIA_TYPE = "application/problem+json"
@@ -40,7 +39,7 @@ def problem_reply(error: ServiceError, exchange: Exchange) -> tuple[int, list[tu
 async def on_service_error(request: Request, error: Exception) -> Response:
     """Handler for the errors that endpoints raise."""
     assert isinstance(error, ServiceError)
-    exchange = exchange_of(request.scope)
+    exchange: Exchange = request.scope["state"]["exchange"]
     exchange.code = error.code
     status, headers, body = problem_reply(error, exchange)
     response = Response(body, status)

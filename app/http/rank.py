@@ -1,27 +1,37 @@
-"""What one request and a batch share, from headers and bytes to scores and a reply, in the order in which things may fail."""
+"""`POST /rank`, and what every ranking shares: from headers and bytes to scores and a reply, in the order in which things may fail."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from starlette.types import Receive
-
+from app.errors import ServiceError
 from app.http.arms import ANY, HEADER, Arms, named
-from app.http.asgi import ClientGone, Headers, check_length, read_body, timeout_seconds_of
 from app.http.auth import KeyRing
-from app.http.negotiation import Wires, is_compressed, wire_of
+from app.http.call import Call, Endpoint, Fields, Reply
+from app.http.negotiation import (
+    RANK,
+    Headers,
+    Wires,
+    check_accept,
+    check_length,
+    is_compressed,
+    timeout_seconds_of,
+    wire_of,
+)
+from app.http.observe import Recorder
 from app.interface import Ranked, ServedModel, Service, Ticket
 from app.request import body, features, wires
 from app.request.body import Typed
 from app.request.codec import Codec, Packed, load_library
 from app.request.coding import inflate
-from app.request.reply import ReplyFormat
+from app.request.reply import ROWS_IN_A_PIECE, ReplyFormat
 from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
-from app.request.wires import Render, Wire
+from app.request.wires import BINARY, LENGTH, Render, Wire, media_type
 from app.settings import Limits, Settings
 from app.telemetry.exchange import Exchange, milliseconds
 from model.config import ModelConfig
@@ -110,14 +120,6 @@ class Ranking:
         seconds = [timeout for timeout in timeouts if timeout is not None]
         return self.service.clock() + min(seconds) if seconds else None
 
-    async def receive(self, headers: Headers, receive: Receive) -> bytes | bytearray:
-        """The body as it comes over ASGI; a client that disconnects before its end is counted. Raises as `read_body`."""
-        try:
-            return await read_body(headers, receive, self.limits.max_body_bytes)
-        except ClientGone:
-            self.metrics.cancelled.labels("body").inc()
-            raise
-
     def plain(self, body: bytes | bytearray, terms: Terms) -> bytes | bytearray:
         """The body without its content coding, no longer than the limit."""
         return inflate(body, self.limits.max_body_bytes) if terms.is_compressed else body
@@ -125,8 +127,7 @@ class Ranking:
     def decode(self, read: Callable[[Vocabulary], T], exchange: Exchange, wanted: tuple[str, str] = ANY) -> T:
         """What `read` makes of one request's bytes; how much work it is and how long it took are noted."""
         started = time.perf_counter()
-        vocabulary, _ = self.words_of(named(self.service, *wanted).manifest)
-        typed = read(vocabulary)
+        typed = read(self.words_of(self.arms.first(wanted).manifest)[0])
         exchange.candidates += typed.count("candidates")
         exchange.history += typed.count("history")
         add_seconds(exchange, "parse", time.perf_counter() - started)
@@ -166,9 +167,9 @@ class Ranking:
         except BaseException:
             ticket.release()
             raise
-        if len(context) < request.history_length:
+        if len(context.post_ids) < request.history_length:
             self.metrics.history_truncated.inc()
-            if len(request.history):
+            if len(request.history.post_ids):
                 request = request.without_history()
         seconds = time.perf_counter() - started
         add_seconds(exchange, "parse", seconds)
@@ -225,6 +226,88 @@ class Ranking:
     def words_of(self, manifest: Manifest) -> tuple[Vocabulary, ReplyFormat]:
         """The vocabulary and the reply format of a ranking model."""
         return self._words.of(manifest)
+
+
+class RankEndpoint(Endpoint):
+    """Makes a `RankCall` of each request."""
+
+    def __init__(
+        self,
+        ranking: Ranking,
+        recorder: Recorder,
+        path: str = "/rank",
+        wires: Wires = RANK,
+        wanted: tuple[str, str] = ANY,
+    ) -> None:
+        """`wires` by media type of the body; `wanted` are name and version of the model that the path names."""
+        super().__init__(recorder, path, ranking.limits.max_body_bytes)
+        self.ranking = ranking
+        self.wires = wires
+        self.wanted = wanted
+
+    def begin(self, headers: Fields, reply: Reply) -> RankCall:
+        """As `Endpoint.begin`."""
+        return RankCall(self, dict(headers), reply)
+
+
+class RankCall(Call):
+    """One request to rank."""
+
+    __slots__ = ("_job", "_terms", "ranking")
+    _endpoint: RankEndpoint
+
+    def __init__(self, endpoint: RankEndpoint, headers: Headers, reply: Reply) -> None:
+        super().__init__(endpoint, headers, reply)
+        self.ranking = endpoint.ranking
+        self._job: Prepared | None = None
+        try:
+            self._terms = self.ranking.open(headers, self.exchange, endpoint.wires)
+        except Exception as error:
+            self.fail(error)
+
+    def finish(self, body: bytes | bytearray) -> None:
+        """As `Call.finish`."""
+        ranking, exchange, terms = self.ranking, self.exchange, self._terms
+
+        def read(vocabulary: Vocabulary) -> Typed:
+            return terms.wire.decode(ranking.plain(body, terms), self.headers, ranking.limits, vocabulary)
+
+        try:
+            typed = ranking.decode(read, exchange, terms.wanted)
+            check_accept(self.headers, media_type(typed))
+            wanted = terms.wanted if self._endpoint.wanted is ANY else self._endpoint.wanted
+            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, wanted)
+            self._tickets = (job.ticket,)
+            exchange.name(job.request.request_id)
+            ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)
+        except Exception as error:
+            self.fail(error)
+
+    def _ranked(self, result: Ranked | ServiceError) -> None:
+        job = self._job
+        assert job is not None
+        if isinstance(result, ServiceError):
+            self.fail(result)
+        else:
+            pieces = self.ranking.render(job, result, self.exchange.stages["parse"], self.exchange)
+            self._render(job, result, pieces, [])
+
+    def _render(self, job: Prepared, ranked: Ranked, pieces: Iterator[bytes], done: list[bytes]) -> None:
+        if self._reply is None:
+            return
+        try:
+            for piece in pieces:
+                done.append(piece)
+                if len(job.candidates) > ROWS_IN_A_PIECE:  # lets other requests in between
+                    asyncio.get_running_loop().call_soon(self._render, job, ranked, pieces, done)
+                    return
+            fields = [(b"content-type", media_type(job.request))]
+            if fields[0][1] is BINARY:
+                fields.append((LENGTH, b"%d" % len(done[0])))
+            fields += self.ranking.headers(job.model, [ranked], self.exchange)
+            self.answer(200, fields, b"".join(done))
+        except Exception as error:
+            self.fail(error)
 
 
 def _speak_alike(one: Manifest, other: Manifest) -> bool:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import orjson
-from starlette.types import Receive, Scope, Send
 
 from app.budgets import Budget, rest_seconds
 from app.errors import Overloaded, ServiceError, TooLarge
-from app.http.asgi import Watching, exchange_of, send_reply
+from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
 from app.http.negotiation import BATCH, check_accept
-from app.http.rank import Prepared, Ranking
+from app.http.observe import Recorder
+from app.http.rank import Prepared, Ranking, Terms
 from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
 from app.request.body import BatchDecoder, Typed
@@ -26,7 +26,7 @@ from app.telemetry.exchange import Exchange
 JSON_HEADER = (b"content-type", JSON)
 
 
-class Answer(NamedTuple):
+class Ended(NamedTuple):
     """One request of a batch as it ended: its reply or problem, and what computed it.
 
     `again`: it was refused while others of the batch were queued, and may be tried when they are not.
@@ -38,38 +38,54 @@ class Answer(NamedTuple):
     again: Typed | None = None
 
 
-class BatchEndpoint:
+class BatchEndpoint(Endpoint):
     """Several requests. One that fails carries its own problem, and each that does not names its model."""
 
-    def __init__(self, ranking: Ranking, batching: Batching, budgets: Budgets) -> None:
+    def __init__(self, ranking: Ranking, recorder: Recorder, batching: Batching, budgets: Budgets) -> None:
+        super().__init__(recorder, "/rank/batch", ranking.limits.max_body_bytes)
         self.ranking = ranking
         self.batching = batching
         self.decoder = BatchDecoder(ranking.limits.max_batch_requests)
         self.candidates = ranking.metrics.watch_budget("batch_candidates", Budget(budgets.batch_candidates))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ranking, service, exchange = self.ranking, self.ranking.service, exchange_of(scope)
-        headers = dict(scope["headers"])
-        terms = ranking.open(headers, exchange, BATCH)
-        check_accept(headers, JSON)
-        raw = await ranking.receive(headers, receive)
+    def begin(self, headers: Fields, reply: Reply) -> Call:
+        """As `Endpoint.begin`."""
+        return BatchCall(self, dict(headers), reply)
+
+
+class BatchCall(TaskCall):
+    """One batch."""
+
+    __slots__ = ("_terms",)
+    _endpoint: BatchEndpoint
+    _terms: Terms
+
+    def open(self) -> None:
+        """As `TaskCall.open`."""
+        self._terms = self._endpoint.ranking.open(self.headers, self.exchange, BATCH)
+        check_accept(self.headers, JSON)
+
+    async def reply_to(self, body: bytes | bytearray) -> Answer:
+        """As `TaskCall.reply_to`."""
+        endpoint, exchange, terms = self._endpoint, self.exchange, self._terms
+        ranking = endpoint.ranking
         started, held = time.perf_counter(), time.thread_time()
-        items, is_bare = self.decoder.split(ranking.plain(raw, terms))
+        items, is_bare = endpoint.decoder.split(ranking.plain(body, terms))
         held = time.thread_time() - held
         exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
-        deadline = terms.deadline or ranking.deadline(service.default_deadline_seconds)  # one for all, from the start
-        run = Run(ranking, self.batching, deadline, exchange, self.candidates, held, terms.wanted)
+        # one deadline for all, from the start
+        deadline = terms.deadline or ranking.deadline(ranking.service.default_deadline_seconds)
+        run = Run(ranking, endpoint.batching, deadline, exchange, endpoint.candidates, held, terms.wanted)
         try:
-            with Watching(receive):
-                answers = await run.all(items)
+            answers = await run.all(items)
         finally:
-            self.candidates.give(run.candidates)
+            endpoint.candidates.give(run.candidates)
         models = [answer.model for answer in answers if answer.model is not None]
         results = [answer.ranked for answer in answers if answer.ranked is not None]
-        fields = [JSON_HEADER, *ranking.headers(models[-1] if models else service.model, results, exchange)]
-        body = b"[%b]" % b",".join(answer.body for answer in answers)
-        await send_reply(send, 200, fields, body if is_bare else b'{"results":%b}' % body)
+        fields = [JSON_HEADER, *ranking.headers(models[-1] if models else ranking.service.model, results, exchange)]
+        whole = b"[%b]" % b",".join(answer.body for answer in answers)
+        return 200, fields, whole if is_bare else b'{"results":%b}' % whole
 
 
 class Run:
@@ -94,20 +110,20 @@ class Run:
         self._budget = budget
         self._window = Window(batching)
 
-    async def all(self, items: list[bytes]) -> list[Answer]:
+    async def all(self, items: list[bytes]) -> list[Ended]:
         """How each of them ended, in order. Cancelling it drops what was not computed."""
-        begun: list[Answer | asyncio.Task[Answer]] = []
+        begun: list[Ended | asyncio.Task[Ended]] = []
         try:
             for item in items:
                 begun.append(await self._begin(item))
                 held, self.held_seconds = self.held_seconds, 0.0
                 await asyncio.sleep(rest_seconds(held))  # other callers come in between
-            answers = [answer if isinstance(answer, Answer) else await answer for answer in begun]
+            answers = [answer if isinstance(answer, Ended) else await answer for answer in begun]
             return [answer if answer.again is None else await self._alone(answer.again) for answer in answers]
         finally:
             await self._window.close()
 
-    async def _begin(self, item: bytes) -> Answer | asyncio.Task[Answer]:
+    async def _begin(self, item: bytes) -> Ended | asyncio.Task[Ended]:
         try:
             with self._holding():
                 body = self.ranking.decode(
@@ -118,11 +134,11 @@ class Run:
             return _failed(error)
         return await self._queue(body)
 
-    async def _alone(self, body: Typed) -> Answer:
+    async def _alone(self, body: Typed) -> Ended:
         begun = await self._queue(body, again=True)
-        return begun if isinstance(begun, Answer) else await begun
+        return begun if isinstance(begun, Ended) else await begun
 
-    async def _queue(self, body: Typed, again: bool = False) -> Answer | asyncio.Task[Answer]:
+    async def _queue(self, body: Typed, again: bool = False) -> Ended | asyncio.Task[Ended]:
         def admit(*, again: bool, waits: bool) -> Prepared:
             with self._holding():
                 terms = self.deadline, self.exchange, self.wanted
@@ -150,7 +166,7 @@ class Run:
             raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
         self.candidates += candidates
 
-    async def _finish(self, job: Prepared, body: Typed) -> Answer:
+    async def _finish(self, job: Prepared, body: Typed) -> Ended:
         try:
             result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
         except Overloaded as error:  # by an engine process; in one process `prepare` is refused
@@ -161,8 +177,8 @@ class Run:
         for piece in self.ranking.render(job, result, job.check_seconds, self.exchange):
             pieces.append(piece)
             await asyncio.sleep(0)
-        return Answer(b"".join(pieces), job.model, result)
+        return Ended(b"".join(pieces), job.model, result)
 
 
-def _failed(error: ServiceError, again: Typed | None = None) -> Answer:
-    return Answer(orjson.dumps({"error": error.problem()}), again=again)
+def _failed(error: ServiceError, again: Typed | None = None) -> Ended:
+    return Ended(orjson.dumps({"error": error.problem()}), again=again)

@@ -9,9 +9,8 @@ from abc import abstractmethod
 import numpy as np
 
 from app.errors import ServiceError
-from app.http.asgi import Headers
-from app.http.direct import DirectCall, DirectEndpoint, Fields, Reply
-from app.http.negotiation import BATCH, check_accept
+from app.http.call import Call, Endpoint, Fields, Reply
+from app.http.negotiation import BATCH, Headers, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Ranking, Words, add_seconds
 from app.http.rank_batch import JSON_HEADER
@@ -37,30 +36,32 @@ from app.telemetry.exchange import milliseconds
 from model.inputs import Scores
 
 
-class PostsEndpoint(DirectEndpoint):
+class PostsEndpoint(Endpoint):
     """What both endpoints share; `call` makes a call of one request."""
 
     def __init__(
         self, ranking: Ranking, recorder: Recorder, settings: Settings, path: str, call: type[PostsCall]
     ) -> None:
-        super().__init__(ranking, recorder, path)
+        super().__init__(recorder, path, ranking.limits.max_body_bytes)
+        self.ranking = ranking
         self.max_seconds = settings.deadline.max_seconds
         self.words = Words(ranking.limits)  # of the retrieval model
         self.call = call
 
     def begin(self, headers: Fields, reply: Reply) -> PostsCall:
-        """As `DirectEndpoint.begin`."""
+        """As `Endpoint.begin`."""
         return self.call(self, dict(headers), reply)
 
 
-class PostsCall(DirectCall):
+class PostsCall(Call):
     """One request for posts, on the versions that it ends on."""
 
-    __slots__ = ("_deadline", "_endpoint", "_found", "_request", "_served", "_terms")
+    __slots__ = ("_deadline", "_found", "_request", "_served", "_terms", "ranking")
+    _endpoint: PostsEndpoint
 
     def __init__(self, endpoint: PostsEndpoint, headers: Headers, reply: Reply) -> None:
         super().__init__(endpoint, headers, reply)
-        self._endpoint = endpoint
+        self.ranking = endpoint.ranking
         try:
             self._open()
         except Exception as error:
@@ -76,7 +77,7 @@ class PostsCall(DirectCall):
         _ = service.retrieval.served  # refuses before the body is read
 
     def finish(self, body: bytes | bytearray) -> None:
-        """As `DirectCall.finish`."""
+        """As `Call.finish`."""
         ranking, exchange, retrieval = self.ranking, self.exchange, self.ranking.service.retrieval
         started = time.perf_counter()
         try:
@@ -139,7 +140,7 @@ class PostsCall(DirectCall):
         add_seconds(self.exchange, "serialize", time.perf_counter() - began)
         fields = self.ranking.told(version, "hit" if cached else "miss", self.exchange)
         corpus = (b"x-corpus-version", self._served.corpus.version.encode())
-        self._answer(200, [JSON_HEADER, corpus, *fields], body, at_once=True)
+        self.answer(200, [JSON_HEADER, corpus, *fields], body, at_once=True)
 
 
 class RetrieveCall(PostsCall):

@@ -1,44 +1,178 @@
-"""A request that an ASGI application answers: uvicorn's own way, but for how its connection ends."""
+"""One request on a connection and its reply, given to an endpoint by calls: no scope, no task, one write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+import re
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Protocol
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from app.server.observer import Observer
+
+Fields = Sequence[tuple[bytes, bytes]]
+Reply = Callable[[int, Fields, bytes, bool], None]
+"""Status, headers, body, and whether the reply may be written later to a caller who is impatient: see `patience`."""
+
+SHORT_BYTES = 2**13  # no body of that length holds the event loop; asking for processor time is a system call
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-def fit(cycle: Any, close: Callable[[], None], is_closing: Callable[[], bool]) -> None:
-    """Have a RequestResponseCycle ask both in the transport's place, so that the client reads the reply first, and tell it who answered."""
-    cycle.transport = _ReplyTransport(cycle.transport.write, close, is_closing)
-    cycle.receive = _Receive(cycle)
+class Handler(Protocol):
+    """One request in the endpoint's hands."""
+
+    max_body_bytes: int
+
+    def finish(self, body: bytes) -> None:
+        """The body has arrived."""
+        ...
+
+    def too_long(self) -> None:
+        """More of it has arrived than `max_body_bytes`."""
+        ...
+
+    def no_room(self) -> None:
+        """Too much is being read for all callers."""
+        ...
+
+    def abandon(self, answered: tuple[int, str] | None = None) -> None:
+        """Nobody reads a reply: the client has disconnected, or the connection has refused the request, with status and code."""
+        ...
 
 
-def disconnect(cycle: RequestResponseCycle, answered: tuple[int, str] | None = None) -> None:
-    """The application is told that the client disconnected, or was answered by the connection, with status and code."""
-    cast(_Receive, cycle.receive).answered = answered
-    cycle.disconnected = True
-    cycle.message_event.set()
+class Endpoint(Protocol):
+    """Takes requests when their headers have arrived, in the event loop."""
+
+    def begin(self, headers: Fields, reply: Reply) -> Handler:
+        """`headers` have lower-case names. `reply` is called once, at once perhaps, unless the request is abandoned before."""
+        ...
 
 
-class _ReplyTransport:
-    """The transport as one request sees it."""
+Routes = Callable[[bytes, bytes], Endpoint]
+"""Method and request target → who takes the request."""
+
+
+class Connection(Protocol):
+    """What a cycle needs of its connection."""
+
+    observer: Observer
+
+    def write(self, data: bytes) -> None: ...
+
+    def release(self, cycle: Cycle) -> None: ...
+
+    def rest(self, seconds: float) -> None: ...
+
+    def is_impatient(self) -> bool: ...
+
+    def end_with_reply(self) -> None: ...
+
+    def on_response_complete(self) -> None: ...
+
+
+class Cycle:
+    """One request, as its connection knows it."""
+
+    __slots__ = (
+        "_body", "_bytes", "_connection", "_endpoint", "_expects_continue", "_fields", "_handler", "_is_read", "_size",
+        "disconnected", "keep_alive", "response_complete", "response_started",
+    )  # fmt: skip
 
     def __init__(
-        self, write: Callable[[bytes], None], close: Callable[[], None], is_closing: Callable[[], bool]
+        self, connection: Connection, endpoint: Endpoint, fields: Fields, *, keep_alive: bool, expects_continue: bool
     ) -> None:
-        self.write = write
-        self.close = close
-        self.is_closing = is_closing
+        self.keep_alive = keep_alive
+        self.disconnected = self.response_started = self.response_complete = False
+        self._connection = connection
+        self._endpoint = endpoint
+        self._fields = fields
+        self._expects_continue = expects_continue
+        self._handler: Handler | None = None
+        self._body: list[bytes] = []
+        self._size = 0
+        self._is_read = False
+        self._bytes = b""  # of a reply that waits
 
+    def start(self) -> None:
+        """It is this request's turn: those before it on the connection have their replies."""
+        self._handler = self._endpoint.begin(self._fields, self._reply)
+        if self._is_read:
+            self._finish()
+        elif self._expects_continue and not self.response_started:
+            self._connection.write(CONTINUE)
 
-class _Receive:
-    """A request's messages; the last says what the connection has answered in the application's place."""
+    def feed(self, data: bytes) -> None:
+        """Some of the body."""
+        if self.response_started:
+            return
+        self._size += len(data)
+        if self._handler is not None and self._size > self._handler.max_body_bytes:
+            self._handler.too_long()
+        else:
+            self._body.append(data)
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.answered: tuple[int, str] | None = None
-        self._receive = cycle.receive
+    def refuse_for_room(self) -> bool:
+        """Answer that there is no room for more of the body; False where it is not this request's turn."""
+        if self._handler is None:
+            return False
+        self._body = []
+        self._handler.no_room()
+        return True
 
-    async def __call__(self) -> dict[str, Any]:
-        message: Any = await self._receive()
-        return {**message, "answered": self.answered} if message["type"] == "http.disconnect" else message
+    def end(self) -> None:
+        """The body is complete."""
+        self._is_read = True
+        if self._handler is not None:
+            self._finish()
+
+    def disconnect(self, answered: tuple[int, str] | None = None) -> None:
+        """Nobody reads a reply any more; `answered` as of `Handler.abandon`."""
+        self.disconnected = True
+        self._connection.observer.refusals.forget(self._write)
+        if self._handler is not None and not self.response_started:
+            self._handler.abandon(answered)
+
+    def _finish(self) -> None:
+        handler, body = self._handler, self._body
+        self._body = []
+        if self.response_started or handler is None:
+            return
+        if self._size > handler.max_body_bytes:
+            handler.too_long()
+            return
+        whole = body[0] if len(body) == 1 else b"".join(body)
+        is_short = self._size < SHORT_BYTES and not any(name == b"content-encoding" for name, _ in self._fields)
+        started = 0.0 if is_short else time.thread_time()  # not by the clock: a busy machine holds the loop as well
+        handler.finish(whole)
+        self._connection.release(self)
+        if not is_short:
+            self._connection.rest(time.thread_time() - started)
+
+    def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
+        """Write head and body at once. Raises RuntimeError for a value that would break the head."""
+        if self.disconnected:
+            return
+        if CONTROL.search(b"".join([value for _, value in headers])):
+            raise RuntimeError("a header value holds a control character")
+        connection = self._connection
+        fields = b"".join([b"%b: %b\r\n" % field for field in headers])
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        self.response_started = True
+        self._handler = None  # what the request held would else stay until the connection's next one
+        self._bytes = b"".join((STATUS_LINES[status], connection.observer.date, fields, end, body))
+        is_impatient = may_wait and connection.is_impatient()
+        if not is_impatient or not connection.observer.refusals.hold(self._write):
+            self._write()
+
+    def _write(self) -> None:
+        connection = self._connection
+        if self.disconnected:
+            return
+        self.response_complete = True
+        data, self._bytes = self._bytes, b""
+        connection.write(data)
+        if not self.keep_alive:
+            connection.end_with_reply()
+        connection.on_response_complete()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from email.utils import formatdate
 from typing import Protocol
 
 from app.budgets import Budget
@@ -11,7 +12,11 @@ from app.telemetry.metrics import Metrics
 
 
 class Reader(Protocol):
-    """A connection with a client that may leave replies unread."""
+    """A connection, as it is known here."""
+
+    def shutdown(self) -> None:
+        """End it as soon as nothing is pending on it."""
+        ...
 
     def cut_for_room(self) -> None:
         """End it, and forget what is unread."""
@@ -23,12 +28,19 @@ class Observer:
 
     def __init__(self, metrics: Metrics, budgets: Budgets, held_refusals: int) -> None:
         self.draining = False
+        self.open: set[Reader] = set()
+        self.date = b""  # a header line, written anew by `tick`
+        self.tick()
         self.refusals = Refusals(held_refusals, metrics)
         self.connections = metrics.watch_budget("connections", Budget(budgets.connections))
         self.body_bytes = metrics.watch_budget("body_bytes", Budget(budgets.body_bytes))
         self.reply_bytes = metrics.watch_budget("reply_bytes", Budget(budgets.reply_bytes))
         self._closed = metrics.connections_closed
         self._unsent: dict[Reader, int] = {}  # by connection, the one that was paused first in front
+
+    def tick(self) -> None:
+        """To be called every second."""
+        self.date = b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
     def closed(self, reason: str) -> None:
         """The server has closed a connection."""

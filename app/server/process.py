@@ -22,25 +22,35 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
-import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.server import ServerState
+import uvloop
 
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
 from app.interface import Reloads, Service
-from app.server.direct import Routes
+from app.server.connection import Connection
+from app.server.cycle import Routes
 from app.server.listener import Listener
 from app.server.observer import Observer
-from app.server.protocol import StrictProtocol
 from app.settings import Settings
 from app.telemetry import logs
 
 Handler = Callable[[int, FrameType | None], None]
+LOOK_SECONDS = 0.1  # from one look at `should_exit` to the next, so that any thread may set it
+LOOKS_A_SECOND = 10
 
 log = structlog.get_logger("app.server.process")
+
+
+class Port(NamedTuple):
+    """An address to listen on, and who takes the requests. `is_counted`: its connections take places of the budget; those of operators do
+    not, so that it answers when the others are too many."""
+
+    host: str
+    port: int
+    routes: Routes
+    is_counted: bool
 
 
 def serve(server: RankingServer, sockets: list[socket.socket] | None = None, front: int | None = None) -> int:
@@ -70,36 +80,50 @@ class Other(Protocol):
         ...
 
 
-class RankingServer(uvicorn.Server):
-    """uvicorn with its own order of shutdown: readiness first, then the delay, then the listeners, then what is admitted."""
+class RankingServer:
+    """Listens, serves and stops: readiness first, then the delay, then the listeners, then what is admitted."""
 
     def __init__(
         self,
-        app: ASGIApp,
-        side_apps: Sequence[tuple[str, int, ASGIApp]],
+        ports: Sequence[Port],
         service: Service,
         reloads: Reloads,
         settings: Settings,
-        routes: Routes,
         others: Sequence[Other] = (),
+        close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`app`'s lifespan starts and stops `service`. `side_apps`: host, port and application of each that has a port of its own.
-
-        `routes` need no ASGI on the port of `app`; `others` are servers that listen by themselves.
-        """
+        """The first of `ports` is the service's; `others` are servers that listen by themselves; `close` is called at the end."""
         self.settings = settings
         self.service = service
         self.reloads = reloads
-        self.side_apps = side_apps
+        self.ports = ports
         self.others = others
         self.observer = Observer(service.metrics, settings.budgets, settings.connections.held_refusals)
+        self.should_exit = self.started = False
         self.exit_code = 0
         self.listeners: list[Listener] = []
+        self._close = close
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
-        super().__init__(_config(app, settings, self.observer, settings.host, settings.port, routes, lifespan="on"))
         self.service.on_fatal = self.fatal
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until the end. Raises SystemExit where there is no address to listen on."""
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self.serve(sockets))
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """As `run`, in a running loop."""
+        with self.capture_signals():
+            await self.startup(sockets)
+            looks = 0
+            while not self.should_exit:
+                await asyncio.sleep(LOOK_SECONDS)
+                looks += 1
+                if looks % LOOKS_A_SECOND == 0:
+                    self.observer.tick()
+            await self.shutdown()
 
     def fatal(self, reason: str) -> None:
         """Only a new process can help: answer who waits, then exit with a code that says so."""
@@ -108,22 +132,13 @@ class RankingServer(uvicorn.Server):
         log.error("fatal", reason=reason)  # what must happen comes before what tells of it
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; loading goes on in the background. Unlike uvicorn's, its listeners take all connections that wait: see `listener`.
-
-        `sockets` listen already, one for each port in the order of `Settings.addresses`.
-        """
+        """Listen; loading goes on in the background. `sockets` listen already, one for each port in the order of `Settings.addresses`."""
         given = iter(sockets or ())
         self._loop = asyncio.get_running_loop()
-        await self.lifespan.startup()
-        if self.lifespan.should_exit:
-            raise SystemExit(EXIT_START)
-        self._listen(self.config, self.server_state, next(given, None))
-        for host, port, side in self.side_apps:
-            config = _config(side, self.settings, self.observer, host, port, None, lifespan="off")
-            config.load()
-            self._listen(config, ServerState(), next(given, None))
-        if len(self.listeners) <= len(self.side_apps) or not await self._start_others():
-            await self.lifespan.shutdown()
+        self.service.start()
+        listening = [self._listen(port, next(given, None)) for port in self.ports]
+        if not all(listening) or not await self._start_others():
+            await self._stop_service()
             raise SystemExit(EXIT_START)
         for listener in self.listeners:
             listener.start()
@@ -135,28 +150,32 @@ class RankingServer(uvicorn.Server):
         if self.settings.reload.watch_seconds:
             self.reloads.watch(self.settings.reload.watch_seconds)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, answer every request that was begun, end the application."""
+    async def shutdown(self) -> None:
+        """Stop accepting, answer every request that was begun, end the service."""
         self.observer.drain()
         self.reloads.stop()
         others = [asyncio.ensure_future(other.stop(self.settings.drain.timeout_seconds)) for other in self.others]
         for listener in self.listeners:
             await listener.close()
-        for connection in list(self.server_state.connections):
+        for connection in list(self.observer.open):
             connection.shutdown()
         try:
             async with asyncio.timeout(self.settings.drain.timeout_seconds):
                 await self._connections_end()
         except TimeoutError:
             self.exit_code = self.exit_code or EXIT_FAILED
-            log.error("drain_timeout", connections=len(self.server_state.connections))
+            log.error("drain_timeout", connections=len(self.observer.open))
         await asyncio.gather(*others)
-        await self.lifespan.shutdown()
+        await self._stop_service()
         log.info("stopped", exit_code=self.exit_code)
+
+    async def _stop_service(self) -> None:
+        await self.service.stop(self.settings.drain.timeout_seconds)
+        self._close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Own the signals while serving; unlike uvicorn, do not raise them again at the end, so that the exit code is ours."""
+        """Own the signals while serving, in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -204,7 +223,7 @@ class RankingServer(uvicorn.Server):
         self.should_exit = True
 
     async def _connections_end(self) -> None:
-        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110  # uvicorn tells nobody
+        while self.observer.open:  # noqa: ASYNC110  # once in a life
             await asyncio.sleep(0.01)
 
     async def _start_others(self) -> bool:
@@ -218,44 +237,24 @@ class RankingServer(uvicorn.Server):
             log.info("listening", host=other.host, port=other.port)
         return True
 
-    def _listen(self, config: uvicorn.Config, state: ServerState, given: socket.socket | None) -> None:
-        loop = asyncio.get_running_loop()
-
-        def protocol() -> asyncio.Protocol:
-            return config.http_protocol_class(config, state, self.lifespan.state, loop)  # type: ignore[call-arg]
-
+    def _listen(self, port: Port, given: socket.socket | None) -> bool:
+        """Whether the address could be had."""
+        protocol = functools.partial(
+            Connection,
+            asyncio.get_running_loop(),
+            self.settings.connections,
+            self.observer,
+            port.routes,
+            is_counted=port.is_counted,
+        )
+        backlog = self.settings.connections.backlog
         try:
-            listener = Listener(config.host, config.port, backlog=config.backlog, protocol=protocol, given=given)
+            listener = Listener(port.host, port.port, backlog=backlog, protocol=protocol, given=given)
         except OSError as error:
-            log.error("cannot_listen", host=config.host, port=config.port, reason=error.strerror)
-        else:
-            self.listeners.append(listener)
-
-
-def _config(
-    app: Any, settings: Settings, observer: Observer, host: str, port: int, routes: Routes | None, *, lifespan: Any
-) -> uvicorn.Config:
-    """`routes` are None on a port for operators, whose connections are not counted: it answers when the others are too many."""
-    protocol: Any = functools.partial(
-        StrictProtocol,
-        limits=settings.connections,
-        observer=observer,
-        routes=routes or (lambda method, target: None),
-        is_counted=routes is not None,
-    )
-    return uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http=protocol,
-        ws="none",
-        lifespan=lifespan,
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=settings.connections.backlog,
-    )
+            log.error("cannot_listen", host=port.host, port=port.port, reason=error.strerror)
+            return False
+        self.listeners.append(listener)
+        return True
 
 
 def _raise_file_limit() -> None:

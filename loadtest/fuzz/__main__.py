@@ -96,13 +96,15 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     service = build_service(settings, Metrics())
     app = create_app(settings, service)
     admin = create_admin_app(settings.admin, create_reloader(service, settings), service)
-    async with app.router.lifespan_context(app):
-        await service.wait_ready()
-        listener = create_grpc_server(app, settings)
-        await listener.start()
-        async with grpc.aio.insecure_channel(f"{HOST}:{listener.port}") as channel:
-            yield Fuzzed(InProcess(app, admin, channel, app.direct), os.getpid(), service.metrics.render, app.openapi())
-        await listener.stop(1.0)
+    service.start()
+    await service.wait_ready()
+    listener = create_grpc_server(app, settings)
+    await listener.start()
+    async with grpc.aio.insecure_channel(f"{HOST}:{listener.port}") as channel:
+        target = InProcess(app, admin, channel, app.endpoints)
+        yield Fuzzed(target, os.getpid(), service.metrics.render, app.pages.openapi())
+    await listener.stop(1.0)
+    await service.stop(1.0)
 
 
 @asynccontextmanager

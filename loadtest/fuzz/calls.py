@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 from starlette.types import ASGIApp
 
-from app.http.direct import DirectEndpoint
+from app.http.call import Endpoint
 from app.request import protobuf
 from loadtest.generate.tensors import LENGTH
 
@@ -74,7 +74,7 @@ async def send(app: ASGIApp, call: Call) -> Answer:
     return answer
 
 
-def send_direct(endpoint: DirectEndpoint, call: Call) -> asyncio.Future[Answer]:
+def send_direct(endpoint: Endpoint, call: Call) -> asyncio.Future[Answer]:
     """The endpoint's own answer, as a connection of ours asks it: no ASGI between."""
     found: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
     handler = endpoint.begin(

@@ -11,7 +11,7 @@ import grpc
 from starlette.types import ASGIApp
 
 from app.http.admin import POSTS, RELOAD
-from app.http.direct import DirectEndpoint
+from app.http.call import Endpoint
 from app.http.grpc_server import ROUTES
 from app.http.observe import METHODS
 from loadtest.fuzz.calls import Answer, Call, send, send_direct
@@ -34,9 +34,7 @@ class Target(Protocol):
 class InProcess:
     """The applications themselves; `direct` takes its paths as a connection of ours would; the others go the way of ASGI."""
 
-    def __init__(
-        self, app: ASGIApp, admin: ASGIApp, channel: grpc.aio.Channel, direct: Mapping[str, DirectEndpoint]
-    ) -> None:
+    def __init__(self, app: ASGIApp, admin: ASGIApp, channel: grpc.aio.Channel, direct: Mapping[str, Endpoint]) -> None:
         self.app = app
         self.admin = admin
         self.channel = channel

@@ -8,18 +8,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import uvicorn
 
 from app import assembly, budgets
 from app.engine import runners
 from app.engine.loading import LoadedModel, LoadedRetrieval, Loader, RetrievalLoader, Steps, retrieval_loader
 from app.fronts.role import Role
-from app.server import process
+from app.http.application import create_app
 from app.service.service import RankingService
 from app.service.watchdog import Watchdog
-from app.settings import load_settings
+from app.settings import Settings, load_settings
 from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 from loadtest.soak.servers import HANG, RAISE, STICKY
@@ -101,11 +100,10 @@ def use_device(milliseconds: float) -> None:
         time.sleep(milliseconds / 1000)
 
 
-def stock_protocol(
-    *arguments: Any, limits: object, observer: object, routes: object, is_counted: object, **named: Any
-) -> HttpToolsProtocol:
-    """In place of ours: no deadlines, no limits, no care for what follows a broken request."""
-    return HttpToolsProtocol(*arguments, **named)
+def stock_server(settings: Settings, service: RankingService) -> int:
+    """uvicorn's own connections in place of ours: no deadlines, no limits, no care for what follows a broken request."""
+    uvicorn.run(create_app(settings, service), host=settings.host, port=settings.port, log_config=None)
+    return 0
 
 
 def main() -> int:
@@ -134,8 +132,6 @@ def main() -> int:
         Watchdog.watch_loop = lambda self: None  # type: ignore[method-assign]
     if options.no_budgets:
         budgets.Budget.__init__ = lambda budget, limit: limitless(budget, 2**60)  # type: ignore[assignment, method-assign]
-    if options.stock_protocol:
-        vars(process)["StrictProtocol"] = stock_protocol  # the name that its server looks up
     if options.eager_shadow:
         RankingService.is_busy = lambda self: False  # type: ignore[method-assign]
     role, settings = Role.inherited(), load_settings([])
@@ -151,7 +147,7 @@ def main() -> int:
         else loader(FakeEngine(2, lambda items: use_device(options.shadow_ms)), "v2")
     )
     service = RankingService(load, settings, Metrics(), retrieval=retrieval, second=second)
-    return assembly.run(settings, role, service)
+    return stock_server(settings, service) if options.stock_protocol else assembly.run(settings, role, service)
 
 
 if __name__ == "__main__":

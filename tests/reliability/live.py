@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import uvicorn
 
 from app.assembly import build_server
 from app.engine.loading import RetrievalLoader
+from app.http.asgi import Guest
 from app.server.process import RankingServer
 from app.service.service import RankingService
 from app.settings import Settings
@@ -48,15 +49,19 @@ class Live:
         return value
 
     @contextmanager
-    def stock_protocol(self) -> Iterator[None]:
-        """uvicorn's own protocol for connections of this block: a negative control."""
-        config = self.server.config
-        strict = config.http_protocol_class
-        config.http_protocol_class = HttpToolsProtocol
+    def stock_server(self) -> Iterator[int]:
+        """The port of a uvicorn of its own around the same endpoints, until this block ends: a negative control."""
+        app = Guest(self.server.ports[0].routes, lambda: None, lambda: None)  # type: ignore[arg-type]
+        stock = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+        given = socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=stock.run, args=([given],), daemon=True)
+        thread.start()
+        wait_until(lambda: stock.started)
         try:
-            yield
+            yield given.getsockname()[1]
         finally:
-            config.http_protocol_class = strict
+            stock.force_exit = stock.should_exit = True
+            thread.join(10)
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from itertools import repeat
 from typing import Any
 
 import pytest
-from uvicorn.protocols.http.flow_control import FlowControl
 
 from app.scheduling.loop_lag import LoopLag
 from app.server import leftover
-from app.server.direct import Call
+from app.server.connection import Connection
+from app.server.cycle import Cycle
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from tests.e2e.process import DEMO, Server, serving
@@ -133,14 +133,14 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
 def test_where_reading_stays_paused_the_refusal_is_lost(opened: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(leftover, "TURN_SECONDS", 0.3)
-    monkeypatch.setattr(FlowControl, "resume_reading", lambda flow: None)
-    reply = Call._reply
+    monkeypatch.setattr(Connection, "_resume", lambda connection: None)
+    reply = Cycle._reply
 
-    def reply_and_pause(call: Call, *content: Any) -> None:
-        reply(call, *content)
-        call._protocol.flow.pause_reading()
+    def reply_and_pause(cycle: Cycle, *content: Any) -> None:
+        reply(cycle, *content)
+        cycle._connection._pause()  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Call, "_reply", reply_and_pause)
+    monkeypatch.setattr(Cycle, "_reply", reply_and_pause)
     with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012  # one in three may get through
         for _ in range(20):
             by_socket(opened.port, False)

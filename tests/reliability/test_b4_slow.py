@@ -160,7 +160,7 @@ def latencies(server: Live) -> float:
 
 def test_the_stock_protocol_keeps_them_open(server: Live) -> None:
     """The negative control: without the deadlines a silent connection is still open when ours has long been closed."""
-    with server.stock_protocol(), connect(server.port, 1.0) as sock:
+    with server.stock_server() as port, connect(port, 1.0) as sock:
         sock.sendall(b"POST /ra")
         with pytest.raises(TimeoutError):
             sock.recv(100)

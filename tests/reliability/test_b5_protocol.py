@@ -92,6 +92,6 @@ def test_an_upgrade_is_declined_by_answering_in_http_1_1(server: Live) -> None:
 def test_the_stock_protocol_lets_some_of_this_pass(server: Live) -> None:
     """The negative control: without the layer under test the same corpus is not refused."""
     for name in ("no host", "two hosts", "chunked after gzip", "chunks in HTTP/1.0"):
-        with server.stock_protocol(), connect(server.port, 0.5) as sock:
+        with server.stock_server() as port, connect(port, 0.5) as sock:
             sock.sendall(BROKEN[name].replace(b"/rank", b"/livez"))
             assert 400 not in statuses(sock.recv(65536)), name

@@ -1,95 +1,97 @@
-"""One request of plain ASGI: its limits to the byte, its timeouts, and who hears that its client has gone."""
+"""The application as a guest of other ASGI servers: the same replies, HEAD, disconnects and bodies without end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from starlette.types import Message
 
-from app.errors import InvalidRequest, TooLarge
-from app.http.asgi import ClientGone, Watching, check_length, read_body, send_reply, timeout_seconds_of
+from app.assembly import build_app
+from app.settings import Settings
+from tests.app.fakes import FakeEngine, Gate
+from tests.app.serving import ask, chunk, good, served, value_of
+from tests.reliability.live import wait_until
 
-pytestmark = pytest.mark.anyio
-
-
-def received(*chunks: bytes) -> Callable[[], Awaitable[Message]]:
-    """What a server gives an application: these pieces of a body, then a disconnect."""
-    body = [{"body": chunk, "more_body": place < len(chunks)} for place, chunk in enumerate(chunks, 1)]
-    messages = [{"type": "http.request", **message} for message in body] + [{"type": "http.disconnect"}]
-
-    async def receive() -> Message:
-        return messages.pop(0)
-
-    return receive
+ROOT = Path(__file__).parents[3]
+APP = "tests.app.http.test_asgi:demo"
+SERVERS = {
+    "uvicorn": ["-m", "uvicorn", "--log-level", "error", "--port", "{port}", "--factory", APP],
+    "hypercorn": ["-m", "hypercorn", "--log-level", "error", "--bind", "127.0.0.1:{port}", APP + "()"],
+    "granian": ["-m", "granian", "--log-level", "error", "--interface", "asgi", "--port", "{port}", "--factory", APP],
+}
 
 
-@pytest.mark.parametrize("chunks", [(b"0123456789",), (b"01234", b"56789"), (b"0123456789", b""), (b"", b"0123456789")])
-async def test_a_body_of_the_limit_is_read_and_one_byte_more_refused(chunks: tuple[bytes, ...]) -> None:
-    assert await read_body({}, received(*chunks), 10) == b"0123456789"
-    with pytest.raises(TooLarge):
-        await read_body({}, received(*chunks), 9)
+def demo() -> Any:
+    """The service around the demo's checkpoint, as `uvicorn --factory` makes it."""
+    return build_app(Settings(checkpoint=ROOT / "weights" / "demo"))
 
 
-async def test_a_body_that_breaks_off_is_no_body() -> None:
-    receive = received(b"01234", b"56789")
-    await receive()
-    await receive()
-    with pytest.raises(ClientGone):
-        await read_body({}, receive, 10)
+@contextmanager
+def hosted(name: str) -> Iterator[str]:
+    """The address of another server's process around `demo`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, *(word.format(port=port) for word in SERVERS[name])], cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        assert process.poll() is None
+        try:
+            return httpx.get(url + "/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_until(is_ready, 60)
+        yield url
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, -15)
 
 
-@pytest.mark.parametrize("length", [b"101", b"x", b"-1", b"9" * 30])
-async def test_a_length_beyond_the_limit_or_none_at_all_is_refused_before_the_body(length: bytes) -> None:
-    check_length({b"content-length": b"100"}, 100)
-    with pytest.raises(TooLarge):
-        check_length({b"content-length": length}, 100)
+@pytest.mark.parametrize("name", SERVERS)
+def test_another_server_gives_the_same_scores(name: str) -> None:
+    body = json.loads((ROOT / "weights/demo/example.json").read_bytes())
+    with hosted(name) as url:
+        reply = httpx.post(url + "/rank", json=body)
+        refused = httpx.post(url + "/rank", json={"user_id": 1})
+        head = httpx.head(url + "/info")
+    assert (reply.status_code, refused.status_code, head.status_code) == (200, 422, 200)
+    assert (head.content, int(head.headers["content-length"]) > 100) == (b"", True)
+    assert refused.headers["content-type"] == "application/problem+json"
+    with_ours = rank_by_ours(body)
+    assert [one["score"] for one in reply.json()["candidates"]] == with_ours
 
 
-async def test_the_shorter_timeout_counts() -> None:
-    own, envoy = b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms"
-    assert timeout_seconds_of({}) is None
-    assert timeout_seconds_of({own: b"1500"}) == 1.5
-    assert timeout_seconds_of({own: b"1500", envoy: b"250"}) == timeout_seconds_of({envoy: b"250"}) == 0.25
-    assert timeout_seconds_of({own: b"1500", envoy: b"0"}) == timeout_seconds_of({own: b"1500", envoy: b"soon"}) == 1.5
-    assert timeout_seconds_of({own: b"9" * 12}) == 999_999_999.999
-    for bad in (b"9" * 13, b"soon", b""):
-        with pytest.raises(InvalidRequest):
-            timeout_seconds_of({own: bad})
+def rank_by_ours(body: dict[str, Any]) -> list[float]:
+    from loadtest.servers.launch import ranking_server
+
+    with ranking_server(checkpoint=ROOT / "weights" / "demo") as server:
+        return [one["score"] for one in httpx.post(server.url + "/rank", json=body).json()["candidates"]]
 
 
-async def test_a_reply_tells_its_length() -> None:
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await send_reply(send, 200, [(b"a", b"b")], b"0123456789")
-    assert sent[0]["headers"] == [(b"a", b"b"), (b"content-length", b"10")]
-    assert (sent[0]["status"], sent[1]["body"]) == (200, b"0123456789")
+def test_a_body_without_an_end_is_refused_where_it_passes_the_limit() -> None:
+    with served() as (client, service):
+        limit = service.settings.limits.max_body_bytes
+        sent = asyncio.run(ask(client.app, [chunk(bytes(limit // 2), True)] * 3))
+        assert sent[0]["status"] == 413
 
 
-@pytest.mark.parametrize("stopped_too", [False, True])
-async def test_work_whose_client_has_gone_ends_as_such_unless_it_is_stopped_as_well(stopped_too: bool) -> None:
-    gone = asyncio.Event()
-
-    async def receive() -> Message:
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def work() -> None:
-        with Watching(receive):
-            gone.set()
-            if stopped_too:
-                task.cancel()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(work())
-    with pytest.raises(asyncio.CancelledError if stopped_too else ClientGone):
-        await asyncio.wait_for(task, 10)
-
-
-async def test_work_that_fails_by_itself_fails_as_such() -> None:
-    with pytest.raises(ValueError, match="its own"), Watching(received()):
-        raise ValueError("its own")
+def test_a_client_that_goes_is_counted_and_its_work_is_dropped() -> None:
+    body, gate = json.dumps(good()).encode(), Gate()
+    gone = {"type": "http.disconnect"}
+    with served(FakeEngine(before=gate)) as (client, service):
+        assert asyncio.run(ask(client.app, [chunk(body, True), gone])) == []
+        assert asyncio.run(ask(client.app, [chunk(body, False), gone])) == []
+        gate.opened.set()
+        assert value_of(client.get("/metrics").text, 'ranker_cancelled_total{stage="body"}') == 1
+        assert service.admission.requests == 0

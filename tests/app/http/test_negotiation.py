@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.errors import NotAcceptable, UnsupportedMediaType
-from app.http.negotiation import BATCH, INFER, RANK, check_accept, wire_of
+from app.errors import InvalidRequest, NotAcceptable, TooLarge, UnsupportedMediaType
+from app.http.negotiation import BATCH, INFER, RANK, check_accept, check_length, timeout_seconds_of, wire_of
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS
 
 
@@ -55,3 +55,22 @@ def test_other_types_have_one_wire_or_none() -> None:
     for headers, wires in (({b"content-type": BINARY}, BATCH), ({}, RANK), ({b"content-type": b"text/plain"}, INFER)):
         with pytest.raises(UnsupportedMediaType):
             wire_of(headers, wires)
+
+
+@pytest.mark.parametrize("length", [b"101", b"x", b"-1", b"9" * 30])
+def test_a_length_beyond_the_limit_or_none_at_all_is_refused_before_the_body(length: bytes) -> None:
+    check_length({b"content-length": b"100"}, 100)
+    with pytest.raises(TooLarge):
+        check_length({b"content-length": length}, 100)
+
+
+def test_the_shorter_timeout_counts() -> None:
+    own, envoy = b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms"
+    assert timeout_seconds_of({}) is None
+    assert timeout_seconds_of({own: b"1500"}) == 1.5
+    assert timeout_seconds_of({own: b"1500", envoy: b"250"}) == timeout_seconds_of({envoy: b"250"}) == 0.25
+    assert timeout_seconds_of({own: b"1500", envoy: b"0"}) == timeout_seconds_of({own: b"1500", envoy: b"soon"}) == 1.5
+    assert timeout_seconds_of({own: b"9" * 12}) == 999_999_999.999
+    for bad in (b"9" * 13, b"soon", b""):
+        with pytest.raises(InvalidRequest):
+            timeout_seconds_of({own: bad})

@@ -70,7 +70,7 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
             await service.wait_ready()
             await server.start()
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[attr-defined]
-                sound = InProcess(app, admin, channel, app.direct)
+                sound = InProcess(app, admin, channel, app.endpoints)
                 target = sound if plant is nothing else InProcess(plant(app), admin, channel, {})
                 calls = sources(app.openapi(), 1, service.model.manifest, TOKEN)
                 tally = await fuzz(

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection that keeps to the protocol and to its deadlines. Not for what a request means.
+"""One HTTP/1.1 connection that keeps to the protocol and to its deadlines.
 
 state      waits for               at its deadline                      bytes that come
 IDLE       a request's first byte  closed; none with a reply pending    begin a request: HEADERS
@@ -26,19 +26,14 @@ import asyncio
 import traceback
 from collections import deque
 from enum import Enum, auto
-from typing import Any
+from typing import cast
 
 import httptools
 import structlog
-from uvicorn._types import ASGI3Application
-from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
-from app.server.cycle import disconnect, fit
+from app.server.cycle import Cycle, Routes
 from app.server.deadline import Deadline
-from app.server.direct import SHORT_BYTES, Call, Routes
 from app.server.leftover import Leftover
 from app.server.observer import Observer
 from app.server.patience import REPEAT_SECONDS
@@ -52,7 +47,7 @@ WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so lo
 LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
 
-log = structlog.get_logger("app.server.protocol")
+log = structlog.get_logger("app.server.connection")
 
 
 class State(Enum):
@@ -66,49 +61,52 @@ class State(Enum):
     CLOSED = auto()
 
 
-class StrictProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with deadlines for headers, body and reply, a header limit, and at most one reply to a request.
+class Connection(asyncio.Protocol):
+    """Deadlines for headers, body and reply, a header limit, and at most one reply to a request.
 
     llhttp itself refuses bare line feeds, folded headers, a length beside chunks, and bad chunks.
     """
 
     def __init__(
         self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-        *,
+        loop: asyncio.AbstractEventLoop,
         limits: Connections,
         observer: Observer,
         routes: Routes,
+        *,
         is_counted: bool = True,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        self.loop = loop
         self.limits = limits
         self.routes = routes
         self.observer = observer
         self.is_counted = is_counted  # has a place among the connections of the process
         self.state = State.IDLE
-        self.deadline = Deadline(self.loop)  # of the present state
-        self.cycle: Any = None  # of the last request: RequestResponseCycle or Call
-        self.pending: list[RequestResponseCycle | Call] = []  # requests without a complete reply, oldest first
-        self.begun = self.idle_since = self.loop.time()
+        self.deadline = Deadline(loop)  # of the present state
+        self.cycle: Cycle | None = None  # of the last request
+        self.pending: list[Cycle] = []  # requests without a complete reply, oldest first
+        self.waiting: deque[Cycle] = deque()  # those of them whose turn has not come
+        self.begun = self.idle_since = loop.time()
         self.header_bytes = 0  # received while the headers were not complete
         self.field_bytes = 0  # of the request's own header fields; one read may hold its body as well
         self.header_count = 0
-        self.held: dict[Any, int] = {}  # bytes of bodies that are being read, by cycle, as they were counted
+        self.held: dict[Cycle, int] = {}  # bytes of bodies that are being read, as they were counted
         self.body_bytes = 0  # received of the present body
         self.body_until = 0.0
         self.is_resting = False  # other connections come first for a while
+        self.is_unread = False  # the client leaves replies unread
+        self.is_paused = False  # nothing is read
         self.refused_at = -float("inf")
-        self.refused = b""  # the bytes of the last request, where it was refused and nothing else came with it
-        self.begun_count = 0  # requests that have begun in what was read last
 
     # bytes
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As `asyncio.Protocol`."""
+        self.transport = cast(asyncio.Transport, transport)
+        transport = self.transport
+        self.parser = self._new_parser()
+        self.write = transport.write
+        self.observer.open.add(self)
         self.leftover = Leftover(self.loop, transport, self.deadline, self._cut)
         if self.is_counted and not self.observer.connections.take(1):
             self.is_counted = False
@@ -119,37 +117,45 @@ class StrictProtocol(HttpToolsProtocol):
         self.deadline.set(self.limits.header_seconds, self._cut, "silent")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """As `asyncio.Protocol`."""
         if isinstance(exc, TimeoutError):
             self.observer.closed("slow_reader")
         self._enter(State.CLOSED)
         self.leftover.close()
         for cycle in self.pending:
-            _disconnect(cycle)
+            cycle.disconnect()
         self.observer.body_bytes.give(sum(self.held.values()))
         self.held.clear()
         self.observer.unsent(self, 0)
         if self.is_counted:
             self.observer.connections.give(1)
+        self.observer.open.discard(self)
         self.cycle = None
-        super().connection_lost(exc)
+        del self.parser  # it leads back here
 
     def pause_writing(self) -> None:
         """The client leaves replies unread."""
-        super().pause_writing()
+        self.is_unread = True
         self.observer.unsent(self, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """The client has read enough of what was written."""
-        super().resume_writing()
+        self.is_unread = False
         self.observer.unsent(self, 0)
         self._go_on()
 
     def data_received(self, data: bytes) -> None:
+        """As `asyncio.Protocol`."""
         rest, declined = self._read(data), 0
         while rest is not None and declined < MAX_PIPELINED:
             rest, declined = self._read(rest), declined + 1
         if rest is not None:
             self._refuse("bad_request")
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows a last request is thrown away
+        return parser
 
     def _read(self, data: bytes) -> bytes | None:
         """Parse these bytes. It returns those that are to be parsed again."""
@@ -157,14 +163,10 @@ class StrictProtocol(HttpToolsProtocol):
             self.leftover.drop(len(data))
         if self.state in (State.ENDING, State.LINGERING, State.CLOSED):
             return None
-        is_first = self.state is State.IDLE
-        if is_first:
-            if data == self.refused and self._is_refused_again():
-                return None
+        if self.state is State.IDLE:
             self._begin_request()
         if self.state is State.HEADERS:
             self.header_bytes += len(data)
-        self.begun_count = 0
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -176,16 +178,7 @@ class StrictProtocol(HttpToolsProtocol):
                 self._refuse("headers")
             elif self.state in (State.HEADERS, State.BODY) and not self.deadline.is_set:
                 self._watch()
-            is_whole = is_first and self.begun_count == 1 and self.state is State.IDLE and len(data) < SHORT_BYTES
-            self.refused = data if is_whole and isinstance(self.cycle, Call) and self.cycle.is_refused else b""
         return None
-
-    def _is_refused_again(self) -> bool:
-        """The bytes of the last request have come once more: a caller who is refused sends the same again and again."""
-        if self.pending or self.observer.draining:
-            return False
-        self._enter(State.IDLE)  # its deadline is over
-        return bool(self.cycle.refuse_again())
 
     def _begin_request(self) -> None:
         if self.cycle is not None:  # the first one has begun with the connection
@@ -196,67 +189,80 @@ class StrictProtocol(HttpToolsProtocol):
         """An upgrade may be declined by answering in HTTP/1.1: the same request, asking for none, and what follows."""
         parser = self.parser
         head = without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
-        self.parser = httptools.HttpRequestParser(self)
+        self.parser = self._new_parser()
         self._reset_counts()
         return head + rest
 
     # parser callbacks
 
     def on_message_begin(self) -> None:
-        self.url, self.headers, self.expect_100_continue = b"", [], False
-        self.begun_count += 1
+        """As httptools calls it."""
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
         if self.state is State.IDLE:  # behind another request, in one read
             self._begin_request()
 
     def on_url(self, url: bytes) -> None:
-        super().on_url(url)
+        """As httptools calls it, for each piece."""
+        self.url += url
         self._count_header(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """As httptools calls it."""
         self._count_header(len(name) + len(value))
         if self.state is State.HEADERS:  # trailers are counted and dropped
-            super().on_header(name, value)
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        """As httptools calls it."""
+        parser, headers = self.parser, self.headers
+        method, version = parser.get_method(), parser.get_http_version()
+        check_head(method, version, headers)
         if len(self.pending) >= MAX_PIPELINED:
             raise Refused("bad_request")
-        if self.parser.should_upgrade():
+        if parser.should_upgrade():
             return  # llhttp would take the body for another protocol: see `_declined`
-        endpoint = self.routes(self.parser.get_method(), self.url)
         before = self.cycle
-        if endpoint is None:
-            self._begin_cycle()
-        else:
-            keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
-            self.cycle = Call(
-                self, endpoint, self.headers, keep_alive=keep_alive, expects_continue=self.expect_100_continue
-            )
-        self.pending.append(self.cycle)
+        cycle = self.cycle = Cycle(
+            self,
+            self.routes(method, self.url),
+            headers,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            expects_continue=any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers),
+        )
+        self.pending.append(cycle)
         if self.observer.draining:
             self._close_after_last()
         self._enter(State.BODY)
         self.body_bytes = 0
-        if endpoint is not None:
-            if (before is None or before.response_complete) and not self.is_resting:
-                self.cycle.start()
-            else:
-                self.flow.pause_reading()
-                self.pipeline.appendleft((self.cycle, self.app))
-
-    def _begin_cycle(self) -> None:
-        """An ASGI application gets the request: uvicorn's own way."""
-        read = self.url, self.headers, self.expect_100_continue
-        super().on_message_begin()  # makes the scope
-        self.url, self.scope["headers"], self.expect_100_continue = read
-        super().on_headers_complete()
-        fit(self.cycle, self.end_with_reply, self._is_ending)
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
-        if isinstance(cycle, Call):
+        if (before is None or before.response_complete) and not self.is_resting:
             cycle.start()
         else:
-            super()._start_asgi_task(cycle, app)
+            self._pause()
+            self.waiting.append(cycle)
+
+    def on_body(self, body: bytes) -> None:
+        """As httptools calls it, for each piece."""
+        self.body_bytes += len(body)
+        cycle, count = self.cycle, len(body) + CHUNK_BYTES
+        assert cycle is not None
+        if cycle.response_started:
+            return  # nobody reads it
+        if self.observer.body_bytes.take(count):
+            self.held[cycle] = self.held.get(cycle, 0) + count
+            cycle.feed(body)
+        elif not cycle.refuse_for_room():
+            raise Refused("crowded")
+
+    def on_message_complete(self) -> None:
+        """As httptools calls it."""
+        if self.parser.should_upgrade():
+            return
+        assert self.cycle is not None
+        self.cycle.end()
+        if self.state is State.BODY:  # a reply may have ended the connection already
+            self._reset_counts()
+            self._rest()
 
     def _watch(self) -> None:
         """A request has begun, or its body has, and what was read does not end it."""
@@ -277,34 +283,14 @@ class StrictProtocol(HttpToolsProtocol):
         else:
             self._refuse("slow")
 
-    def on_body(self, body: bytes) -> None:
-        self.body_bytes += len(body)
-        cycle, count = self.cycle, len(body) + CHUNK_BYTES
-        if cycle.response_complete or (isinstance(cycle, Call) and cycle.response_started):
-            return  # nobody reads it
-        if self.observer.body_bytes.take(count):
-            self.held[cycle] = self.held.get(cycle, 0) + count
-            cycle.feed(body) if isinstance(cycle, Call) else super().on_body(body)
-        elif not (isinstance(cycle, Call) and cycle.refuse_for_room()):
-            raise Refused("crowded")
+    # what cycles tell
 
-    def release(self, cycle: RequestResponseCycle | Call) -> None:
+    def release(self, cycle: Cycle) -> None:
         """The body of a request is needed no more."""
         self.observer.body_bytes.give(self.held.pop(cycle, 0))
 
-    def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return
-        if isinstance(self.cycle, Call):
-            self.cycle.end()
-        else:
-            super().on_message_complete()
-        if self.state is State.BODY:  # a reply may have ended the connection already
-            self._reset_counts()
-            self._rest()
-
     def on_response_complete(self) -> None:
-        """Without uvicorn's own, whose keep-alive timer begins with the reply though the body may still arrive."""
+        """A reply is written whole."""
         for cycle in self.pending:
             if cycle.response_complete:
                 self.release(cycle)
@@ -317,8 +303,20 @@ class StrictProtocol(HttpToolsProtocol):
         """A request has held the event loop for so long: other connections come first for a while."""
         if rest := rest_seconds(seconds):
             self.is_resting = True
-            self.flow.pause_reading()
+            self._pause()
             self.loop.call_later(rest, self._rest_ends)
+
+    def end_with_reply(self) -> None:
+        """The last reply is written."""
+        if not self._is_ending():
+            self._enter(State.LINGERING)
+            self._resume()
+            self.leftover.linger(draining=self.observer.draining)
+
+    def is_impatient(self) -> bool:
+        """Told of a request that is refused: whether the one before it was, a moment ago."""
+        before, self.refused_at = self.refused_at, self.loop.time()
+        return self.refused_at - before < REPEAT_SECONDS
 
     def _rest_ends(self) -> None:
         self.is_resting = False
@@ -328,12 +326,22 @@ class StrictProtocol(HttpToolsProtocol):
         """Begin the next request of the pipeline, unless the client leaves replies unread or the connection rests."""
         if self.state in (State.LINGERING, State.CLOSED):
             return
-        if self.flow.write_paused or self.is_resting:
-            self.flow.pause_reading()
+        if self.is_unread or self.is_resting:
+            self._pause()
             return
-        self.flow.resume_reading()
-        if self.pipeline and self.pending[0] is self.pipeline[-1][0]:
-            self._start_asgi_task(*self.pipeline.pop())
+        self._resume()
+        if self.waiting and self.pending[0] is self.waiting[0]:
+            self.waiting.popleft().start()
+
+    def _pause(self) -> None:
+        if not self.is_paused:
+            self.is_paused = True
+            self.transport.pause_reading()
+
+    def _resume(self) -> None:
+        if self.is_paused:
+            self.is_paused = False
+            self.transport.resume_reading()
 
     def _rest(self) -> None:
         self._enter(State.IDLE)
@@ -352,18 +360,6 @@ class StrictProtocol(HttpToolsProtocol):
 
     # ends
 
-    def end_with_reply(self) -> None:
-        """The last reply is written."""
-        if not self._is_ending():
-            self._enter(State.LINGERING)
-            self.flow.resume_reading()  # paused where the application took no more of the body
-            self.leftover.linger(draining=self.observer.draining)
-
-    def is_impatient(self) -> bool:
-        """Told of a request that is refused: whether the one before it was, a moment ago."""
-        before, self.refused_at = self.refused_at, self.loop.time()
-        return self.refused_at - before < REPEAT_SECONDS
-
     def _refuse(self, refusal: str) -> None:
         """Answer the request that is being read, unless it has a reply already or an older one is pending; then end."""
         cycle = self.cycle if self.state is State.BODY else None
@@ -374,20 +370,21 @@ class StrictProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self._cut(refusal)
                 return
-            _disconnect(cycle, REFUSALS[refusal][:2])  # the application says nothing more
+            cycle.disconnect(REFUSALS[refusal][:2])  # its endpoint says nothing more
             self.release(cycle)
             self.pending.remove(cycle)
-            self.pipeline = deque(entry for entry in self.pipeline if entry[0] is not cycle)
+            if cycle in self.waiting:
+                self.waiting.remove(cycle)
         self.observer.closed(refusal)
         if self.pending:
             self._enter(State.ENDING)
             self._close_after_last()
         else:
-            self.transport.write(refusal_reply(refusal))
+            self.write(refusal_reply(refusal))
             self.end_with_reply()
 
     def shutdown(self) -> None:
-        """End the connection as soon as nothing is pending on it. uvicorn's name for it."""
+        """End the connection as soon as nothing is pending on it."""
         self.leftover.hurry()
         self._close_after_last()
         self._end_if_silent()
@@ -420,7 +417,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def _is_answered(self) -> bool:
         """Whether a body still arrives whose reply is out, on a connection that stays."""
-        return self.state is State.BODY and self.cycle.response_complete
+        return self.state is State.BODY and self.cycle is not None and self.cycle.response_complete
 
     def _enter(self, state: State) -> None:
         self.state = state
@@ -442,11 +439,3 @@ def _refusal_of(error: httptools.HttpParserError) -> str:
         "fault", error=type(cause).__name__, trace=[f"{each.filename}:{each.lineno} {each.name}" for each in frames]
     )
     return "fault"
-
-
-def _disconnect(cycle: RequestResponseCycle | Call, answered: tuple[int, str] | None = None) -> None:
-    """The application is told that the client disconnected, or was answered by the connection, with status and code."""
-    if isinstance(cycle, Call):
-        cycle.disconnect(answered)
-    else:
-        disconnect(cycle, answered)

@@ -1,0 +1,150 @@
+"""Every endpoint as a call: headers and body in, status, headers and body out. A server or an ASGI application carries the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from app.errors import Overloaded
+from app.http.negotiation import Headers, too_long
+from app.http.observe import Recorder
+from app.http.problems import problem_reply
+from app.interface import Ticket
+from app.telemetry.exchange import Exchange
+
+Fields = Sequence[tuple[bytes, bytes]]
+Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impatient caller's reply may be written later
+Answer = tuple[int, Fields, bytes]
+BODILESS = (204, 304)  # replies without a content-length
+
+
+class Endpoint(ABC):
+    """Takes the requests of one route. `path` is the route as metrics and logs name it; bodies are at most `max_body_bytes` long."""
+
+    def __init__(self, recorder: Recorder, path: str, max_body_bytes: int, method: str = "POST") -> None:
+        self.recorder = recorder
+        self.path = path
+        self.method = method
+        self.max_body_bytes = max_body_bytes
+
+    @abstractmethod
+    def begin(self, headers: Fields, reply: Reply) -> Call:
+        """The headers have arrived; `reply` is called once, at once perhaps, unless the call is abandoned before."""
+
+
+class Call(ABC):
+    """One request, from its headers to its reply: `finish` with its body, `fail` or `abandon`. Belongs to the event loop."""
+
+    __slots__ = ("_endpoint", "_reply", "_tickets", "exchange", "headers", "max_body_bytes", "recorder")
+
+    def __init__(self, endpoint: Endpoint, headers: Headers, reply: Reply) -> None:
+        self._endpoint = endpoint
+        self.recorder = endpoint.recorder
+        self.headers = headers
+        self.max_body_bytes = endpoint.max_body_bytes
+        self.exchange: Exchange = self.recorder.begin(endpoint.method, endpoint.path, headers)
+        self._reply: Reply | None = reply
+        self._tickets: tuple[Ticket, ...] = ()  # what is begun for it
+
+    @abstractmethod
+    def finish(self, body: bytes | bytearray) -> None:
+        """The body has arrived."""
+
+    def too_long(self) -> None:
+        """More of the body has arrived than `max_body_bytes`."""
+        self.fail(too_long(self.max_body_bytes))
+
+    def no_room(self) -> None:
+        """Too much is being read for all callers."""
+        self.fail(Overloaded("Too many bytes of requests are being read.", retry_after_seconds=1.0))
+
+    def abandon(self, answered: tuple[int, str] | None = None) -> None:
+        """The client has disconnected, or the connection has answered in our place: status and code."""
+        if self._reply is None:
+            return
+        if answered is not None:
+            self.exchange.status, self.exchange.code = answered
+        elif not self.is_begun:
+            self.recorder.metrics.cancelled.labels("body").inc()
+        self._leave()
+        self.recorder.end(self.exchange, self.headers)
+
+    def fail(self, error: Exception) -> None:
+        """Answer with a problem."""
+        if self._reply is not None:
+            problem = self.recorder.problem(error, self.exchange)
+            self.answer(*problem_reply(problem, self.exchange), may_wait=problem.may_wait)
+
+    def answer(
+        self, status: int, headers: Fields, body: bytes, *, may_wait: bool = False, at_once: bool = False
+    ) -> None:
+        """Send the reply. `at_once`: before it is counted and logged."""
+        reply, exchange = self._reply, self.exchange
+        assert reply is not None
+        exchange.status = status
+        self._leave()
+        fields = [*headers, (b"x-request-id", exchange.request_id.encode())]
+        if status not in BODILESS and not any(name == b"content-length" for name, _ in headers):
+            fields.append((b"content-length", b"%d" % len(body)))
+        if not at_once:
+            self.recorder.end(exchange, self.headers)
+        try:
+            reply(status, fields, b"" if self._endpoint.method == "HEAD" else body, may_wait)
+        finally:
+            if at_once:
+                self.recorder.end(exchange, self.headers)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether something is computed for it."""
+        return bool(self._tickets)
+
+    def _leave(self) -> None:
+        """Nothing more is said, nothing more is computed."""
+        self._reply = None
+        for ticket in self._tickets:
+            ticket.release()
+
+
+class TaskCall(Call):
+    """A request that takes a task to answer."""
+
+    __slots__ = ("_task",)
+
+    def __init__(self, endpoint: Endpoint, headers: Headers, reply: Reply) -> None:
+        super().__init__(endpoint, headers, reply)
+        self._task: asyncio.Task[None] | None = None
+        try:
+            self.open()
+        except Exception as error:
+            self.fail(error)
+
+    def open(self) -> None:
+        """The headers have arrived: refuse what needs no body, by raising."""
+
+    @abstractmethod
+    async def reply_to(self, body: bytes | bytearray) -> Answer:
+        """Status, headers and body. Raises ServiceError; is cancelled when the client disconnects."""
+
+    def finish(self, body: bytes | bytearray) -> None:
+        """As `Call.finish`."""
+        if self._reply is not None:
+            self._task = asyncio.get_running_loop().create_task(self._run(body))
+
+    @property
+    def is_begun(self) -> bool:
+        """As `Call.is_begun`."""
+        return self._task is not None
+
+    async def _run(self, body: bytes | bytearray) -> None:
+        try:
+            self.answer(*await self.reply_to(body))
+        except Exception as error:
+            self.fail(error)
+
+    def _leave(self) -> None:
+        super()._leave()
+        task, self._task = self._task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
