@@ -54,9 +54,13 @@ class PageCall(TaskCall):
         method = "GET" if endpoint.method == "HEAD" else endpoint.method
         scope = {**endpoint.scope, "method": method, "state": {EXCHANGE: self.exchange}}
         messages: list[Message] = []
+        received: list[bool] = []
 
         async def receive() -> Message:
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
+            if not received:
+                received.append(True)
+                return {"type": "http.request", "body": bytes(body), "more_body": False}
+            return await asyncio.get_running_loop().create_future()  # a client that disconnects cancels this task
 
         async def send(message: Message) -> None:
             messages.append(message)
@@ -95,15 +99,13 @@ class Guest:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         target: bytes = scope.get("raw_path") or urllib.parse.quote(scope["path"]).encode()
-        if scope["query_string"]:
-            target += b"?" + scope["query_string"]
+        if query := scope.get("query_string"):
+            target += b"?" + query
         replied: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         endpoint = self.endpoint_of(scope["method"].encode(), target)
         call = endpoint.begin(scope["headers"], lambda *reply: replied.set_result(reply[:3]))
         try:
-            if not replied.done():
-                await _feed(call, replied, receive)
-            if not replied.done():
+            if not replied.done() and await _feed(call, receive) and not replied.done():
                 await _unless_disconnected(replied, receive)
         except BaseException:
             call.abandon()
@@ -116,21 +118,20 @@ class Guest:
         await send({"type": "http.response.body", "body": body})
 
 
-async def _feed(call: Call, replied: asyncio.Future[Answer], receive: Receive) -> None:
-    """Give the call its body, no more of it than it takes. It is abandoned where the client disconnects before the end."""
+async def _feed(call: Call, receive: Receive) -> bool:
+    """Give the call its body, no more of it than it takes; False where the client disconnects before the end."""
     body, limit = bytearray(), call.max_body_bytes
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            call.abandon()
-            return
+            return False
         body += message.get("body", b"")
         if len(body) > limit:
             call.too_long()
-            return
+            return True
         if not message.get("more_body", False):
             call.finish(bytes(body))
-            return
+            return True
 
 
 async def _unless_disconnected(replied: asyncio.Future[Answer], receive: Receive) -> None:

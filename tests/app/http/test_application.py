@@ -37,7 +37,7 @@ def client() -> Iterator[TestClient]:
 
 def counted(client: TestClient, route: str) -> float:
     """Replies on this route, by the metrics."""
-    (family,) = client.app.state.metrics.http_requests.collect()
+    (family,) = client.app.service.metrics.http_requests.collect()
     return sum(sample.value for sample in family.samples if sample.labels["route"] == route)
 
 

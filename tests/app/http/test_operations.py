@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from app.assembly import build_server
 from app.http.application import create_app
+from app.http.asgi import Guest
 from app.settings import Probes, Settings
 from tests.app.fakes import FakeEngine, running
 from tests.app.serving import good
@@ -75,8 +76,9 @@ def test_metrics_move_to_a_port_of_their_own() -> None:
     async def main() -> None:
         async with running(FakeEngine()) as service:
             app = create_app(settings, service)
-            [(host, port, side)] = build_server(settings, service).side_apps
-            assert (host, port) == ("127.0.0.1", 9100)
+            _, port = build_server(settings, service).ports
+            assert (port.host, port.port, port.is_counted) == ("127.0.0.1", 9100, False)
+            side = Guest(port.routes, lambda: None, lambda: None)  # type: ignore[arg-type]
             moved = {"/metrics": 404, "/readyz": 200, "/rank": 405}
             there = {"/metrics": 200, "/readyz": 200, "/info": 200, "/rank": 404}
             for given, paths in ((app, moved), (side, there)):

@@ -373,7 +373,7 @@ def test_posts_are_sent_before_their_log_line(
     app, order = client.app, list[str]()
     assert isinstance(app, Application)
     assert client.portal is not None
-    endpoint = app.direct[path]
+    endpoint = app.endpoints[path]
     monkeypatch.setattr(endpoint.recorder, "end", lambda exchange, headers: order.append(f"log of {exchange.status}"))
 
     async def ask() -> None:
