@@ -60,7 +60,8 @@ class PageCall(TaskCall):
             if not received:
                 received.append(True)
                 return {"type": "http.request", "body": bytes(body), "more_body": False}
-            return await asyncio.get_running_loop().create_future()  # a client that disconnects cancels this task
+            await asyncio.get_running_loop().create_future()  # a client that disconnects cancels this task
+            return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             messages.append(message)
