@@ -283,7 +283,7 @@ def test_no_search_gets_longer_than_the_settings_allow(
     held, load, search = threading.Event(), retrieving.loader(tmp_path), RetrievalEngine.retrieve
     settings = Settings(deadline=Deadline(default_seconds=seconds, max_seconds=0.2))
     with served(settings=settings, retrieval=load) as (client, _):
-        monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+        monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
         monkeypatch.setattr(RetrievalEngine, "retrieve", lambda *asked: (held.wait(3), search(*asked))[1])
         for path in ("/retrieve", "/recommend"):
             reply = client.post(path, json=asked(), headers=headers)

@@ -449,14 +449,14 @@ async def test_after_a_failure_the_end_waits_a_second_for_the_engine_and_no_long
 async def test_a_search_that_is_not_finished_at_the_end_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.engine.searches.SHORT_SECONDS", 0.0)
+    monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
     load = retrieving.loader(tmp_path)
     for seconds, finished in ((0.05, False), (10.0, True)):
         gate = Gate()
         service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=load)
         service.start()
         await service.wait_ready()
-        engine = service.retrieval.current.loaded.engine  # type: ignore[union-attr]
+        engine = service.retrieval._loaded.engine
         search = engine.retrieve
         vars(engine)["retrieve"] = lambda *asked, gate=gate, search=search: (gate(asked), search(*asked))[1]
         asked = Query(request(7, history=0)[0], 5, Filters(np.empty(0, np.uint64)))

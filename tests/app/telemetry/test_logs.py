@@ -10,8 +10,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.http.asgi import Exchange
 from app.settings import Logs
+from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog, configure
 
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from app.http.asgi import Exchange
 from app.settings import Tracing
+from app.telemetry.exchange import Exchange
 from app.telemetry.tracing import create_tracer
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra is not installed")
