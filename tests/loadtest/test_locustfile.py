@@ -72,7 +72,7 @@ def test_an_open_loop_run_retrieves(target, path):
     assert {stage for stage in ("encode", "search", "forward") if stages[stage]} >= {"encode", "search"}
 
 
-@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed (make wrk)")
+@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed (.ci/debian wrk)")
 def test_wrk_reads_the_stages_that_replies_name(target):
     request = json.loads(Traffic(TrafficSettings()).first_visit().body)
     del request["candidates"]
