@@ -100,8 +100,9 @@ def compare_blocks(a: Blocks, b: Blocks, smallest_effect: float = 0.03) -> Compa
         verdict: Verdict = "no difference shown"
         if p < SIGNIFICANCE and abs(middle) > np.log1p(smallest_effect):
             verdict = "better" if (middle < 0) == LOWER_IS_BETTER[figure] else "worse"
-        (before, after), ratios = map(np.median, pair), np.exp([middle, low, high]).tolist()
-        differences.append(Difference(figure, float(before), float(after), *ratios, p, verdict))
+        before, after = (float(np.median(side)) for side in pair)
+        ratios = [float(value) for value in np.exp([middle, low, high])]
+        differences.append(Difference(figure, before, after, ratios[0], ratios[1], ratios[2], p, verdict))
     return Comparison(len(a), smallest_effect, differences)
 
 

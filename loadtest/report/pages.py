@@ -127,7 +127,7 @@ def run_page(run: Run) -> Page:
 
 
 def _pictures(run: Run) -> list[Plot]:
-    """What can be drawn: nothing where nothing was answered, no server's side where it has no /metrics."""
+    """What can be drawn: nothing where nothing was answered, no stages where the server names none."""
     if not run.summary["latency_ms"]:
         return []
     each, apart = "Percentiles and rates of each second; log scale.", "They part where requests waited to be sent."
@@ -138,9 +138,6 @@ def _pictures(run: Run) -> list[Plot]:
     if not np.isnan(run.samples.stages_ms).all():
         caption = "Stages as the server's Server-Timing header names them."
         pictures.append(Plot("stages", "Where the time goes", caption, plots.stage_breakdown(run)))
-    if run.meta["server"].get("request_ms"):
-        caption = "The server counts from its first byte to its last, in buckets; whiskers are the bucket's edges."
-        pictures.append(Plot("client_server", "Client beside server", caption, plots.client_beside_server(run)))
     return pictures
 
 

@@ -120,26 +120,6 @@ def stage_breakdown(run: Run) -> bytes:
     return drawn.png
 
 
-def client_beside_server(run: Run) -> bytes:
-    """Percentiles as the client saw them and as `/metrics` counted them; the bars' whiskers are the edges of the buckets."""
-    server = run.meta["server"]["request_ms"]
-    names, bars = list(server), {"width": 0.25}
-    places = np.arange(len(names))
-    latency, service = run.summary["latency_ms"], run.summary["service_ms"]
-    low, middle, high = (np.array([server[name][edge] for name in names]) for edge in ("low", "value", "high"))
-    with canvas(height=3.0) as (drawn, axis):
-        sides = (("from the due time", latency, "p99", -0.27), ("from the send", service, "p95", 0.0))
-        for label, values, colour, shift in sides:
-            heights = [values[name] for name in names]
-            axis.bar(places + shift, heights, color=COLOURS[colour], label=f"client, {label}", **bars)
-        edges = {"yerr": [middle - low, high - middle], "ecolor": INK, "capsize": 3}
-        axis.bar(places + 0.27, middle, color=COLOURS["p50"], label="server, /metrics", **bars, **edges)
-        axis.set_xticks(places, names)
-        axis.set(ylabel="ms")
-        axis.legend(frameon=False)
-    return drawn.png
-
-
 def latency_against_rate(trials: Sequence[Mapping[str, Any]], slo_ms: float, capacity_rps: float) -> bytes:
     """Every trial of a search: percentiles and goodput by offered rate."""
     by_rate: dict[float, list[Mapping[str, Any]]] = {}
