@@ -76,12 +76,11 @@ def retrieve_command(
     threads: Threads = 0,
     rounds: Rounds = 15,
     queries: Annotated[int, typer.Option(help="For the row on recall; 0 leaves it out.")] = 10_000,
-    approximate: Annotated[int, typer.Option(help="Posts of faiss's HNSW and IVF, for information; 0: none.")] = 84_564,
 ) -> None:
     """The exact search beside faiss and the memory's bandwidth."""
     from loadtest.bench.retrieve import measure
 
-    measure(posts, width, threads, rounds, queries, approximate)
+    measure(posts, width, threads, rounds, queries)
 
 
 @cli.command("offline", rich_help_panel=BENCH)

@@ -17,7 +17,6 @@ from model.retrieval.search import Found, TorchIndex, Wish
 Rows = NDArray[np.float32]
 
 K, BATCH = 200, 32
-PUBLISHED_POSTS = 84_564  # of the corpus that a public run found
 
 
 def unit(rows: NDArray[Any]) -> Rows:
@@ -113,51 +112,8 @@ def recall_row(queries: int, posts: int, width: int) -> Row:
     return Row.of(what, Figure.of([different]), "", 0)
 
 
-def approximate(posts: int, width: int, threads: int) -> Iterator[dict[str, Any]]:
-    """For information: graphs and inverted lists of faiss on the same kinds of corpora, beside ours."""
-    import faiss
-
-    for kind, draw in KINDS.items():
-        rng = np.random.default_rng(2)
-        rows = draw(rng, posts, width)
-        queries = queries_near(rng, rows, 100)
-        ours = NativeIndex(rows, threads=threads)
-        exact = [set(ours.search([Wish(query, K)])[0].rows.tolist()) for query in queries]
-
-        def ours_alone(ours: NativeIndex = ours, queries: Rows = queries) -> None:
-            for query in queries:
-                ours.search([Wish(query, K)])
-
-        yield {"corpus": kind, "index": "ours, exact", "ms": milliseconds(ours_alone, len(queries)), "recall": 1.0}
-        graph: Any = faiss.IndexHNSWFlat(width, 32, faiss.METRIC_INNER_PRODUCT)
-        lists: Any = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, 1024, faiss.METRIC_INNER_PRODUCT)
-        lists.train(rows)
-        for index, holder, setting, values in (
-            (graph, graph.hnsw, "efSearch", (200, 800)),
-            (lists, lists, "nprobe", (16, 64)),
-        ):
-            index.add(rows)
-            for value in values:
-                setattr(holder, setting, value)
-                found: list[list[int]] = []
-
-                def theirs(index: Any = index, queries: Rows = queries, found: list[list[int]] = found) -> None:
-                    found[:] = [index.search(query[None], K)[1][0].tolist() for query in queries]
-
-                name, ms = f"{type(index).__name__} {setting} {value}", milliseconds(theirs, len(queries))
-                recall = float(
-                    np.mean([len(one.intersection(other)) / K for one, other in zip(exact, found, strict=True)])
-                )
-                yield {"corpus": kind, "index": name, "ms": ms, "recall": recall}
-
-
-def milliseconds(side: Callable[[], object], queries: int) -> float:
-    """Of one query, where `side` asks so many."""
-    return 1e3 * Figure.of(alternate({"it": side}, 3)["it"]).median / queries
-
-
-def measure(posts: int, width: int, threads: int, rounds: int, queries: int, graph_posts: int) -> None:
-    """Print the table. `queries` of the row on recall and `graph_posts` of HNSW and IVF: 0 leaves them out."""
+def measure(posts: int, width: int, threads: int, rounds: int, queries: int) -> None:
+    """Print the table; `queries` of the row on recall, 0 leaves it out."""
     import faiss
 
     threads = threads or torch.get_num_threads()
@@ -166,10 +122,4 @@ def measure(posts: int, width: int, threads: int, rounds: int, queries: int, gra
     done = list(speed_rows(posts, width, threads, rounds))
     if queries:
         done.append(recall_row(queries, 5_003, width))
-    others = list(approximate(graph_posts, width, threads)) if graph_posts else []
-    for other in others:
-        print(
-            f"{other['corpus']:10} {other['index']:28} {other['ms']:8.3g} ms a query  recall@{K} {other['recall']:.3f}"
-        )
-    run = {"torch": torch.__version__, "faiss": faiss.__version__, "threads": threads}
-    publish(done, run, others=others)
+    publish(done, {"torch": torch.__version__, "faiss": faiss.__version__, "threads": threads})

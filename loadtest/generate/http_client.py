@@ -22,13 +22,14 @@ MAX_CONNECTIONS = 900  # select() ends at 1024 descriptors
 
 @dataclass(slots=True)
 class Reply:
-    """What came back. `status` is 0 where nothing did, and `failure` says why. Times are the loop's seconds; `sent_at` 0: never.
+    """What came back. `status` is 0 where nothing did, and `failure` says why. Times are those of `time.monotonic`; `sent_at` 0: never.
 
     `port` is this end of the connection, 0 where there was none.
     """
 
     status: int = 0
     failure: Failure = ""
+    asked_at: float = 0.0
     sent_at: float = 0.0
     done_at: float = 0.0
     port: int = 0
@@ -96,7 +97,7 @@ class Client:
     def send(self, payload: bytes, done: Callable[[Reply], None]) -> None:
         """Send now, or as soon as a connection is free."""
         now = self._loop.time()
-        pending = _Pending(payload, done, now + self.timeout_seconds, Reply())
+        pending = _Pending(payload, done, now + self.timeout_seconds, Reply(asked_at=now))
         self._in_flight.append(pending)
         connection = self._take_free(now)
         if connection is not None:

@@ -80,9 +80,9 @@ class PeerModel:
             actions[row, [self._columns[name] for name in wanted]] = 1.0
         past = [np.array(ids, np.uint64) for ids in (history.post_id, history.author_id)]
         surfaces, dwell = np.array(history.product_surface, np.int64), np.array(history.dwell_time, np.float32)
-        ids = [np.array(each, np.uint64) for each in (posts.post_id, posts.author_id)]
+        shown, authors = (np.array(ids, np.uint64) for ids in (posts.post_id, posts.author_id))
         ages = age_bucket(body.impression_ts, np.array(posts.created_at, np.int64), self.config)
-        candidates = Candidates(*ids, np.array(posts.product_surface, np.int64), ages)
+        candidates = Candidates(shown, authors, np.array(posts.product_surface, np.int64), ages)
         return Context(int(body.user_id), past[0], past[1], actions, surfaces, dwell), candidates
 
     def score(self, requests: Sequence[tuple[Context, Candidates]]) -> list[Scores]:
