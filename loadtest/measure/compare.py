@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,50 +30,6 @@ LOWER_IS_BETTER = {"p50_ms": True, "p95_ms": True, "p99_ms": True, "good_share":
 MIN_BLOCKS = 8  # with fewer, four figures judged at once cannot reach the significance asked for
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One figure of B against A. `ratio` is B / A, a geometric mean over blocks, with its 95 % interval; `p` is Holm-corrected."""
-
-    figure: str
-    a: float
-    b: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    p: float
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """`warnings` say what makes the two hard to compare. `blocks` is how many of each side."""
-
-    blocks: int
-    smallest_effect: float
-    differences: list[Difference]
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def verdict(self) -> Verdict:
-        """Worse if any figure is; better if any is and none is worse."""
-        found = {difference.verdict for difference in self.differences}
-        return "worse" if "worse" in found else "better" if "better" in found else "no difference shown"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, the overall verdict included."""
-        return asdict(self) | {"verdict": self.verdict}
-
-    def lines(self) -> list[str]:
-        """A table for people."""
-        rows = [f"{'figure':11s} {'A':>10s} {'B':>10s} {'B / A':>8s} {'95 %':>16s} {'p':>7s}  verdict"]
-        for one in self.differences:
-            interval = f"{one.ratio_low:.3f} … {one.ratio_high:.3f}"
-            figures = f"{one.figure:11s} {one.a:10.3f} {one.b:10.3f} {one.ratio:8.3f}"
-            rows.append(f"{figures} {interval:>16s} {one.p:7.4f}  {one.verdict}")
-        found = self.verdict if self.verdict == "no difference shown" else f"B is {self.verdict}"
-        return [*rows, *(f"warning: {warning}" for warning in self.warnings), f"verdict: {found}"]
-
-
 def figures_of(samples: Samples, slo: Slo) -> dict[str, float]:
     """The judged figures of one block. A request that was not answered 200 counts as the slowest: a quick refusal is no speed."""
     latency = 1e3 * samples.latency_seconds
@@ -83,27 +38,43 @@ def figures_of(samples: Samples, slo: Slo) -> dict[str, float]:
     return dict(zip(LOWER_IS_BETTER, found, strict=True))
 
 
-def compare_blocks(a: Blocks, b: Blocks, smallest_effect: float = 0.03) -> Comparison:
+def compare_blocks(a: Blocks, b: Blocks, smallest_effect: float = 0.03) -> dict[str, Any]:
     """Judge figures of blocks: block i of A and of B ran right after each other, so pairs cancel the machine's drift.
 
-    A difference needs a Holm-corrected p below 0.05 *and* a ratio beyond `smallest_effect`. Raises ValueError for too few blocks.
+    Plain JSON values. Of each figure: its medians, `ratio` B / A, a geometric mean over blocks with its 95 % interval, the
+    Holm-corrected `p`, and a verdict; a difference needs p below 0.05 *and* a ratio beyond `smallest_effect`. B is worse if any
+    figure is, better if any is and none is worse. Raises ValueError for too few blocks.
     """
     if len(a) < MIN_BLOCKS or len(a) != len(b):
         raise ValueError(f"at least {MIN_BLOCKS} blocks of each side are needed, and as many of A as of B")
-    sides = {figure: [np.array([block[figure] for block in side]) for side in (a, b)] for figure in LOWER_IS_BETTER}
+    sides = {figure: np.array([[block[figure] for block in side] for side in (a, b)]) for figure in LOWER_IS_BETTER}
     gaps = {figure: np.diff(np.log(np.maximum(pair, 1e-9)), axis=0)[0] for figure, pair in sides.items()}
     p_values = holm([paired_p(gap) for gap in gaps.values()])
     differences = []
     for (figure, pair), p in zip(sides.items(), p_values, strict=True):
-        low, high = bootstrap_interval(gaps[figure])
-        middle = float(gaps[figure].mean())
+        middle, (low, high) = float(gaps[figure].mean()), bootstrap_interval(gaps[figure])
         verdict: Verdict = "no difference shown"
         if p < SIGNIFICANCE and abs(middle) > np.log1p(smallest_effect):
             verdict = "better" if (middle < 0) == LOWER_IS_BETTER[figure] else "worse"
-        before, after = (float(np.median(side)) for side in pair)
-        ratios = [float(value) for value in np.exp([middle, low, high])]
-        differences.append(Difference(figure, before, after, ratios[0], ratios[1], ratios[2], p, verdict))
-    return Comparison(len(a), smallest_effect, differences)
+        values = [*np.median(pair, axis=1).tolist(), *np.exp([middle, low, high]).tolist(), p, verdict]
+        names = ("a", "b", "ratio", "ratio_low", "ratio_high", "p", "verdict")
+        differences.append({"figure": figure, **dict(zip(names, values, strict=True))})
+    found = {difference["verdict"] for difference in differences}
+    overall = "worse" if "worse" in found else "better" if "better" in found else "no difference shown"
+    facts = {"blocks": len(a), "smallest_effect": smallest_effect, "differences": differences}
+    return facts | {"verdict": overall, "warnings": []}
+
+
+def lines_of(comparison: Mapping[str, Any]) -> list[str]:
+    """A table for people."""
+    rows = [f"{'figure':11s} {'A':>10s} {'B':>10s} {'B / A':>8s} {'95 %':>16s} {'p':>7s}  verdict"]
+    for one in comparison["differences"]:
+        interval = f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}"
+        figures = f"{one['figure']:11s} {one['a']:10.3f} {one['b']:10.3f} {one['ratio']:8.3f}"
+        rows.append(f"{figures} {interval:>16s} {one['p']:7.4f}  {one['verdict']}")
+    verdict = comparison["verdict"]
+    said = verdict if verdict == "no difference shown" else f"B is {verdict}"
+    return [*rows, *(f"warning: {warning}" for warning in comparison["warnings"]), f"verdict: {said}"]
 
 
 def paired_p(differences: Floats) -> float:
@@ -154,10 +125,10 @@ def compare_sides(
             say(f"block {block + 1:2d}/{blocks}  {said}")
     comparison = compare_blocks(figures[0], figures[1], smallest_effect)
     if late:
-        comparison.warnings.append(f"the generator was late in {late} of {2 * blocks} blocks")
+        comparison["warnings"].append(f"the generator was late in {late} of {2 * blocks} blocks")
     return {
-        "kind": "comparison", "a": _label(a), "b": _label(b), "machine": machine(), "comparison": comparison.to_dict(),
-        "lines": comparison.lines(), "settings": loads[0].settings.to_dict(),
+        "kind": "comparison", "a": _label(a), "b": _label(b), "machine": machine(), "comparison": comparison,
+        "lines": lines_of(comparison), "settings": loads[0].settings.to_dict(),
         "server": {"info": loads[1].info, "info_of_a": loads[0].info}, "blocks": {"a": figures[0], "b": figures[1]},
     }  # fmt: skip
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -20,11 +20,14 @@ from loadtest.report import plots
 
 TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = ("p50", "p90", "p95", "p99", "p99.9", "max")
-LATE = "the generator itself was late: these figures are not the server's alone"
+LATE = "the generator itself was late: the server may be quicker than this"
+DETAILS = ("settings", "machine", "server", "generator", "plan")
+
+Rows = Sequence[Sequence[str]]
+"""Cells as text, the names of the columns first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
+class Plot(NamedTuple):
     """A picture with what it shows; `name` becomes `name.png` beside the page."""
 
     name: str
@@ -32,81 +35,60 @@ class Plot:
     caption: str
     png: bytes
 
-    @property
-    def base64(self) -> str:
-        """For a data URL."""
-        return base64.b64encode(self.png).decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Cells as text; the first column is left-aligned."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Everything on a report; its subtitle and details come from `meta`."""
+    """Everything on a report, but for what `meta` says of the machine, the server and the settings. `tables` by title."""
 
-    meta: Mapping[str, Any]
     title: str
     verdict: str
     is_good: bool
-    tables: Sequence[Table]
-    tiles: Mapping[str, str]
+    tables: Mapping[str, Rows]
+    tiles: Mapping[str, str] = field(default_factory=dict)
     plots: Sequence[Plot] = ()
     warnings: Sequence[str] = ()
 
-    @property
-    def subtitle(self) -> str:
-        """What was measured where."""
-        machine, info = self.meta["machine"], self.meta.get("server", {}).get("info", {})
-        model = info.get("model") or {}
-        device = " ".join(str(info[key]) for key in ("device", "dtype") if key in info)
-        parts = [f"commit {machine['commit']}", machine["cpu"], f"{machine['cores']} cores", device]
-        parts += [f"checkpoint {model.get('name', '?')} {model.get('version', '')}".strip() if model else ""]
-        return " · ".join(part for part in (*parts, machine["at"]) if part)
-
-    @property
-    def details(self) -> list[tuple[str, str]]:
-        """Names and JSON, to be unfolded."""
-        keys = ("settings", "machine", "server", "generator", "plan")
-        return [(key, json.dumps(self.meta[key], indent=1, ensure_ascii=False)) for key in keys if key in self.meta]
-
-    def write(self, directory: Path) -> Path:
-        """Write `report.html` and the PNG files; the path of the page."""
-        for plot in self.plots:
-            (directory / f"{plot.name}.png").write_bytes(plot.png)
-        environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
-        path = directory / "report.html"
-        path.write_text(environment.get_template("report.html.j2").render(page=self))
-        return path
-
 
 def write_report(directory: Path) -> Path:
-    """The report of whatever lies in `directory`. Raises FileNotFoundError without a `run.json`, ValueError for an unknown kind."""
+    """Write `report.html` and the PNG files of whatever lies in `directory`; the path of the page.
+
+    Raises FileNotFoundError without a `run.json`, ValueError for an unknown kind.
+    """
     meta = json.loads((directory / "run.json").read_text())
-    kind = meta.get("kind")
     pages = {"search": search_page, "comparison": comparison_page, "peers": peers_page}
-    if kind == "open":
-        return run_page(Run.load(directory)).write(directory)
-    if kind not in pages:
-        raise ValueError(f"{directory}/run.json is of kind {kind!r}, which no report knows")
-    return pages[kind](meta).write(directory)
+    if meta.get("kind") == "open":
+        page = run_page(Run.load(directory))
+    elif meta.get("kind") in pages:
+        page = pages[meta["kind"]](meta)
+    else:
+        raise ValueError(f"{directory}/run.json is of kind {meta.get('kind')!r}, which no report knows")
+    for plot in page.plots:
+        (directory / f"{plot.name}.png").write_bytes(plot.png)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
+    environment.filters["data_url"] = lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    details = {key: json.dumps(meta[key], indent=1, ensure_ascii=False) for key in DETAILS if key in meta}
+    path = directory / "report.html"
+    path.write_text(environment.get_template("report.html.j2").render(page=page, where=_where(meta), details=details))
+    return path
+
+
+def _where(meta: Mapping[str, Any]) -> str:
+    """Commit, machine, model."""
+    machine, info = meta["machine"], meta.get("server", {}).get("info", {})
+    model = info.get("model") or {}
+    parts = [f"commit {machine['commit']}", machine["cpu"], f"{machine['cores']} cores"]
+    parts += [str(info.get(key, "")) for key in ("device", "dtype")]
+    parts += [f"checkpoint {model.get('name', '?')} {model.get('version', '')}" if model else "", machine["at"]]
+    return " · ".join(part for part in parts if part)
 
 
 def run_page(run: Run) -> Page:
     """One run at one rate."""
     summary, slo, settings = run.summary, run.slo, run.meta["settings"]
     holds, generator = summary["holds_slo"], run.meta["generator"]
-    objective = f"the objective of {100 * slo.share:g} % {'holds' if holds else 'is missed'}."
+    rates = {"offered_rps": "offered / s", "answered_rps": "answered / s", "goodput_rps": "goodput / s"}
     tiles = {
-        "offered / s": _n(summary["offered_rps"]),
-        "answered / s": _n(summary["answered_rps"]),
-        "goodput / s": _n(summary["goodput_rps"]),
+        **{title: _n(summary[key]) for key, title in rates.items()},
         "candidates / s": _n(summary["candidates_rps"]),
         **{f"{name}, ms": _n(summary["latency_ms"].get(name)) for name in ("p50", "p95", "p99", "p99.9")},
         "rejected (429)": str(summary["statuses"].get("429", 0)),
@@ -114,12 +96,12 @@ def run_page(run: Run) -> Page:
         "context cache hits": _percent(summary["cache_hit_share"]),
         "generator lag p99, ms": _n(generator["lag_p99_ms"]),
     }
+    good = f"{100 * summary['good_share']:.2f} % answered within {slo.latency_ms:g} ms"
     return Page(
-        run.meta,
         f"Load test, open loop, {settings['rate_rps']:g} requests / s, {settings['arrivals']} arrivals",
-        f"{100 * summary['good_share']:.2f} % answered within {slo.latency_ms:g} ms: {objective}",
+        f"{good}: the objective of {100 * slo.share:g} % {'holds' if holds else 'is missed'}.",
         holds,
-        [_by_kind(run.samples), _by_outcome(run.samples)],
+        {"Latency by kind of request": _by_kind(run.samples), "Outcomes": _by_outcome(run.samples)},
         tiles,
         _pictures(run),
         [LATE] if generator["is_bottleneck"] else [],
@@ -145,42 +127,38 @@ def search_page(meta: Mapping[str, Any]) -> Page:
     """A search for capacity."""
     slo, capacity = meta["settings"]["slo"], meta["capacity_rps"]
     objective = f"{100 * slo['share']:g} % within {slo['latency_ms']:g} ms"
-    rows = []
+    rows = [["trial", "verdict", "offered / s", "goodput / s", *SHOWN, "good", "lag p99, ms"]]
     for number, trial in enumerate(meta["trials"], 1):
         summary = trial["summary"]
         cells = [summary["offered_rps"], summary["goodput_rps"], *(summary["latency_ms"].get(name) for name in SHOWN)]
         share = _percent(summary["good_share"])
         rows.append([str(number), trial["verdict"], *map(_n, cells), share, _n(trial["generator"]["lag_p99_ms"])])
-    head = ["trial", "verdict", "offered / s", "goodput / s", *SHOWN, "good", "lag p99, ms"]
     picture = plots.latency_against_rate(meta["trials"], slo["latency_ms"], capacity)
-    late = ["the generator was late in at least one trial: the server may take more"]
     return Page(
-        meta,
         "Capacity",
         f"{_n(capacity)} requests / s, {meta['settings']['arrivals']} arrivals, with {objective} of their due time.",
         capacity > 0,
-        [Table("Trials", head, rows)],
-        {"capacity, requests / s": _n(capacity), "objective": objective, "trials": str(len(rows))},
+        {"Trials": rows},
+        {"capacity, requests / s": _n(capacity), "objective": objective},
         [Plot("rate", "Latency against rate", "Every trial, ordered by rate.", picture)],
-        late if meta["limited_by_generator"] else [],
+        [LATE] if meta["limited_by_generator"] else [],
     )
 
 
 def comparison_page(meta: Mapping[str, Any]) -> Page:
     """Two sides, block by block."""
     comparison = meta["comparison"]
-    rows = []
+    rows = [["figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"]]
     for one in comparison["differences"]:
         interval = f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}"
         figures = [_n(one["a"]), _n(one["b"]), f"{one['ratio']:.3f}", interval, f"{one['p']:.4f}"]
         rows.append([one["figure"], *figures, one["verdict"]])
     verdict, least = comparison["verdict"], f"{100 * comparison['smallest_effect']:g} %"
     return Page(
-        meta,
         f"{meta['a']} (A) against {meta['b']} (B)",
         f"B is {verdict}." if verdict != "no difference shown" else "No difference shown.",
         verdict != "worse",
-        [Table("Figures", ["figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"], rows)],
+        {"Figures": rows},
         {"blocks a side": str(comparison["blocks"]), "smallest effect": f"below {least}, nothing is judged"},
         warnings=comparison["warnings"],
     )
@@ -193,31 +171,30 @@ def peers_page(meta: Mapping[str, Any]) -> Page:
     rows = [
         [row["name"], row["engine"], *(_n(row[key]) for key in keys), f"{row['ratio']:.2f}×"] for row in meta["rows"]
     ]
-    return Page(meta, "Peers", meta["verdict"], True, [Table("Servers", head, rows)], {})
+    return Page("Peers", meta["verdict"], True, {"Servers": [head, *rows]})
 
 
-def _by_kind(samples: Samples) -> Table:
+def _by_kind(samples: Samples) -> Rows:
     """Latency of first visits, later pages, … and of hits and misses of the context cache."""
     ok = samples[samples.status == 200]
-    groups = [(kind.replace("_", " "), ok[ok.kind == index]) for index, kind in enumerate(KINDS)]
-    groups += [(f"context cache {name}", ok[ok.cache == index]) for index, name in enumerate(CACHE_RESULTS) if name]
-    return _latencies("Latency by kind of request", ["kind", "answered"], groups)
+    groups = {kind.replace("_", " "): ok[ok.kind == index] for index, kind in enumerate(KINDS)}
+    groups |= {f"context cache {name}": ok[ok.cache == index] for index, name in enumerate(CACHE_RESULTS) if name}
+    return _latencies("kind", groups)
 
 
-def _by_outcome(samples: Samples) -> Table:
+def _by_outcome(samples: Samples) -> Rows:
     statuses = np.unique(samples.status).tolist()
-    groups = [(str(status or "no reply"), samples[samples.status == status]) for status in statuses]
-    return _latencies("Outcomes", ["status", "requests"], groups)
+    return _latencies("status", {str(each or "no reply"): samples[samples.status == each] for each in statuses})
 
 
-def _latencies(title: str, head: list[str], groups: Sequence[tuple[str, Any]]) -> Table:
-    """A line a group that is not empty."""
-    rows = []
-    for name, part in groups:
+def _latencies(head: str, groups: Mapping[str, Any]) -> Rows:
+    """A line a group that is not empty, in ms from the due time."""
+    rows = [[head, "requests", *SHOWN]]
+    for name, part in groups.items():
         figures = percentiles_ms(part.latency_seconds)
         if figures:
             rows.append([name, str(len(part)), *(_n(figures[key]) for key in SHOWN)])
-    return Table(f"{title}, ms from the due time", [*head, *SHOWN], rows)
+    return rows
 
 
 def _n(value: float | None) -> str:
