@@ -50,6 +50,11 @@ class Row:
         within = self.figure >= self.limit if self.at_least else self.figure <= self.limit
         return self.tried > 0 and not self.failed and within
 
+    @property
+    def target(self) -> str:
+        """The limit with its side."""
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g} {self.unit}".strip()
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
@@ -61,23 +66,35 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """The rows of the matrix as Markdown."""
     lines = ["| row | what | tried | failed | figure | limit | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        sign = "≥" if row.at_least else "≤"
-        figure, limit = f"{row.figure:.4g} {row.unit}", f"{sign} {row.limit:.4g} {row.unit}"
-        if row.spread is not None:
-            figure = f"{row.figure:.4g} ({row.spread[0]:.3g} … {row.spread[1]:.3g}) {row.unit}"
+        figure = f"{row.figure:.4g} {row.unit}"
         lines.append(
-            f"| {row.row} | {row.what} | {row.tried} | {row.failed} | {figure} | {limit} | {'ok' if row.ok else '**missed**'} |"
+            f"| {row.row} | {row.what} | {row.tried} | {row.failed} | {figure} | {row.target} | {_verdict(row)} |"
         )
     return "\n".join(lines)
+
+
+def targets(rows: Sequence[Row]) -> str:
+    """The rows of a benchmark as Markdown."""
+    lines = ["| what | figure | 10 % … 90 % | target | | ours, reference, ms |", "|---|--:|--:|--:|---|--:|"]
+    for row in rows:
+        spread = " … ".join(f"{edge:.3g}" for edge in row.spread or ())
+        sides = ", ".join(f"{side:.3g}" for side in row.sides or ())
+        figure = f"{row.figure:.4g} {row.unit}".strip()
+        lines.append(f"| {row.what} | {figure} | {spread} | {row.target} | {_verdict(row)} | {sides} |")
+    return "\n".join(lines)
+
+
+def _verdict(row: Row) -> str:
+    return "ok" if row.ok else "**missed**"
 
 
 def publish(rows: Sequence[Row], run: Mapping[str, Any], *, history: Path | None = None, **further: Any) -> None:
     """A benchmark's end: the table, a line a row in the history, and one JSON line with the machine. `run`: what else matters."""
     facts = {**machine(), **run}
-    print(table(rows))
+    print(targets(rows))
     if history is not None:
         append_history(history, rows, facts)
     print(json.dumps({**facts, "rows": [row.to_dict() for row in rows], **further}, ensure_ascii=False))
@@ -92,10 +109,9 @@ def append_history(path: Path, rows: Sequence[Row], run: Mapping[str, Any]) -> N
         if is_new:
             writer.writeheader()
         for row in rows:
-            sign = "≥" if row.at_least else "≤"
             ours, reference = row.sides or ("", "")
             low, high = row.spread or (row.figure, row.figure)
             figures = {"ours_ms": ours, "reference_ms": reference, "figure": row.figure, "low": low, "high": high}
             short = {name: float(f"{value:.4g}") for name, value in figures.items() if not isinstance(value, str)}
-            target = f"{sign} {row.limit:g}"
+            target = row.target.removesuffix(row.unit).strip()
             writer.writerow({**run, **short, "name": row.what, "target": target, "met": row.ok})
