@@ -16,11 +16,11 @@ DEMO = $(filter weights/demo,$(CHECKPOINT))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo test test-changed test-long test-light test-ray check mutants bench bench-front bench-retrieve bench-gpu kernels profile load peers soak fuzz files lock audit sbom clean
+.PHONY: help install serve demo test test-changed test-long test-light test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F':.*## ' '/^## /{print "\n" substr($$0, 4)} /^[a-z -]+:.*## /{printf "  %-38s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^## /{print "\n" substr($$0, 4)} /^[a-z% -]+:.*## /{printf "  %-38s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ## The service
 
@@ -96,9 +96,12 @@ mutants: $(VENV)/.installed ## change a decision or drop wiring, run the tests t
 
 ## Measurements: `python -m loadtest --help` shows all there are, ARGS=--help the options of one
 
-bench bench-front bench-retrieve: $(VENV)/.installed ## engines and service, the thin path, the search: ARGS="--rounds 9 --before DIR"; RUN=offline or train
+bench: $(VENV)/.installed ## engines beside the dense definition, the service around them; one JSON line: ARGS="--vectors avx2"
+	$(BIN)/python -m loadtest bench $(ARGS)
+
+bench-% load-%: $(VENV)/.installed ## a command by its name: bench-front ARGS="--rounds 9 --before DIR", bench-retrieve, load-open ARGS="--rate 100", ...
 	@.ci/debian wrk
-	$(BIN)/python -m loadtest $(or $(RUN),$(@:bench-%=%)) $(ARGS)
+	$(BIN)/python -m loadtest $(patsubst bench-%,%,$(@:load-%=%)) $(ARGS)
 
 bench-gpu: ## the first half hour on one card, in guarded phases, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
 	$(or $(wildcard $(BIN)/python),python3) -m loadtest.gpu $(ARGS)
@@ -114,10 +117,10 @@ URL ?= http://$(HOST):$(PORT)
 LOCUST = $(BIN)/python -m locust -f loadtest/locustfile.py --host $(URL) --users $(or $(USERS),24) --spawn-rate $(or $(SPAWN),4)
 RESULTS := loadtest/results
 
-load: $(VENV)/.installed ## locust's page on port 8089, or HEADLESS=1, on a running server: USERS=24 SHAPE=ramp|spike|soak SECONDS=60; or RUN=open|search|compare
+load: $(VENV)/.installed ## locust's page on port 8089, or HEADLESS=1, on a running server: USERS=24 SHAPE=ramp|spike|soak SECONDS=60
 	@mkdir -p $(RESULTS)/locust
-	$(if $(RUN),$(BIN)/python -m loadtest $(RUN),$(LOCUST) --shape $(or $(SHAPE),steady) $(if $(HEADLESS),--headless --only-summary --run-time $(or $(SECONDS),60)s \
-	  --csv $(RESULTS)/locust/run --html $(RESULTS)/locust/report.html,$(if $(SECONDS),--run-time $(SECONDS)s))) $(ARGS)
+	$(LOCUST) --shape $(or $(SHAPE),steady) $(if $(HEADLESS),--headless --only-summary --run-time $(or $(SECONDS),60)s \
+	  --csv $(RESULTS)/locust/run --html $(RESULTS)/locust/report.html,$(if $(SECONDS),--run-time $(SECONDS)s)) $(ARGS)
 
 .cache/peers/.installed: loadtest/peers/requirements.txt pyproject.toml $(LOCKS) | $(BIN)/python
 	$(BIN)/python -m venv .cache/peers
