@@ -1,4 +1,4 @@
-"""Clients of the soak, all over the one HTTP client: some requests and their replies, or a crowd in a thread beside what is done."""
+"""Clients of the soak, all over the one HTTP client: some requests and their replies, or callers in a thread beside what is done to the server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def vanish(port: int, request: bytes, after_seconds: float) -> None:
     writer.transport.abort()
 
 
-class Crowd:
+class Callers:
     """Closed-loop clients in a thread of their own, from the start of a `with` block to its end; all their attempts are in `replies`.
 
     A client whose attempt is not answered 200 makes up to `tries` in all; `given_up` counts those that failed each time. With

@@ -23,7 +23,7 @@ from loadtest.matrix import Row
 from loadtest.servers.balancer import HAPROXY, NGINX, SERVED_BY, Balancer, Change, balancer
 from loadtest.servers.launch import HOST, Server, free_port
 from loadtest.servers.target import Target
-from loadtest.soak.clients import Crowd, ask_all
+from loadtest.soak.clients import Callers, ask_all
 from loadtest.soak.servers import real
 
 CANDIDATES = 8
@@ -154,7 +154,7 @@ def hop(processes: Processes, kind: Balancer, turns: int = HOP_TURNS) -> Row:
     return Row("G1", f"what {kind.name} adds, p50", len(seconds[0]), 0, 1e3 * added, 0.3, "ms")
 
 
-class Library(Crowd):
+class Library(Callers):
     """Clients that ask for many candidates through the client library, which repeats what may succeed elsewhere."""
 
     async def _run(self) -> None:
@@ -175,13 +175,13 @@ class Library(Crowd):
 
 def under_load(target: Target, harm: Callable[[], None], large: bool = False) -> tuple[int, int, float]:
     """Requests answered and lost, and the seconds of the slowest, while clients ask and something is done to the processes."""
-    crowd = (Library if large else Crowd)(target.port, CLIENTS, lambda draw: asked(draw.randrange(1, 1001)))
-    with crowd:
+    callers = (Library if large else Callers)(target.port, CLIENTS, lambda draw: asked(draw.randrange(1, 1001)))
+    with callers:
         time.sleep(1)
         harm()
         time.sleep(1)
-    answered = sum(reply.status == 200 for reply in crowd.replies)
-    return answered, len(crowd.replies) - answered, max(reply.done_at - reply.asked_at for reply in crowd.replies)
+    answered = sum(reply.status == 200 for reply in callers.replies)
+    return answered, len(callers.replies) - answered, max(reply.done_at - reply.asked_at for reply in callers.replies)
 
 
 def deaths(processes: Processes, runs: int, kind: Balancer, *changes: Change, large: bool = False) -> Row:

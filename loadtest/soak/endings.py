@@ -17,7 +17,7 @@ from app.exits import EXIT_ENGINE_LOST
 from loadtest.generate.payload import rank_request
 from loadtest.matrix import Row
 from loadtest.servers.launch import Server
-from loadtest.soak.clients import Crowd, ask_all, vanish
+from loadtest.soak.clients import Callers, ask_all, vanish
 from loadtest.soak.corpora import Oracle, search_request
 from loadtest.soak.servers import HANG, RAISE, STICKY, fake
 
@@ -39,16 +39,16 @@ def terminations(runs: int, signals: int = 1, **settings: object) -> Row:
         delay = 0.3 if run % 2 else 0.0
         with (
             fake("--forward-ms=5", drain__delay_seconds=delay, **settings) as server,
-            Crowd(server.port, CLIENTS, until_gone=True, timeout_seconds=LOST_SECONDS) as crowd,
+            Callers(server.port, CLIENTS, until_gone=True, timeout_seconds=LOST_SECONDS) as callers,
         ):
             time.sleep(random.Random(run).uniform(0.1, 0.4))
             for _ in range(signals):
                 server.process.send_signal(signal.SIGTERM)
                 time.sleep(0.02)
             code = server.process.wait(EXIT_SECONDS)
-            crowd.ended(EXIT_SECONDS)
-        failed += code != 0 or set(crowd.ends()) != {"200"}
-        found += crowd.ends()
+            callers.ended(EXIT_SECONDS)
+        failed += code != 0 or set(callers.ends()) != {"200"}
+        found += callers.ends()
     answered = found.pop("200", 0)
     what = ", ".join((f"SIGTERM under load, {answered} answered", *(f"{each} × {end}" for end, each in found.items())))
     return Row("F3", what, runs, failed, found.total(), 0, "requests lost or refused")
@@ -61,12 +61,12 @@ def kills(runs: int, sent: signal.Signals = signal.SIGKILL) -> Row:
         began = time.monotonic()
         with fake("--forward-ms=5") as server:
             load_seconds = time.monotonic() - began
-            with Crowd(server.port, CLIENTS, until_gone=True, timeout_seconds=5) as crowd:
+            with Callers(server.port, CLIENTS, until_gone=True, timeout_seconds=5) as callers:
                 time.sleep(0.3)
                 server.process.send_signal(sent)
-                hung += not crowd.ended(3)
+                hung += not callers.ended(3)
             server.process.kill()
-        hung += crowd.ends()["lost: timeout"]
+        hung += callers.ends()["lost: timeout"]
         if hung:
             break
         began = time.monotonic()
@@ -101,14 +101,14 @@ def _stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapp
         with fake(**chosen) as server:
             began = time.monotonic()
             hung = iter([HANG])  # what hangs comes first
-            with Crowd(server.port, 4, lambda _, hung=hung: request(next(hung, 1)), timeout_seconds=10) as crowd:  # type: ignore[misc]
+            with Callers(server.port, 4, lambda _, hung=hung: request(next(hung, 1)), timeout_seconds=10) as callers:  # type: ignore[misc]
                 time.sleep(0.1)
-                crowd.stop = True  # each has asked once
+                callers.stop = True  # each has asked once
                 while server.answers() and time.monotonic() < began + 4 * STUCK_SECONDS:
                     time.sleep(0.05)
                 slowest = max(slowest, time.monotonic() - began)
             code = _exit_code(server, began + STALL_EXIT_SECONDS + LATE_EXIT_SECONDS - time.monotonic())
-            failed += {reply.status for reply in crowd.replies} != {504} or code != EXIT_ENGINE_LOST
+            failed += {reply.status for reply in callers.replies} != {504} or code != EXIT_ENGINE_LOST
     what = f"{what} stuck: 504 at the deadline, then exit {EXIT_ENGINE_LOST}"
     return Row("F5", what, runs, failed, slowest, STUCK_SECONDS, "s until readyz 503")
 
@@ -127,12 +127,14 @@ def stuck_loop(runs: int, *faults: str, **settings: object) -> Row:
                 server.resume()
                 [second] = ask_all(server.port, [search_request(2, "/retrieve")])
                 began = time.monotonic()
-                with Crowd(server.port, 1, lambda _: search_request(HANG - 1, "/retrieve"), until_gone=True) as crowd:
+                with Callers(
+                    server.port, 1, lambda _: search_request(HANG - 1, "/retrieve"), until_gone=True
+                ) as callers:
                     time.sleep(0.5)
                     is_deaf = not server.answers("/livez")
                     code = _exit_code(server, STALL_EXIT_SECONDS + LATE_EXIT_SECONDS)
                     slowest = max(slowest, time.monotonic() - began)
-                    crowd.ended(EXIT_SECONDS)  # its connection has been reset
+                    callers.ended(EXIT_SECONDS)  # its connection has been reset
                 failed += (first.status, second.status, is_deaf, code) != (200, 200, True, EXIT_ENGINE_LOST)
     what = f"search stuck in the loop: exit {EXIT_ENGINE_LOST}"
     return Row("F5", what, runs, failed, slowest, STALL_EXIT_SECONDS + LATE_EXIT_SECONDS, "s until the exit")

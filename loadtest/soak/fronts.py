@@ -14,7 +14,7 @@ from typing import Any
 
 from loadtest.matrix import Row
 from loadtest.servers.launch import Server
-from loadtest.soak.clients import Crowd, p99
+from loadtest.soak.clients import Callers, p99
 from loadtest.soak.endings import queued
 from loadtest.soak.servers import fake
 
@@ -77,32 +77,32 @@ def until(condition: Callable[[], object], seconds: float) -> bool:
 def front_kills(kills: int, spared: bool = False) -> list[Row]:
     """P1: `kill -9` of one front after the other. `spared` kills one and looks at the other's requests: it must be red."""
     with fake("--forward-ms=2", **LOGGED) as server:
-        with Crowd(server.port, CLIENTS, tries=TRIES) as crowd:
-            killed = [_kill_front(server, crowd, 1 + kill % 2, spared) for kill in range(kills)]
+        with Callers(server.port, CLIENTS, tries=TRIES) as callers:
+            killed = [_kill_front(server, callers, 1 + kill % 2, spared) for kill in range(kills)]
         left = queued(server)
     foreign, slowest = sum(found for found, _ in killed), max(seconds for _, seconds in killed)
-    lost = sum(reply.status == 0 for reply in crowd.replies)
-    tried = sum(reply.status == 200 for reply in crowd.replies)
+    lost = sum(reply.status == 0 for reply in callers.replies)
+    tried = sum(reply.status == 200 for reply in callers.replies)
     what = f"fronts killed: {lost} requests in flight lost, none of another front"
     retried = "requests that failed with the clients' retries"
     return [
         Row("P1", what, kills, foreign, left, 0, "left"),
-        Row("P1", retried, tried, crowd.given_up, slowest, BACK_SECONDS, "s"),
+        Row("P1", retried, tried, callers.given_up, slowest, BACK_SECONDS, "s"),
     ]
 
 
-def _kill_front(server: Server, crowd: Crowd, front: int, spared: bool) -> tuple[int, float]:
+def _kill_front(server: Server, callers: Callers, front: int, spared: bool) -> tuple[int, float]:
     """Requests lost that another front had, and the seconds until a new front accepts."""
     time.sleep(LIVED_SECONDS)
     until(lambda: spare_waits(server), SPARE_SECONDS)
     process = process_of(server, front)
     os.kill(process, signal.SIGSTOP)  # so that what it holds is known
-    own, first = peers_of(process_of(server, 3 - front) if spared else process), len(crowd.replies)
+    own, first = peers_of(process_of(server, 3 - front) if spared else process), len(callers.replies)
     began, written = time.time(), len(server.lines)
     os.kill(process, signal.SIGKILL)
     if not until(lambda: _listening_at(server, front, written), 10 * BACK_SECONDS):
         return 1, float("inf")
-    foreign = sum(reply.status == 0 and reply.port not in own for reply in crowd.since(first))
+    foreign = sum(reply.status == 0 and reply.port not in own for reply in callers.since(first))
     return foreign, (_listening_at(server, front, written) or 0.0) - began
 
 
@@ -121,25 +121,25 @@ def engine_kills(
     slowest, missing = 0.0, 0
     with (
         fake("--forward-ms=20", **LOGGED, **settings) as server,
-        Crowd(server.port, CLIENTS, tries=TRIES) as crowd,
+        Callers(server.port, CLIENTS, tries=TRIES) as callers,
     ):
         for _ in range(kills):
             process = process_of(server, None)  # reads a long log
             time.sleep(lived_seconds)
-            first, killed = len(crowd.replies), time.monotonic()
+            first, killed = len(callers.replies), time.monotonic()
             os.kill(process, signal.SIGKILL)
             time.sleep(0.5)
-            waited = [reply for reply in crowd.since(first) if reply.asked_at < killed and reply.status != 200]
+            waited = [reply for reply in callers.since(first) if reply.asked_at < killed and reply.status != 200]
             slowest = max([slowest, *(reply.done_at - killed for reply in waited)])
             missing += not waited
-            missing += not until(partial(_answers_after, crowd, len(crowd.replies)), serves_seconds)
-    lost = sum(reply.status == 0 for reply in crowd.replies)
-    refused = sum(reply.status == 503 for reply in crowd.replies)
+            missing += not until(partial(_answers_after, callers, len(callers.replies)), serves_seconds)
+    lost = sum(reply.status == 0 for reply in callers.replies)
+    refused = sum(reply.status == 503 for reply in callers.replies)
     return [Row("P2", f"engine processes killed: {refused} × 503", kills, lost + missing, slowest, TOLD_SECONDS, "s")]
 
 
-def _answers_after(crowd: Crowd, row: int) -> bool:
-    return any(reply.status == 200 for reply in crowd.since(row))
+def _answers_after(callers: Callers, row: int) -> bool:
+    return any(reply.status == 200 for reply in callers.since(row))
 
 
 def stopped_front(seconds: float, by: Sequence[signal.Signals] = (signal.SIGSTOP,)) -> list[Row]:
@@ -152,16 +152,16 @@ def stopped_front(seconds: float, by: Sequence[signal.Signals] = (signal.SIGSTOP
 
 
 def _stop_front(server: Server, seconds: float, stopped: signal.Signals) -> Row:
-    with Crowd(server.port, CLIENTS, tries=TRIES) as crowd:
+    with Callers(server.port, CLIENTS, tries=TRIES) as callers:
         time.sleep(seconds)
         process, others = process_of(server, 1), peers_of(process_of(server, 2))
-        first = len(crowd.replies)
-        before = [reply for reply in crowd.replies[:first] if reply.port in others]
+        first = len(callers.replies)
+        before = [reply for reply in callers.replies[:first] if reply.port in others]
         os.kill(process, stopped)
         time.sleep(seconds)
-        during = [reply for reply in crowd.since(first) if reply.port in others]
+        during = [reply for reply in callers.since(first) if reply.port in others]
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
-    failed = sum(reply.status != 200 for reply in crowd.replies) + (not server.answers()) + (not during)
+    failed = sum(reply.status != 200 for reply in callers.replies) + (not server.answers()) + (not during)
     ratio = p99(during) / max(p99(before), 1e-9)
     return Row("P3", "a front stopped: p99 of the other's clients", len(during), failed, ratio, 1.5, "× before")

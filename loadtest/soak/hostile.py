@@ -22,7 +22,7 @@ from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server, free_port
-from loadtest.soak.clients import Crowd
+from loadtest.soak.clients import Callers
 from loadtest.soak.leak import usage
 from loadtest.soak.servers import fake
 
@@ -202,11 +202,11 @@ def observe(kinds: list[str], seconds: float, *faults: str, port: int = 0, **set
 def _watched(server: Server, seconds: float) -> tuple[list[Reply], list[int]]:
     """One client, and the memory of the process beside it."""
     resident, until = [], time.monotonic() + seconds
-    with Crowd(server.port, 1, timeout_seconds=5) as crowd:
+    with Callers(server.port, 1, timeout_seconds=5) as callers:
         while time.monotonic() < until:
             resident.append(usage(server).resident_bytes)
             time.sleep(0.1)
-    return crowd.replies, resident
+    return callers.replies, resident
 
 
 def dear(seconds: float, *faults: str, percent: int = 50) -> Row:

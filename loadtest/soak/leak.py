@@ -42,8 +42,8 @@ def usage(server: Server, answered: int = 0) -> Usage:
 def leak(seconds: float, *faults: str) -> Row:
     """Resident memory a request, around the fake engine; `--leak-bytes=1024` among the faults must turn it red."""
     with fake(*faults, queue__max_wait_seconds=5) as server:
-        crowd = Checked(learn(server, requests(30)), server.port, CLIENTS)
-        return _watched("requests", crowd, server, seconds)
+        callers = Checked(learn(server, requests(30)), server.port, CLIENTS)
+        return _watched("requests", callers, server, seconds)
 
 
 def reload_leak(seconds: float, every_seconds: float) -> list[Row]:
@@ -52,31 +52,31 @@ def reload_leak(seconds: float, every_seconds: float) -> list[Row]:
         known = oracles(root, requests(60))
         settings = {**admin_settings(root), "cache__bytes": CACHE_BYTES, "queue__max_wait_seconds": 5}
         with real(**settings) as server:
-            crowd = Checked(known, server.port, CLIENTS, vanishing=0.02)
+            callers = Checked(known, server.port, CLIENTS, vanishing=0.02)
             what = f"requests, a reload every {every_seconds:.0f} s"
-            row = _watched(what, crowd, server, seconds, settings["admin__port"], every_seconds)
+            row = _watched(what, callers, server, seconds, settings["admin__port"], every_seconds)
             cache = server.metric("ranker_context_cache_bytes")
     return [row, Row("L4", "context cache within its budget", 1, 0, cache / 2**20, CACHE_BYTES / 2**20, "MiB")]
 
 
 def _watched(
-    what: str, crowd: Checked, server: Server, seconds: float, admin: object = None, every_seconds: float = 0.0
+    what: str, callers: Checked, server: Server, seconds: float, admin: object = None, every_seconds: float = 0.0
 ) -> Row:
     """The slope of memory over requests in the second half, when pools and caches have filled."""
     seen, turn, began = [], 0, time.monotonic()
-    with crowd:
+    with callers:
         while time.monotonic() < began + seconds:
             time.sleep(seconds / SAMPLES)
-            seen.append(usage(server, crowd.answered))
+            seen.append(usage(server, callers.answered))
             if admin is not None and time.monotonic() > began + (turn + 1) * every_seconds:
                 turn += 1
-                crowd.lost += swap(admin, NAMES[turn % len(NAMES)]) != 200
+                callers.lost += swap(admin, NAMES[turn % len(NAMES)]) != 200
     half = seen[len(seen) // 2 :]
     slope = float(np.polyfit([each.answered for each in half], [each.resident_bytes for each in half], 1)[0])
     first, last = half[0], half[-1]
     grown = max(last.descriptors - first.descriptors, last.threads - first.threads)
     beyond = grown if grown > SPREAD_LIMIT else 0
-    faults = {"crossed": crowd.crossed, "lost": crowd.lost, "more descriptors or threads": beyond}
+    faults = {"crossed": callers.crossed, "lost": callers.lost, "more descriptors or threads": beyond}
     what += "".join(f", {count} {fault}" for fault, count in faults.items() if count)
     failed = sum(faults.values())
-    return Row("L4", what, crowd.answered, failed, slope, BYTES_PER_REQUEST_LIMIT, "resident bytes a request")
+    return Row("L4", what, callers.answered, failed, slope, BYTES_PER_REQUEST_LIMIT, "resident bytes a request")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from string import ascii_letters, digits
 
 from loadtest.matrix import Row
-from loadtest.soak.clients import Crowd
+from loadtest.soak.clients import Callers
 from loadtest.soak.servers import fake
 
 SECRET = 700_000_000_000_000_007  # an id of every history
@@ -35,12 +35,12 @@ def lines(seconds: float, style: str = "json") -> Row:
     """Asks until the time is over, then reads the log. The figure is the longest line. `style` "console" must turn it red."""
     settings = {"logs__level": "info", "logs__format": style, "logs__success_sample": 1, "queue__max_wait_seconds": 10}
     with tempfile.TemporaryFile() as log:
-        with fake(log=log, **settings) as server, Crowd(server.port, IN_FLIGHT, call) as crowd:
+        with fake(log=log, **settings) as server, Callers(server.port, IN_FLIGHT, call) as callers:
             time.sleep(seconds)
         log.seek(0)
         written = log.read().decode("utf-8", "replace").split("\n")[:-1]
-    named = sum(b"x-request-id" in reply.headers for reply in crowd.replies)  # by the application
-    strangers = len(crowd.replies) - named
+    named = sum(b"x-request-id" in reply.headers for reply in callers.replies)  # by the application
+    strangers = len(callers.replies) - named
     faults = [fault for line in written if (fault := complaint(line))]
     requests = sum('"event":"request"' in (bare := line.replace(" ", "")) and "/readyz" not in bare for line in written)
     failed = len(faults) + abs(requests - named)

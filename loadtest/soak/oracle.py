@@ -1,4 +1,4 @@
-"""Expected replies, from a server without cache or batching, and a crowd whose replies are held against them."""
+"""Expected replies, from a server without cache or batching, and callers whose replies are held against them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import rank_request
 from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, Server, free_port
-from loadtest.soak.clients import Crowd, ask_all
+from loadtest.soak.clients import Callers, ask_all
 from loadtest.soak.servers import real
 from weights.checkpoint import load_manifest
 from weights.format.manifest import MANIFEST_NAME
@@ -100,8 +100,8 @@ def oracles(root: Path, payloads: Sequence[bytes]) -> Known:
     return known
 
 
-class Checked(Crowd):
-    """A crowd that asks what the oracle knows. `crossed` counts replies that belong to another request; `versions` answered so often."""
+class Checked(Callers):
+    """They ask what the oracle knows. `crossed` counts replies that belong to another request; `versions` answered so often."""
 
     def __init__(self, known: Known, port: int, clients: int, **options: Any) -> None:
         payloads = list(next(iter(known.values())))

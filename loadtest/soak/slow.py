@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
-from loadtest.soak.clients import Crowd, p99
+from loadtest.soak.clients import Callers, p99
 from loadtest.soak.servers import fake
 
 CLOSE_SECONDS = 10.0
@@ -42,9 +42,9 @@ def slow(sockets: int, **settings: object) -> list[Row]:
 
 def _p99(server: Server) -> float:
     """Of one request after the other, in seconds."""
-    with Crowd(server.port, 1) as crowd:
+    with Callers(server.port, 1) as callers:
         time.sleep(WATCH_SECONDS)
-    return p99(crowd.replies)
+    return p99(callers.replies)
 
 
 async def _hold_all(port: int, sockets: int) -> list[float]:

@@ -25,7 +25,7 @@ def swaps(seconds: float, *, payload_count: int = 60, fronts: Sequence[int] = (0
         for count in fronts:
             settings = {**admin_settings(root), "cache__bytes": TINY_CACHE_BYTES, "queue__max_wait_seconds": 5}
             with real(**settings, fronts=count) as server:
-                with Checked(known, server.port, CLIENTS, vanishing=VANISHING) as crowd:
+                with Checked(known, server.port, CLIENTS, vanishing=VANISHING) as callers:
                     until, done, refused = time.monotonic() + seconds, 0, 0
                     while time.monotonic() < until or done < 2:
                         done += 1
@@ -33,11 +33,11 @@ def swaps(seconds: float, *, payload_count: int = 60, fronts: Sequence[int] = (0
                         time.sleep(0.05)
                 time.sleep(0.2)
                 left = server.metric("ranker_queue_requests")
-            dropped, tried = crowd.lost + crowd.refused, crowd.answered + crowd.lost
-            what = f"swaps under load ({len(crowd.versions)} versions answered)"
-            checked = f"replies against the oracle, {crowd.vanished} cancelled"
+            dropped, tried = callers.lost + callers.refused, callers.answered + callers.lost
+            what = f"swaps under load ({len(callers.versions)} versions answered)"
+            checked = f"replies against the oracle, {callers.vanished} cancelled"
             rows.append(Row("F1", what, done, refused, dropped, 0, "dropped requests"))
-            rows.append(Row("C2", checked, tried, crowd.crossed, left, 0, "requests left over"))
+            rows.append(Row("C2", checked, tried, callers.crossed, left, 0, "requests left over"))
     return rows
 
 
@@ -45,7 +45,7 @@ def crossing(seconds: float, *faults: str) -> Row:
     """C2 around the fake engine; with `--cross` among the faults it must find every swapped pair."""
     with (
         fake("--forward-ms=3", *faults, queue__max_wait_seconds=5) as server,
-        Checked(learn(server, requests(30)), server.port, CLIENTS) as crowd,
+        Checked(learn(server, requests(30)), server.port, CLIENTS) as callers,
     ):
         time.sleep(seconds)
-    return Row("C2", "fake engine", crowd.answered, crowd.crossed, crowd.lost, 0, "lost")
+    return Row("C2", "fake engine", callers.answered, callers.crossed, callers.lost, 0, "lost")
