@@ -63,13 +63,14 @@ def _watched(
     what: str, callers: Checked, server: Server, seconds: float, admin: object = None, every_seconds: float = 0.0
 ) -> Row:
     """The slope of memory over requests in the second half, when pools and caches have filled."""
-    seen, turn, began = [], 0, time.monotonic()
+    seen, turn = [], 0
+    began = reloaded = time.monotonic()
     with callers:
         while time.monotonic() < began + seconds:
             time.sleep(seconds / SAMPLES)
             seen.append(usage(server, callers.answered))
-            if admin is not None and time.monotonic() > began + (turn + 1) * every_seconds:
-                turn += 1
+            if admin is not None and time.monotonic() > reloaded + every_seconds:
+                reloaded, turn = time.monotonic(), turn + 1
                 callers.lost += swap(admin, NAMES[turn % len(NAMES)]) != 200
     half = seen[len(seen) // 2 :]
     slope = float(np.polyfit([each.answered for each in half], [each.resident_bytes for each in half], 1)[0])
