@@ -1,4 +1,4 @@
-"""Clients of the soak, all over the one HTTP client: some requests and their replies, or callers in a thread beside what is done to the server."""
+"""Clients of the soak, over the one HTTP client: some requests and their replies, or callers in a thread beside what is done."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from loadtest.soak.clients import Callers
 from loadtest.soak.leak import usage
 from loadtest.soak.servers import fake
 
+START_SECONDS = 60.0  # on a busy machine a process takes some to import what it needs
 HOLD_SECONDS = 9.0  # longer than any client that does not read is left alone
 MIB = 2**20
 P50_LIMIT = 2.0
@@ -48,8 +50,8 @@ def dear_body() -> bytes:
     )
 
 
-BATCH = post("x", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 30))
-DEAR = post("x", "/rank", dear_body())
+BATCH = post("localhost", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 30))
+DEAR = post("localhost", "/rank", dear_body())
 CALL_HEADERS = [
     (":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer"), (":authority", "x"),
     ("content-type", "application/grpc"), ("te", "trailers"),
@@ -121,8 +123,8 @@ HALF_CALLS = "half-sent calls"  # on a port of their own, which no other kind kn
 CONNECTIONS = 8
 
 
-async def _again(act: Act, port: int) -> None:
-    """One client that comes again whenever it is cut off."""
+async def _again(act: Act, port: int, there: Event) -> None:
+    """One client that comes again whenever it is cut off; `there` is set when one is."""
     loop = asyncio.get_running_loop()
     while True:
         with socket.socket() as sock, suppress(OSError):
@@ -130,26 +132,30 @@ async def _again(act: Act, port: int) -> None:
             if act in (_unread, _unread_batch):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await loop.sock_connect(sock, (HOST, port))
+            there.set()
             await act(sock)
         await asyncio.sleep(0.2)
 
 
-def _attack(port: int, kinds: list[str]) -> None:
+def _attack(port: int, kinds: list[str], there: Event) -> None:
     async def main() -> None:
         clients = [(_half_calls, CONNECTIONS) if kind == HALF_CALLS else KINDS[kind] for kind in kinds]
-        await asyncio.gather(*(_again(act, port) for act, number in clients for _ in range(number)))
+        await asyncio.gather(*(_again(act, port, there) for act, number in clients for _ in range(number)))
 
     asyncio.run(main())
 
 
 @contextmanager
 def attacked(port: int, kinds: list[str]) -> Iterator[None]:
-    """These clients, in a process of their own. Raises RuntimeError where they were not there to the end."""
-    clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(port, kinds), daemon=True)
+    """These clients, in a process of their own. Raises RuntimeError where they did not come, or were not there to the end."""
+    context = multiprocessing.get_context("spawn")
+    there = context.Event()
+    clients = context.Process(target=_attack, args=(port, kinds, there), daemon=True)
     clients.start()
     try:
+        is_there = there.wait(START_SECONDS)
         yield
-        if not clients.is_alive():
+        if not (is_there and clients.is_alive()):
             raise RuntimeError(f"the hostile clients ended with code {clients.exitcode}: nothing was attacked")
     finally:
         clients.kill()
@@ -194,7 +200,7 @@ def observe(kinds: list[str], seconds: float, *faults: str, port: int = 0, **set
     with fake("--forward-ms=5", *faults, **settings) as server:
         peace, resident = _watched(server, seconds / 3)
         with attacked(port or server.port, kinds):
-            time.sleep(1.0)  # until they are there
+            time.sleep(1.0)  # until all are
             attack, more = _watched(server, seconds * 2 / 3)
         return Seen(peace, attack, resident[-1:] + more, server.target.info()["memory_bytes"])
 
