@@ -218,6 +218,15 @@ def test_make_serve_hands_port_and_checkpoint_on() -> None:
     assert 'RANKER_CHECKPOINT="some/where"' in told
 
 
+def test_make_serve_keeps_the_corpus_of_the_environment_and_the_demos_with_fronts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANKER_FRONTS", "2")
+    assert 'RANKER_RETRIEVAL__CORPUS="weights/demo-posts"' in make("-n", "serve").stdout
+    monkeypatch.setenv("RANKER_RETRIEVAL__CORPUS", "mine")
+    assert 'RANKER_RETRIEVAL__CORPUS="mine"' in make("-n", "serve").stdout
+
+
 def test_without_a_fitting_python_make_says_what_to_install(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "docker").mkdir()
