@@ -1,224 +1,214 @@
-"""`python -m loadtest`: the command line of the load tests. Parses and prints; the work is done elsewhere."""
+"""`python -m loadtest`: every measurement there is, one command each. Parses and prints; the work is done elsewhere."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from enum import StrEnum
+import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
-from loadtest.generate.traffic import TrafficSettings, fresh_seed
-from loadtest.machine import ROOT
-from loadtest.measure.figures import Slo
-from loadtest.measure.runs import LoadRun, Run, RunSettings
-from loadtest.servers.launch import ranking_server
-from loadtest.servers.target import Target, TargetError
+from loadtest import load
+from loadtest.load import DEMO, RESULTS, Checkpoint, console, refusal, refused_politely
 
-RESULTS = ROOT / "loadtest" / "results"
+HISTORY = RESULTS / "history.csv"
+BENCH, SOAK = "Benchmarks, sides in turns", "The reliability matrix"
 
-cli = typer.Typer(no_args_is_help=True, add_completion=False, help="Load tests of the ranking server.")
-console = Console(stderr=True, soft_wrap=True)
+cli = typer.Typer(no_args_is_help=True, add_completion=False, help="Everything that measures the ranking server.")
+cli.add_typer(load.cli)
 
-
-class ArrivalKind(StrEnum):
-    """Gaps between arrivals."""
-
-    poisson = "poisson"
-    constant = "constant"
+Vectors = Literal["auto", "avx2", "neon"]
+Rounds = Annotated[int, typer.Option(help="Readings of each side.")]
+Threads = Annotated[int, typer.Option(help="Of the engine; 0: torch's own choice.")]
 
 
-Url = Annotated[
-    str, typer.Option("--url", help="Server to load; `start` starts one from this checkout and stops it again.")
-]
-Out = Annotated[Path, typer.Option("--out", help="Directory for run.json, samples.npz, report.html and plots.")]
-Seconds = Annotated[float, typer.Option(help="Length of the measured part.")]
-Warmup = Annotated[float, typer.Option(help="Traffic before it that is not measured.")]
-SloMs = Annotated[float, typer.Option(help="Objective: latency in milliseconds, from the due time.")]
-SloShare = Annotated[float, typer.Option(help="Objective: share of all offered requests that must meet it.")]
-Candidates = Annotated[int, typer.Option(help="Exactly this many candidates a request; 0: the model's mix.")]
-Seed = Annotated[
-    int,
-    typer.Option(
-        help="Of traffic and arrivals. 0: a fresh one, so that a server that still runs knows none of its users."
-    ),
-]
-Kind = Annotated[ArrivalKind, typer.Option("--arrivals", help="Independent users (poisson) or a metronome.")]
-
-
-@cli.command("open")
-def open_command(
-    url: Url = "http://127.0.0.1:8000",
-    rate: Annotated[float, typer.Option(help="Requests a second.")] = 100.0,
-    seconds: Seconds = 30.0,
-    warmup: Warmup = 5.0,
-    arrivals: Kind = ArrivalKind.poisson,
-    slo_ms: SloMs = 50.0,
-    slo_share: SloShare = 0.99,
-    candidates: Candidates = 0,
-    seed: Seed = 0,
-    clients: Annotated[int, typer.Option(help="Closed loop of this many clients instead; hides waiting.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 10.0,
-    deadline_ms: Annotated[int, typer.Option(help="X-Request-Timeout-Ms of every request; 0: none.")] = 0,
-    out: Out = RESULTS / "open",
+@cli.command("bench", rich_help_panel=BENCH)
+def bench_command(
+    rounds: Rounds = 15,
+    seconds: Annotated[float, typer.Option(help="Length of one throughput reading.")] = 4.0,
+    compositions: Annotated[int, typer.Option(help="Random compositions for the row on bits.")] = 2000,
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    vectors: Vectors = "auto",
+    engine_only: Annotated[bool, typer.Option("--engine-only", help="No HTTP rows, as with --vectors.")] = False,
+    history: Annotated[Path, typer.Option(help="File that the rows are appended to.")] = HISTORY,
 ) -> None:
-    """Load at a fixed rate, whatever the server does, and write a report."""
-    settings = RunSettings(
-        rate, seconds, warmup, arrivals.value, clients, Slo(slo_ms, slo_share), timeout, deadline_ms=deadline_ms or None,
-        traffic=_traffic(candidates, seed),
-    )  # fmt: skip
-    with _target(url) as target:
-        run = LoadRun(target, settings).run(seed=settings.traffic.seed)
-    run.save(out)
-    _finish(out)
-    print(json.dumps({"summary": run.summary, "generator": run.meta["generator"]}, sort_keys=True))
+    """The targets table: engines against the dense definition, the service around them. Exit code 0 whatever is missed."""
+    if vectors == "avx2" and not os.environ.get("ATEN_CPU_CAPABILITY"):  # torch reads it as it is imported
+        os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
+        os.execv(sys.executable, [sys.executable, "-m", "loadtest", *sys.argv[1:]])  # noqa: S606
+    import torch
+
+    from loadtest.bench.engines import computed_in, engine_rows
+    from loadtest.bench.service import service_rows
+    from loadtest.matrix import publish
+
+    chosen = computed_in(vectors) if dtype == "auto" else dtype
+    rows = []
+    for row in engine_rows(getattr(torch, chosen), rounds, compositions, vectors):
+        console.print(f"{row.what}: {row.figure:.3g} {row.unit} ({'met' if row.ok else 'missed'})")
+        rows.append(row)
+    if not engine_only and vectors == "auto":
+        rows += service_rows(chosen, seconds)
+    run = {"torch": torch.__version__, "dtype": chosen, "threads": torch.get_num_threads(), "vectors": vectors}
+    publish(rows, run, history=history)
 
 
-@cli.command("search")
-def search_command(
-    url: Url = "http://127.0.0.1:8000",
-    start: Annotated[float, typer.Option(help="First rate, requests a second.")] = 20.0,
-    seconds: Seconds = 10.0,
-    warmup: Warmup = 2.0,
-    arrivals: Kind = ArrivalKind.poisson,
-    slo_ms: SloMs = 50.0,
-    slo_share: SloShare = 0.99,
-    candidates: Candidates = 0,
-    seed: Seed = 0,
-    precision: Annotated[float, typer.Option(help="Stop when the rate is known this well, as a share.")] = 0.05,
-    out: Out = RESULTS / "search",
+@cli.command("front", rich_help_panel=BENCH)
+def front_command(
+    rounds: Rounds = 5,
+    seconds: Annotated[float, typer.Option(help="Length of one reading.")] = 2.0,
+    fronts: Annotated[int, typer.Option(help="So many, beside one process.")] = 2,
+    before: Annotated[Path | None, typer.Option(help="A checkout of another commit, which must not be faster.")] = None,
+    history: Annotated[Path, typer.Option(help="File that the rows are appended to.")] = HISTORY,
 ) -> None:
-    """Find the highest rate at which the objective holds."""
-    from loadtest.measure.search import SearchSettings, search_server
+    """The thin path: rates beside a bare function, one caller, impatient ones, refusals, fronts, replies. Needs wrk."""
+    from loadtest.bench.front import measure
 
-    settings = RunSettings(
-        start, seconds, warmup, arrivals.value, slo=Slo(slo_ms, slo_share), traffic=_traffic(candidates, seed)
-    )
-    with _target(url) as target:
-        found = search_server(target, settings, SearchSettings(start_rps=start, precision=precision), console.print)
-    _write(out, found)
-    print(json.dumps({key: found[key] for key in ("capacity_rps", "limited_by_generator", "machine")}, sort_keys=True))
+    measure(rounds, seconds, fronts, before, history)
 
 
-@cli.command("report")
-def report_command(
-    directory: Annotated[Path, typer.Argument(help="A directory with run.json.")] = RESULTS / "open",
+@cli.command("retrieve", rich_help_panel=BENCH)
+def retrieve_command(
+    posts: int = 537_000,
+    width: int = 128,
+    threads: Threads = 0,
+    rounds: Rounds = 15,
+    queries: Annotated[int, typer.Option(help="For the row on recall; 0 leaves it out.")] = 10_000,
 ) -> None:
-    """Write report.html and the plots of a stored run again."""
-    _finish(directory)
+    """The exact search beside faiss and the memory's bandwidth."""
+    from loadtest.bench.retrieve import measure
+
+    measure(posts, width, threads, rounds, queries)
 
 
-@cli.command("compare")
-def compare_command(
-    a: Annotated[str, typer.Argument(help="A stored run's directory, a commit, or the URL of a server.")],
-    b: Annotated[str, typer.Argument(help="The other: of the same sort. `.` is this working tree.")],
-    rate: Annotated[float, typer.Option(help="Requests a second, where servers are measured.")] = 100.0,
-    blocks: Annotated[int, typer.Option(help="Blocks a side, where servers are measured in turns.")] = 10,
-    seconds: Annotated[float, typer.Option(help="Length of a block.")] = 6.0,
-    warmup: Annotated[float, typer.Option(help="Traffic before each block that is not measured.")] = 1.0,
-    slo_ms: SloMs = 50.0,
-    candidates: Candidates = 0,
-    smallest_effect: Annotated[float, typer.Option(help="Differences below this share are not judged.")] = 0.03,
-    checkpoint: Annotated[Path, typer.Option(help="Checkpoint that both commits serve.")] = ROOT / "weights" / "demo",
-    out: Out = RESULTS / "compare",
+@cli.command("offline", rich_help_panel=BENCH)
+def offline_command(
+    rounds: Rounds = 7,
+    threads: Threads = 0,
+    rows: Annotated[int, typer.Option(help="Impressions of the larger log; 0 leaves memory out.")] = 1_000_000,
 ) -> None:
-    """Is B faster or slower than A, beyond noise? Exit code 1 where it is worse.
+    """Offline scoring beside the engine alone, and the memory of a job as its log grows tenfold."""
+    from loadtest.bench.offline import measure
 
-    Commits and servers are measured in alternated blocks; stored runs as they are, with a warning.
-    """
-    from loadtest.measure.compare import compare_runs
-    from loadtest.measure.sides import compare_sides, stored
+    measure(rounds, threads, rows)
 
-    if (Path(a) / "run.json").exists() and (Path(b) / "run.json").exists():
-        result = stored(a, b, compare_runs(Run.load(Path(a)), Run.load(Path(b))))
+
+@cli.command("train", rich_help_panel=BENCH)
+def train_command(
+    rounds: Rounds = 7,
+    times: Annotated[int, typer.Option(help="The demo's log so many times over; 0 leaves memory out.")] = 10,
+) -> None:
+    """The trainer beside a bare loop, and the memory of training from a log on disk."""
+    from loadtest.bench.train import measure
+
+    measure(rounds, times)
+
+
+@cli.command("profile", rich_help_panel=BENCH)
+def profile_command(
+    rounds: Rounds = 30,
+    requests: Annotated[int, typer.Option(help="Of one client through HTTP.")] = 400,
+) -> None:
+    """Where each microsecond of a request goes, as Markdown. Needs wrk, and builds a kernel with timers."""
+    from loadtest.profile import tables
+
+    for table in tables(rounds, requests):
+        print(table)
+
+
+@cli.command("gpu", rich_help_panel=BENCH, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def gpu_command(context: typer.Context) -> None:
+    """The first half hour on one card, in guarded phases; `compare A B` sets two of its files side by side."""
+    from loadtest.gpu import __main__ as gpu
+    from loadtest.gpu import compare
+
+    arguments = list(context.args)
+    raise typer.Exit(compare.main(arguments[1:]) if arguments[:1] == ["compare"] else gpu.main(arguments))
+
+
+@cli.command("bits", rich_help_panel=SOAK)
+def bits_command(
+    compositions: Annotated[int, typer.Option(help="Random batches, shared by all trunks and dtypes.")] = 100_000,
+    seed: int = 0,
+    backend: Literal["native", "torch", "auto"] = "native",
+    vectors: Vectors = "auto",
+    device: Literal["cpu", "cuda"] = "cpu",
+    preset: Annotated[str, typer.Option(help="A trunk by name, or all.")] = "grok",
+) -> None:
+    """Random batches against the same candidates scored alone: how many bits differ. Exit code 1 where one does."""
+    from loadtest.bits import check
+
+    failed = False
+    for figures in check(compositions, seed, preset, device=device, backend=backend, vectors=vectors):
+        print(json.dumps(figures), flush=True)
+        failed |= figures["different"] > 0
+    raise typer.Exit(failed)
+
+
+@cli.command("capacity", rich_help_panel=BENCH)
+def capacity_command(
+    figures: Annotated[
+        list[str] | None, typer.Argument(help="Your own figures, such as requests=1e8 cores=32.")
+    ] = None,
+) -> None:
+    """How many machines a day of requests takes, on paper."""
+    from loadtest.capacity import Day, plans
+
+    try:
+        day = Day.of(dict(each.split("=", 1) for each in figures or []))
+    except (TypeError, ValueError) as error:
+        raise refusal(error) from error
+    print(plans(day))
+
+
+@cli.command("soak", rich_help_panel=SOAK)
+def soak_command(
+    seconds: Annotated[float, typer.Option(help="Time for all parts together.")] = 1800.0,
+    only: Annotated[list[str] | None, typer.Option(help="Name of a part, may be repeated; all without it.")] = None,
+) -> None:
+    """Every long form in a bounded time: one JSON line a row, then a table. Exit code 1 where a row is red."""
+    from loadtest.soak.parts import soak
+
+    with refused_politely():
+        raise typer.Exit(not soak(seconds, only or []))
+
+
+@cli.command("fuzz", rich_help_panel=SOAK)
+def fuzz_command(
+    requests: Annotated[int, typer.Option(help="Stop after this many.")] = 1_000_000,
+    seconds: Annotated[float, typer.Option(help="Stop after this time, whatever was sent.")] = 3600.0,
+    checkpoint: Checkpoint = DEMO,
+    seed: Annotated[int, typer.Option(help="Another seed, other requests.")] = 0,
+    sockets: Annotated[bool, typer.Option("--sockets", help="A server of its own, over sockets.")] = False,
+    only_paths: Annotated[
+        bool, typer.Option("--only-paths", help="Paths that nobody serves, and nothing else.")
+    ] = False,
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Damaged checkpoints in place of requests.")
+    ] = False,
+    slowest: Annotated[bool, typer.Option("--slowest", help="Search for the bodies that are slowest to read.")] = False,
+) -> None:
+    """Odd requests, or damaged checkpoints: one JSON line a row. Exit code 1 where a promise was broken."""
+    if slowest:
+        from loadtest.fuzz.slowest import SIZES, search, shown
+
+        for size in SIZES:
+            for found, recipe in search(size, seconds / len(SIZES), seed)[:10]:
+                print(json.dumps(shown(found, recipe, size), ensure_ascii=False), flush=True)
+        return
+    if checkpoints:
+        from loadtest.fuzz.checkpoints import damaged
+
+        rows = [damaged(seconds)]
     else:
-        settings = RunSettings(rate, seconds, warmup, slo=Slo(slo_ms), traffic=_traffic(candidates, 0))
-        try:
-            result = compare_sides(a, b, settings, blocks, smallest_effect, checkpoint, console.print)
-        except TargetError as error:
-            raise _refusal(error) from error
-    _write(out, result)
-    print("\n".join(result["lines"]))
-    print(json.dumps({key: result[key] for key in ("a", "b", "comparison")}, sort_keys=True))
-    if result["comparison"]["verdict"] == "worse":
-        raise typer.Exit(1)
+        from loadtest.fuzz.session import session
 
-
-@cli.command("ceiling")
-def ceiling_command(
-    seconds: Annotated[float, typer.Option(help="Length of a trial.")] = 3.0, out: Out = RESULTS / "ceiling"
-) -> None:
-    """How much the generator itself can send on this machine, against a server that does nothing."""
-    from loadtest.measure.ceiling import measure_ceiling
-
-    found = measure_ceiling(seconds, console.print)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "run.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, sort_keys=True))
-
-
-@cli.command("peers")
-def peers_command(
-    seconds: Annotated[float, typer.Option(help="Length of a block of a server.")] = 5.0,
-    blocks: Annotated[int, typer.Option(help="Blocks a server; their order is rotated.")] = 3,
-    candidates: Annotated[int, typer.Option(help="Candidates a request; 0: the model's mix.")] = 64,
-    checkpoint: Annotated[Path, typer.Option(help="Checkpoint behind every server.")] = ROOT / "weights" / "demo",
-    dtype: Annotated[str, typer.Option(help="What every trunk computes in: bfloat16 or float32.")] = "bfloat16",
-    only: Annotated[list[str] | None, typer.Option(help="Name of a server, may be repeated; all without it.")] = None,
-    out: Out = RESULTS / "peers",
-) -> None:
-    """The same traffic and model behind other serving stacks; run it in the environment that `make peers` creates."""
-    from loadtest.peers.run import measure_peers
-
-    try:
-        result = measure_peers(checkpoint, seconds, blocks, candidates, only or [], dtype, console.print)
-    except (TargetError, ValueError) as error:
-        raise _refusal(error) from error
-    _write(out, result)
-    (out / "peers.md").write_text(result["markdown"])
-    print(result["markdown"])
-    print(json.dumps({"rows": result["rows"]}, sort_keys=True))
-
-
-def _traffic(candidates: int, seed: int) -> TrafficSettings:
-    settings = TrafficSettings(seed=seed or fresh_seed())
-    return settings.with_fixed_candidates(candidates) if candidates else settings
-
-
-@contextmanager
-def _target(url: str) -> Iterator[Target]:
-    """The server at an address, or one that is started from this checkout. A TargetError ends the program with its message."""
-    try:
-        with ExitStack() as stack:
-            target = stack.enter_context(ranking_server()).target if url == "start" else Target.parse(url)
-            target.info()
-            yield target
-    except TargetError as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: Exception) -> typer.Exit:
-    console.print(f"[red]{error}")
-    return typer.Exit(2)
-
-
-def _write(out: Path, values: dict[str, object]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "run.json").write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
-    _finish(out)
-
-
-def _finish(directory: Path) -> None:
-    from loadtest.report.pages import write_report
-
-    try:
-        console.print(f"report: {write_report(directory)}")
-    except FileNotFoundError as error:
-        raise _refusal(error) from error
+        rows = session(checkpoint, requests, seconds, seed, sockets=sockets, only_paths=only_paths)
+    for row in rows:
+        print(row.to_json(), flush=True)
+    raise typer.Exit(not all(row.ok for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,13 @@
-"""Random compositions of batches against the same candidates scored alone: how many bits differ. The answer must be none.
-
-`python -m loadtest.bits --compositions 100000` prints one JSON line a trunk and dtype. Calls the engine directly, no HTTP.
-"""
+"""Random compositions of batches against the same candidates scored alone: how many bits differ. The answer must be none."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,12 +15,13 @@ from model.config import HashSpec, ModelConfig
 from model.create import EngineOptions, create_engine
 from model.engine import Engine, Item
 from model.inputs import Candidates
-from model.native.build import Vectors
 from model.presets import PRESETS, with_preset
 from model.ranker import Ranker
 from model.selftest import same_bits
 from model.synthetic import random_candidates, random_context, random_ranker
 
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 USERS = 6
 GROWTH = (0, 1, 2, 30, 31, 62, 63)  # history lengths of each user, so that a longer one extends a shorter one
 POOL = 100  # candidates that every request draws from
@@ -118,50 +114,30 @@ def _picked(pool: Candidates, places: np.ndarray[Any, np.dtype[np.int64]]) -> Ca
     return Candidates(pool.post_ids[places], pool.author_ids[places], pool.surfaces[places], pool.age_buckets[places])
 
 
-def _say(done: int) -> None:
-    print(f"\r{done} compositions", end="", file=sys.stderr, flush=True)
+def check(compositions: int, seed: int, preset: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """The long form: what was found for a trunk, or `all` of them, in each dtype; they share the count. `options`: the engine's.
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a bit differed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compositions", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=("native", "torch", "auto"), default="native")
-    parser.add_argument("--vectors", choices=get_args(Vectors), default="auto")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--preset", choices=("all", *PRESETS), default="grok", help="all share the count")
-    options = parser.parse_args(arguments)
-    presets = PRESETS if options.preset == "all" else (options.preset,)
-    failed = False
-    for preset, dtype in itertools.product(presets, ("float32", "bfloat16")):
-        ranker = random_ranker(with_preset(small_config(), preset))
-        start, backends = time.perf_counter(), set[str]()
+    Raises ValueError for a trunk that is not there.
+    """
+    if preset not in ("all", *PRESETS):
+        raise ValueError(f"no trunk is named {preset!r}; there are all, {', '.join(PRESETS)}")
+    presets = tuple(PRESETS) if preset == "all" else (preset,)
+    for name, dtype in itertools.product(presets, DTYPES):
+        ranker, start = random_ranker(with_preset(small_config(), name)), time.perf_counter()
+        backends = set[str]()
 
         def make(
-            cache_bytes: int, ranker: Ranker = ranker, dtype: Any = dtype, backends: set[str] = backends
+            cache_bytes: int, ranker: Ranker = ranker, dtype: Dtype = dtype, backends: set[str] = backends
         ) -> Engine:
-            chosen = EngineOptions(
-                options.device, dtype, backend=options.backend, cache_bytes=cache_bytes, vectors=options.vectors
-            )
-            engine = create_engine(ranker, chosen)
+            engine = create_engine(ranker, EngineOptions(dtype=dtype, cache_bytes=cache_bytes, **options))
             engine.warm_up()
             backends.add(engine.info.backend)
             return engine
 
-        compositions = options.compositions // (2 * len(presets))
-        tally = run(make, compositions, options.seed, progress=_say if sys.stderr.isatty() else None)
-        failed |= tally.different > 0
-        figures = {
-            "preset": preset,
-            "backend": ", ".join(backends),
-            "vectors": options.vectors,
-            "dtype": dtype,
-            **{name: getattr(tally, name) for name in tally.__slots__},
-        }
-        print(json.dumps({**figures, "seconds": round(time.perf_counter() - start, 1)}))
-    return int(failed)
+        tally = run(make, compositions // (2 * len(presets)), seed, progress=_say if sys.stderr.isatty() else None)
+        facts = {"preset": name, "backend": ", ".join(backends), "vectors": options.get("vectors"), "dtype": dtype}
+        yield {**facts, **asdict(tally), "seconds": round(time.perf_counter() - start, 1)}
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _say(done: int) -> None:
+    print(f"\r{done} compositions", end="", file=sys.stderr, flush=True)

@@ -1,17 +1,12 @@
-"""`python -m loadtest.capacity`: a day of requests on paper: how many are served from a cache, and how many machines that takes.
+"""A day of requests on paper: how many are served from a cache, and how many machines that takes.
 
 Put your own figures in; those that stand here were measured on two cores (README) and guessed for the rest.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-
-from rich.console import Console
-from rich.table import Table
 
 DAY_SECONDS = 86_400
 
@@ -27,12 +22,18 @@ class Day:
     cold_seconds: float = 10.8e-3  # mini, 512 candidates: 5.38 ms on two cores
     cached_seconds: float = 6.1e-3
     around_seconds: float = 0.5e-3
-    context_bytes: float = (
-        260e3  # mini: keys and values of 128 tokens, bf16, three layers … measure yours: bytes ÷ entries of the cache
-    )
+    context_bytes: float = 260e3  # mini: 128 tokens, bf16; measure yours: bytes ÷ entries of the cache
     cache_bytes: float = 32e9  # a process
     cores: int = 16  # a machine, one process each
     use: float = 0.6  # of the cores, so that the wait stays short and one machine may die
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> Day:
+        """With these figures by name. Raises ValueError for one that is not there or is no number."""
+        names = [field.name for field in fields(cls)]
+        if unknown := given.keys() - names:
+            raise ValueError(f"no figure is named {', '.join(unknown)}; there are {', '.join(names)}")
+        return cls(**{name: type(getattr(cls(), name))(value) for name, value in given.items()})
 
     @property
     def rate(self) -> float:
@@ -68,20 +69,11 @@ def plan(day: Day, *, keyed: bool) -> Plan:
         machines += 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints both plans."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.capacity", description=__doc__)
-    for field in fields(Day):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    day = Day(**vars(parser.parse_args(arguments)))
-    title = f"{day.requests:g} requests a day, {day.rate:,.0f} a second at the peak"
-    table = Table("routing", "cache hits", "a context stays, s", f"machines of {day.cores} cores", title=title)
+def plans(day: Day) -> str:
+    """Both plans, as Markdown."""
+    lines = [f"{day.requests:g} requests a day, {day.rate:,.0f} a second at the peak", ""]
+    lines += [f"| routing | cache hits | a context stays, s | machines of {day.cores} cores |", "|---|--:|--:|--:|"]
     for name, keyed in (("by user", True), ("anywhere", False)):
         found = plan(day, keyed=keyed)
-        table.add_row(name, f"{found.hits:.2f}", f"{found.stays_seconds:,.0f}", str(found.machines))
-    Console(width=110).print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        lines.append(f"| {name} | {found.hits:.2f} | {found.stays_seconds:,.0f} | {found.machines} |")
+    return "\n".join(lines)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gevent
@@ -55,22 +55,26 @@ class RankingUser(FastHttpUser):
     connection_timeout = 5.0
     network_timeout = 15.0
 
-    def rank(self, page: RankRequest, name: str) -> None:
-        """Send one page. Locust's requests less its failures are the goodput; a row for each outcome of the context cache."""
-        with self.client.post("/rank", data=page.body, headers=HEADERS, name=name, catch_response=True) as reply:
+    def ask(self, path: str, body: bytes, name: str, is_right: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Send one request. Locust's requests less its failures are the goodput; a row for each outcome of the context cache."""
+        with self.client.post(path, data=body, headers=HEADERS, name=name, catch_response=True) as reply:
             headers, slo_ms = reply.headers or {}, self.environment.parsed_options.slo_ms
-            if "X-Context-Cache" in headers:
+            if "X-Context-Cache" in headers and path == "/rank":
                 reply.request_meta["name"] = f"{name}, context {headers['X-Context-Cache']}"
             if reply.status_code == 429 and "Retry-After" in headers:
                 reply.failure(f"{MISSED}: rejected (429)")
             elif reply.status_code != 200:
                 reply.failure(f"status {reply.status_code}")
-            elif len(orjson.loads(reply.content)["candidates"]) != page.candidates:
-                reply.failure("not every candidate was ranked")
+            elif not is_right(orjson.loads(reply.content)):
+                reply.failure("not every candidate was ranked" if path == "/rank" else "not the best posts")
             elif reply.request_meta["response_time"] > slo_ms:
                 reply.failure(f"{MISSED}: slower than {slo_ms:g} ms")
             else:
                 reply.success()
+
+    def rank(self, page: RankRequest, name: str) -> None:
+        """Send one page."""
+        self.ask("/rank", page.body, name, lambda content: len(content["candidates"]) == page.candidates)
 
 
 class FeedPage(RankingUser):
@@ -130,22 +134,7 @@ class Discovery(RankingUser):
     def discover(self) -> None:
         page = next(shared.traffic)
         for path in RETRIEVING if shared.has_corpus else ():
-            self.find(page, path)
-
-    def find(self, page: RankRequest, path: str) -> None:
-        """Every post is one of the best, in order, and there are as many as asked for or as the corpus has."""
-        body = page.for_path(path)
-        with self.client.post(path, data=body, headers=HEADERS, name=path, catch_response=True) as reply:
-            if reply.status_code == 429 and "Retry-After" in (reply.headers or {}):
-                reply.failure(f"{MISSED}: rejected (429)")
-            elif reply.status_code != 200:
-                reply.failure(f"status {reply.status_code}")
-            elif not is_complete(orjson.loads(reply.content), page.candidates):
-                reply.failure("not the best posts")
-            elif reply.request_meta["response_time"] > (slo_ms := self.environment.parsed_options.slo_ms):
-                reply.failure(f"{MISSED}: slower than {slo_ms:g} ms")
-            else:
-                reply.success()
+            self.ask(path, page.for_path(path), path, lambda content: is_complete(content, page.candidates))
 
 
 def is_complete(content: Mapping[str, Any], count: int) -> bool:
@@ -182,16 +171,12 @@ def users_at(shape: str, share: float, users: int) -> int:
 
     ramp: ten even steps up to `users`. spike: five times as many from 40 % to 60 %. soak: up within the first twentieth.
     """
-    match shape:
-        case "ramp":
-            factor = min(RAMP_STEPS, int(share * RAMP_STEPS) + 1) / RAMP_STEPS
-        case "spike":
-            factor = SPIKE_FACTOR if SPIKE_FROM <= share < SPIKE_TO else 1
-        case "soak":
-            factor = min(1.0, share / SOAK_RISE)
-        case _:
-            factor = 1
-    return max(1, round(users * factor))
+    factors = {
+        "ramp": min(RAMP_STEPS, int(share * RAMP_STEPS) + 1) / RAMP_STEPS,
+        "spike": SPIKE_FACTOR if SPIKE_FROM <= share < SPIKE_TO else 1,
+        "soak": min(1.0, share / SOAK_RISE),
+    }
+    return max(1, round(users * factors.get(shape, 1)))
 
 
 class Shape(LoadTestShape):

@@ -1,16 +1,28 @@
-"""One measured row of the reliability matrix: attempts, failures, a figure and its limit."""
+"""`Row`: a figure with its limit, of the reliability matrix or of a benchmark; as JSON, as Markdown, and in the history of figures."""
 
 from __future__ import annotations
 
+import csv
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.machine import machine
+from loadtest.timing import Figure
+
+HISTORY_COLUMNS = (
+    "at", "commit", "cpu", "torch", "dtype", "name", "ours_ms", "reference_ms", "figure", "low", "high", "target", "met",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """`tried` attempts of which `failed` broke the promise; `figure` is what was measured, in `unit`, and `limit` what may be.
 
-    A figure must not exceed its limit, or must reach it where `at_least`.
+    A figure must not exceed its limit, or must reach it where `at_least`. `spread`: the 10th and 90th percentile of several
+    readings; `sides`: what was divided, where the figure is a ratio, each in milliseconds.
     """
 
     row: str
@@ -21,6 +33,16 @@ class Row:
     limit: float
     unit: str
     at_least: bool = False
+    spread: tuple[float, float] | None = None
+    sides: tuple[float, float] | None = None
+
+    @classmethod
+    def of(
+        cls, what: str, figure: Figure, unit: str, limit: float, *, at_least: bool = False, sides: Sequence[Figure] = ()
+    ) -> Row:
+        """A benchmark's: a median with its spread. `sides` are seconds."""
+        pair = (1e3 * sides[0].median, 1e3 * sides[1].median) if sides else None
+        return cls("bench", what, 1, 0, figure.median, limit, unit, at_least, (figure.low, figure.high), pair)
 
     @property
     def ok(self) -> bool:
@@ -28,18 +50,68 @@ class Row:
         within = self.figure >= self.limit if self.at_least else self.figure <= self.limit
         return self.tried > 0 and not self.failed and within
 
+    @property
+    def target(self) -> str:
+        """The limit with its side."""
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g} {self.unit}".strip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**known, "figure": round(self.figure, 4), "ok": self.ok}
+
     def to_json(self) -> str:
         """One line."""
-        return json.dumps({**asdict(self), "figure": round(self.figure, 4), "ok": self.ok}, ensure_ascii=False)
+        return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+def table(rows: Sequence[Row]) -> str:
+    """The rows of the matrix as Markdown."""
     lines = ["| row | what | tried | failed | figure | limit | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        sign = "≥" if row.at_least else "≤"
-        figure, limit = f"{row.figure:.4g} {row.unit}", f"{sign} {row.limit:.4g} {row.unit}"
+        figure = f"{row.figure:.4g} {row.unit}"
         lines.append(
-            f"| {row.row} | {row.what} | {row.tried} | {row.failed} | {figure} | {limit} | {'ok' if row.ok else '**failed**'} |"
+            f"| {row.row} | {row.what} | {row.tried} | {row.failed} | {figure} | {row.target} | {_verdict(row)} |"
         )
     return "\n".join(lines)
+
+
+def targets(rows: Sequence[Row]) -> str:
+    """The rows of a benchmark as Markdown."""
+    lines = ["| what | figure | 10 % … 90 % | target | | ours, reference, ms |", "|---|--:|--:|--:|---|--:|"]
+    for row in rows:
+        spread = " … ".join(f"{edge:.3g}" for edge in row.spread or ())
+        sides = ", ".join(f"{side:.3g}" for side in row.sides or ())
+        figure = f"{row.figure:.4g} {row.unit}".strip()
+        lines.append(f"| {row.what} | {figure} | {spread} | {row.target} | {_verdict(row)} | {sides} |")
+    return "\n".join(lines)
+
+
+def _verdict(row: Row) -> str:
+    return "ok" if row.ok else "**missed**"
+
+
+def publish(rows: Sequence[Row], run: Mapping[str, Any], *, history: Path | None = None, **further: Any) -> None:
+    """A benchmark's end: the table, a line a row in the history, and one JSON line with the machine. `run`: what else matters."""
+    facts = {**machine(), **run}
+    print(targets(rows))
+    if history is not None:
+        append_history(history, rows, facts)
+    print(json.dumps({**facts, "rows": [row.to_dict() for row in rows], **further}, ensure_ascii=False))
+
+
+def append_history(path: Path, rows: Sequence[Row], run: Mapping[str, Any]) -> None:
+    """One line a row of a benchmark, under a header that is written once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, HISTORY_COLUMNS, extrasaction="ignore")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            ours, reference = row.sides or ("", "")
+            low, high = row.spread or (row.figure, row.figure)
+            figures = {"ours_ms": ours, "reference_ms": reference, "figure": row.figure, "low": low, "high": high}
+            short = {name: float(f"{value:.4g}") for name, value in figures.items() if not isinstance(value, str)}
+            target = row.target.removesuffix(row.unit).strip()
+            writer.writerow({**run, **short, "name": row.what, "target": target, "met": row.ok})

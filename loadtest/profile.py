@@ -1,16 +1,11 @@
-"""Where each microsecond of one request goes, as Markdown: the kernel's stages, Python around it, the service around that.
-
-`python -m loadtest.profile` (`make profile`) writes the tables of docs/profile.md. Builds a kernel with timers.
-"""
+"""Where each microsecond of one request goes, as Markdown: the kernel's stages, Python around it, the service around that."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import orjson
@@ -21,13 +16,13 @@ from loadtest.bench.service import all_answered, first_visits, mini_checkpoint, 
 from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
 from loadtest.loop_profile import RANK, RECOMMEND, loop_columns
-from loadtest.machine import machine
+from loadtest.machine import ROOT, machine
 from loadtest.servers.launch import ranking_server
 from model.native.engine import NativeEngine
 from model.native.kernel import Kernel, load_kernel
 from model.synthetic import random_ranker
 
-DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"
+DEMO = ROOT / "weights" / "demo"
 
 # In the order of the kernel's own list, model/native/stages.h.
 KERNEL_STAGES = (
@@ -68,24 +63,20 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
     return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))
 
 
-def loop_table(seconds: float = 4.0) -> str:
-    """The event loop's processor time of one request, loaded by wrk: the demo's example, and 64 candidates with full histories."""
-    seven = orjson.dumps(orjson.loads((DEMO / "example.json").read_bytes()))
+def loop_tables(seconds: float = 4.0) -> Iterator[str]:
+    """The event loop's processor time of one request, loaded by wrk: the demo's example, and 64 candidates with full histories; then
+    the demo's posts for the user of its example, 200 retrieved, 20 returned."""
+    example = orjson.loads((DEMO / "example.json").read_bytes())
     with ranking_server(checkpoint=DEMO) as server:
         many = first_visits(server.target, 64, 2000, as_objects=True)
-    loads = {"7 candidates": [seven], "64": many}
+    loads = {"7 candidates": [orjson.dumps(example)], "64": many}
     columns = loop_columns(DEMO, "/rank", RANK, loads, seconds)
-    return _table("POST /rank, demo, the event loop's thread, µs a request", columns)
-
-
-def recommend_table(seconds: float = 4.0) -> str:
-    """The same of the demo's posts for the user of its example: 200 retrieved, 20 returned."""
-    example = orjson.loads((DEMO / "example.json").read_bytes())
+    yield _table("POST /rank, demo, the event loop's thread, µs a request", columns)
     del example["candidates"]
     retrieval = {"checkpoint": DEMO.parent / "demo-towers", "corpus": DEMO.parent / "demo-posts"}
     loads = {"200 posts": [orjson.dumps(example | {"k": 200, "top_k": 20})]}
     columns = loop_columns(DEMO, "/recommend", RECOMMEND, loads, seconds, retrieval=retrieval)
-    return _table("POST /recommend, demo, the event loop's thread, µs a request", columns)
+    yield _table("POST /recommend, demo, the event loop's thread, µs a request", columns)
 
 
 def service_table(requests: int) -> str:
@@ -100,39 +91,19 @@ def service_table(requests: int) -> str:
     return _table(f"POST /rank, mini, one client, two threads, µs (median of {requests})", columns)
 
 
-def _table(title: str, columns: dict[str, dict[str, float]], *, total: bool = True) -> str:
-    rows = next(iter(columns.values()))
+def _table(title: str, columns: dict[str, dict[str, float]]) -> str:
+    """What takes half a microsecond somewhere, and the sums."""
+    shown = [row for row in next(iter(columns.values())) if any(column[row] >= 0.5 for column in columns.values())]
     lines = [f"### {title}", "", f"| stage | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    lines += [
-        f"| {row} | {' | '.join(f'{column[row]:,.0f}' for column in columns.values())} |"
-        for row in rows
-        if _shown(row, columns)
-    ]
-    if total:
-        lines.append(f"| **all** | {' | '.join(f'{sum(column.values()):,.0f}' for column in columns.values())} |")
+    lines += [f"| {row} | {' | '.join(f'{column[row]:,.0f}' for column in columns.values())} |" for row in shown]
+    lines.append(f"| **all** | {' | '.join(f'{sum(column.values()):,.0f}' for column in columns.values())} |")
     return "\n".join([*lines, ""])
 
 
-def _shown(row: str, columns: dict[str, dict[str, float]]) -> bool:
-    return any(column[row] >= 0.5 for column in columns.values())
-
-
-def main() -> None:
-    """Print everything."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.profile", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--requests", type=int, default=400)
-    options = parser.parse_args()
+def tables(rounds: int, requests: int) -> Iterator[str]:
+    """Everything, with the machine first."""
     run = machine()
-    print(
-        f"{run['cpu']}, commit {run['commit']}, torch {torch.__version__}, load average {run['load_average_1m']}, {run['at']}\n"
-    )
-    for table in kernel_tables(options.rounds):
-        print(table)
-    print(loop_table())
-    print(recommend_table())
-    print(service_table(options.requests))
-
-
-if __name__ == "__main__":
-    main()
+    yield f"{run['cpu']}, commit {run['commit']}, torch {torch.__version__}, load {run['load_average_1m']}, {run['at']}\n"
+    yield from kernel_tables(rounds)
+    yield from loop_tables()
+    yield service_table(requests)

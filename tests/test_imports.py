@@ -31,9 +31,8 @@ PLANTS = {  # contract → file, an import that the contract forbids there
     "the client stands alone": ("app/client/phoenix_ranker_client/messages.py", "import app.errors"),
     "the server does not need its client": ("app/http/rank.py", "import phoenix_ranker_client"),
     "rooms of weights, one way": ("weights/format/manifest.py", "import weights.checkpoint"),
-    "rooms of loadtest, one way": ("loadtest/generate/arrivals.py", "import loadtest.measure.figures"),
-    "what measures an engine needs the model alone": ("loadtest/bench/curves.py", "import weights.checkpoint"),
-    "bench-gpu can be carried to a bare machine": ("loadtest/gpu/card.py", "import rich"),
+    "rooms of loadtest, one way": ("loadtest/generate/wrk.py", "import loadtest.measure.figures"),
+    "what measures an engine needs the model alone": ("loadtest/gpu/card.py", "import rich"),
     "what loads a server speaks HTTP, and knows it by nothing else": (
         "loadtest/measure/runs.py",
         "import model.engine",

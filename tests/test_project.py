@@ -205,8 +205,10 @@ def test_a_bill_of_materials_names_what_the_image_holds(tmp_path: Path) -> None:
 
 def test_make_help_names_every_target() -> None:
     targets = set(re.findall(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[0].split())
-    told = {line.split()[0] for line in make("help").stdout.splitlines()}
+    told = {name for line in make("help").stdout.splitlines() for name in line[2:40].split()}
     assert targets <= told
+    assert "-m loadtest front --rounds 1" in make("-n", "bench-front", "ARGS=--rounds 1").stdout
+    assert "-m loadtest open" in make("-n", "load-open").stdout
     assert {"serve", "test", "check", "bench", "bench-gpu", "lock", "clean", "load", "peers", "install"} <= targets
 
 
@@ -214,6 +216,15 @@ def test_make_serve_hands_port_and_checkpoint_on() -> None:
     told = make("-n", "serve", "PORT=8100", "CHECKPOINT=some/where").stdout
     assert 'RANKER_PORT="8100"' in told
     assert 'RANKER_CHECKPOINT="some/where"' in told
+
+
+def test_make_serve_keeps_the_corpus_of_the_environment_and_the_demos_with_fronts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANKER_FRONTS", "2")
+    assert 'RANKER_RETRIEVAL__CORPUS="weights/demo-posts"' in make("-n", "serve").stdout
+    monkeypatch.setenv("RANKER_RETRIEVAL__CORPUS", "mine")
+    assert 'RANKER_RETRIEVAL__CORPUS="mine"' in make("-n", "serve").stdout
 
 
 def test_without_a_fitting_python_make_says_what_to_install(tmp_path: Path) -> None:
@@ -242,6 +253,34 @@ def test_the_readmes_first_request_is_one_that_can_be_sent() -> None:
     curl = shlex.split(next(line for line in readme.splitlines() if line.startswith("curl")))
     assert "http://127.0.0.1:8000/rank" in curl
     assert (ROOT / curl[curl.index("-d") + 1].removeprefix("@")).is_file()
+
+
+def debian(directory: Path, code: int, *packages: str) -> tuple[str, str]:
+    """What `.ci/debian` asked of an apt-get that ends with this code, and what it said."""
+    apt, asked = directory / "apt-get", directory / "asked"
+    apt.write_text(f'#!/bin/sh\necho "$@" >>{asked}\nexit {code}\n')
+    apt.chmod(0o755)
+    asked.write_text("")
+    path = f"{directory}:{os.environ['PATH']}"
+    done = subprocess.run([ROOT / ".ci/debian", *packages], env={"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return asked.read_text(), done.stderr
+
+
+def test_debian_packages_are_installed_once_and_what_cannot_be_is_told(tmp_path: Path) -> None:
+    assert debian(tmp_path, 0, "bash", "git") == ("", "")
+    asked, said = debian(tmp_path, 0, "bash", "no-such-package", "nor-this")
+    assert asked.splitlines()[0] == "-qq update"
+    assert asked.splitlines()[1].endswith("--no-install-recommends no-such-package nor-this")
+    assert said == ""
+    assert "could not be installed: no-such-package;" in debian(tmp_path, 100, "no-such-package")[1]
+
+
+def test_the_makefile_is_short_enough_to_be_read() -> None:
+    told = make("help").stdout
+    assert next(line for line in told.splitlines() if line and not line.startswith(" ")) == "The service"
+    targets = re.findall(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[0].split()
+    assert len(targets) <= 30, "fold a measurement into `python -m loadtest`, an installer into .ci/debian"
 
 
 @pytest.mark.parametrize(

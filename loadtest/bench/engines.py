@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from loadtest.bench.table import Row
 from loadtest.bits import run as run_compositions
 from loadtest.bits import small_config
 from loadtest.geometries import GEOMETRIES, in_dtype
+from loadtest.matrix import Row
 from loadtest.timing import Figure, alternate, ratio
 from model.config import ModelConfig
 from model.create import EngineOptions, create_engine
@@ -27,11 +28,48 @@ CACHE_BYTES = 2**28
 SHAPES = ("mini", "nano")
 NARROWER_COSTS = 2.6  # the registers hold half, the clock is the same
 SPEED_TARGETS = {("mini", 64): (4, 8), ("mini", 512): (9, 12), ("nano", 64): (3, 16), ("nano", 512): (6, 18)}
+THRICE = {"cold": 3, "cached": 3, "ours": 3, "widest": 3}  # what is quick is timed three times in each round
 
 
-def item_of(config: ModelConfig, candidates: int, history: int | None = None) -> Item:
-    """A request with a full history, or one of the given length."""
-    return Item(*random_request(config, config.history_length if history is None else history, candidates, seed=7))
+def engine_rows(dtype: torch.dtype, rounds: int, compositions: int, vectors: Vectors) -> Iterator[Row]:
+    """All of them. Held to narrower vectors than the widest, presets are left out and our own widest is a reference too."""
+    if vectors != "auto":
+        yield from vector_rows(rounds, vectors)
+    yield from speed_rows(dtype, rounds, vectors)
+    if vectors == "auto":
+        yield from preset_rows(dtype, rounds)
+    yield from product_rows(dtype, rounds, vectors)
+    yield growth_row(dtype, rounds, vectors)
+    yield bits_row(compositions, vectors)
+
+
+def computed_in(vectors: Vectors) -> str:
+    """The dtype that our engine takes by itself with these vectors."""
+    return NativeEngine(random_ranker(small_config()), vectors=vectors).info.dtype
+
+
+def item_of(config: ModelConfig, candidates: int) -> Item:
+    """A request with a full history."""
+    return Item(*random_request(config, config.history_length, candidates, seed=7))
+
+
+def timed(engines: Mapping[str, Engine], item: Item, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each engine's forward of one request, in turns."""
+    return alternate(
+        {name: partial(engine.forward, [item]) for name, engine in engines.items()}, rounds, repeats=THRICE
+    )
+
+
+def times_faster(what: str, seconds: Mapping[str, list[float]], ours: str, reference: str, target: float) -> Row:
+    """How many times the reference takes what ours takes."""
+    sides = [Figure.of(seconds[side]) for side in (ours, reference)]
+    return Row.of(what, ratio(seconds[reference], seconds[ours]), "×", target, at_least=True, sides=sides)
+
+
+def times_slower(what: str, seconds: Mapping[str, list[float]], ours: str, reference: str, target: float) -> Row:
+    """How many times ours takes what the reference takes."""
+    sides = [Figure.of(seconds[side]) for side in (ours, reference)]
+    return Row.of(what, ratio(seconds[ours], seconds[reference]), "×", target, sides=sides)
 
 
 def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> Iterator[Row]:
@@ -42,21 +80,10 @@ def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> It
         cold, cached = (NativeEngine(ranker, dtype, cache_bytes=kept, vectors=vectors) for kept in (0, CACHE_BYTES))
         dense = DenseEngine(in_dtype(random_ranker(config), dtype), dtype)
         for candidates in (64, 512):
-            item = item_of(config, candidates)
-            sides = {
-                side: _forward(engine, item) for side, engine in (("dense", dense), ("cold", cold), ("cached", cached))
-            }
-            seconds = alternate(sides, rounds, repeats={"cold": 3, "cached": 3})
-            for side, target in zip(("cold", "cached"), SPEED_TARGETS[name, candidates], strict=True):
-                yield Row(
-                    f"{name} C={candidates}, {side}, vs dense eager",
-                    ratio(seconds["dense"], seconds[side]),
-                    "×",
-                    target if vectors == "auto" else 1,  # the others speak of the widest vectors that a processor has
-                    at_least=True,
-                    ours_ms=1e3 * Figure.of(seconds[side]).median,
-                    reference_ms=1e3 * Figure.of(seconds["dense"]).median,
-                )
+            seconds = timed({"dense": dense, "cold": cold, "cached": cached}, item_of(config, candidates), rounds)
+            for side, widest in zip(("cold", "cached"), SPEED_TARGETS[name, candidates], strict=True):
+                target = widest if vectors == "auto" else 1  # set for the widest vectors that a processor has
+                yield times_faster(f"{name} C={candidates}, {side}, vs dense eager", seconds, side, "dense", target)
 
 
 def preset_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
@@ -64,28 +91,15 @@ def preset_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
     for name in PRESETS:
         ranker = random_ranker(with_preset(GEOMETRIES["mini"], name))
         options = EngineOptions("cpu", "bfloat16" if dtype is torch.bfloat16 else "float32")
-        cold, cached = (create_engine(ranker, replace(options, cache_bytes=kept)) for kept in (0, CACHE_BYTES))
-        item = item_of(ranker.config, 64)
-        seconds = alternate(
-            {
-                "dense": _forward(DenseEngine(in_dtype(copy.deepcopy(ranker), dtype), dtype), item),
-                "cold": _forward(cold, item),
-                "cached": _forward(cached, item),
-            },
-            rounds,
-        )
+        engines = {
+            "dense": DenseEngine(in_dtype(copy.deepcopy(ranker), dtype), dtype),
+            "cold": create_engine(ranker, replace(options, cache_bytes=0)),
+            "cached": create_engine(ranker, replace(options, cache_bytes=CACHE_BYTES)),
+        }
+        seconds, backend = timed(engines, item_of(ranker.config, 64), rounds), engines["cold"].info.backend
         for side in ("cold", "cached"):
-            yield Row(
-                f"{name}, mini C=64, {side}, {cold.info.backend}, vs dense eager",
-                ratio(seconds["dense"], seconds[side]),
-                "×",
-                1,
-                at_least=True,
-                ours_ms=1e3 * Figure.of(seconds[side]).median,
-                reference_ms=1e3 * Figure.of(seconds["dense"]).median,
-            )
-        cold.close()
-        cached.close()
+            yield times_faster(f"{name}, mini C=64, {side}, {backend}, vs dense eager", seconds, side, "dense", 1)
+            engines[side].close()
 
 
 def vector_rows(rounds: int, vectors: Vectors) -> Iterator[Row]:
@@ -98,20 +112,12 @@ def vector_rows(rounds: int, vectors: Vectors) -> Iterator[Row]:
                 "widest": NativeEngine(ranker, torch.float32, cache_bytes=kept),
                 "torch": SplitEngine(ranker, "cpu", torch.float32, cache_bytes=kept),
             }
+            widest = engines["widest"].info.notes["vectors"]
             for candidates in (64, 512):
-                item = item_of(ranker.config, candidates)
-                seconds = alternate(
-                    {who: _forward(engine, item) for who, engine in engines.items()},
-                    rounds,
-                    repeats={"ours": 3, "widest": 3},
-                )
-                milliseconds = {who: 1e3 * Figure.of(seconds[who]).median for who in engines}
+                seconds = timed(engines, item_of(ranker.config, candidates), rounds)
                 what = f"{name} C={candidates}, {side}, fp32: {vectors}"
-                widest = engines["widest"].info.notes["vectors"]
-                yield Row(f"{what} vs {widest}", ratio(seconds["ours"], seconds["widest"]), "×", NARROWER_COSTS,
-                          at_least=False, ours_ms=milliseconds["ours"], reference_ms=milliseconds["widest"])  # fmt: skip
-                yield Row(f"{what} vs torch engine", ratio(seconds["torch"], seconds["ours"]), "×", 1,
-                          at_least=True, ours_ms=milliseconds["ours"], reference_ms=milliseconds["torch"])  # fmt: skip
+                yield times_slower(f"{what} vs {widest}", seconds, "ours", "widest", NARROWER_COSTS)
+                yield times_faster(f"{what} vs torch engine", seconds, "ours", "torch", 1)
             for engine in engines.values():
                 engine.close()
 
@@ -122,34 +128,23 @@ def product_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> 
     engine = NativeEngine(random_ranker(config), dtype, vectors=vectors)
     for candidates in (64, 512):
         products = bare_products(config, 1 + config.history_length + candidates, dtype)
-        sides = {"ours": _forward(engine, item_of(config, candidates)), "products": products}
-        seconds = alternate(sides, rounds)
-        yield Row(
-            f"nano C={candidates}, cold, vs its layers' bare GEMMs",
-            ratio(seconds["ours"], seconds["products"]),
-            "×",
-            2.0,
-            at_least=False,
-            ours_ms=1e3 * Figure.of(seconds["ours"]).median,
-            reference_ms=1e3 * Figure.of(seconds["products"]).median,
-        )
+        ours = partial(engine.forward, [item_of(config, candidates)])
+        sides: dict[str, Callable[[], object]] = {"ours": ours, "products": products}
+        what = f"nano C={candidates}, cold, vs its layers' bare GEMMs"
+        yield times_slower(what, alternate(sides, rounds), "ours", "products", 2.0)
 
 
 def bare_products(config: ModelConfig, rows: int, dtype: torch.dtype) -> Callable[[], object]:
     """The products of every layer for that many rows: no attention, no norms, no tokens, nothing pruned."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = config.query_heads * config.head_width, config.kv_heads * config.head_width
-    shapes = (
-        (config.width, queries + 2 * keys),
-        (queries, config.width),
-        (config.width, 2 * config.ffn_width),
-        (config.ffn_width, config.width),
-    )
-    pairs = [
-        (torch.randn(rows, depth, generator=generator).to(dtype), torch.randn(depth, columns, generator=generator).to(dtype))
-        for _ in range(config.layers)
-        for depth, columns in shapes
-    ]  # fmt: skip
+    shapes = [(config.width, queries + 2 * keys), (queries, config.width)]
+    shapes += [(config.width, 2 * config.ffn_width), (config.ffn_width, config.width)]
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    pairs = [(drawn(rows, depth), drawn(depth, columns)) for _ in range(config.layers) for depth, columns in shapes]
 
     @torch.inference_mode()
     def run() -> None:
@@ -164,10 +159,9 @@ def growth_row(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> Ro
     config = GEOMETRIES["mini"]
     engine = NativeEngine(random_ranker(config), dtype, cache_bytes=CACHE_BYTES, vectors=vectors)
     counts = [64 << power for power in range(6)]
-    sides = {str(count): _forward(engine, item_of(config, count)) for count in counts}
-    seconds = alternate(sides, rounds)
+    seconds = alternate({str(count): partial(engine.forward, [item_of(config, count)]) for count in counts}, rounds)
     steps = [ratio(seconds[str(2 * count)], seconds[str(count)]) for count in counts[:-1]]
-    return Row("C doubled, 64 → 2048: worst step", max(steps, key=lambda step: step.median), "×", 2.1, at_least=False)
+    return Row.of("C doubled, 64 → 2048: worst step", max(steps, key=lambda step: step.median), "×", 2.1)
 
 
 def bits_row(compositions: int, vectors: Vectors = "auto") -> Row:
@@ -180,10 +174,4 @@ def bits_row(compositions: int, vectors: Vectors = "auto") -> Row:
             return NativeEngine(ranker, dtype, cache_bytes=cache_bytes, vectors=vectors)
 
         different += run_compositions(make, compositions // 2).different
-    return Row(
-        f"candidates with other bits, {compositions} compositions", Figure.of([different]), "", 0, at_least=False
-    )
-
-
-def _forward(engine: Engine, item: Item) -> Callable[[], object]:
-    return lambda: engine.forward([item])
+    return Row.of(f"candidates with other bits, {compositions} compositions", Figure.of([different]), "", 0)

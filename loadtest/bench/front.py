@@ -1,125 +1,245 @@
-"""`python -m loadtest.bench.front`: the table of the thin path in one alternated run, appended to the history; one JSON line last.
-
-In every round each part takes one reading of all of its sides, so that a machine that slows down slows all of them.
-"""
+"""The table of the thin path: in every round each side takes one reading under each load, so that a slow machine slows all of them."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from rich.console import Console
+import httpx
+import orjson
 
-from loadtest.bench.hop import Hop
-from loadtest.bench.impatience import BARE, FEW, LOGGED, MANY, Impatience, RefusalCost, example
-from loadtest.bench.long_bodies import LongBodies
-from loadtest.bench.rates import COLUMNS, LARGE, SMALL, Rates
-from loadtest.bench.scaling import Scaling
 from loadtest.bench.service import first_visits, mini_checkpoint, reply_rows
-from loadtest.bench.start import start_row
-from loadtest.bench.table import Row, append_history, show
 from loadtest.generate import wrk
-from loadtest.machine import ROOT, commit, machine
+from loadtest.generate.payload import rank_body
+from loadtest.machine import ROOT, commit
+from loadtest.matrix import Row, publish
+from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import Server, ranking_server
-from loadtest.timing import Figure
+from loadtest.timing import Figure, ratio
 
-RESULTS = ROOT / "loadtest" / "results"
-BLOCKING_CLIENTS = 100
+WEIGHTS = ROOT / "weights"
+LOGGED: dict[str, Any] = {"checkpoint": WEIGHTS / "demo", "logs__format": "json", "logs__success_sample": 1}
+POSTS: dict[str, Any] = {"retrieval__checkpoint": WEIGHTS / "demo-towers", "retrieval__corpus": WEIGHTS / "demo-posts"}
+NULL = (sys.executable, "-m", "loadtest.soak.null_engine")  # forwards take no time
+SMALL, LARGE, COLUMNS = "7 candidates", "64 candidates", "64 candidates in columns"
+KNOWN, NEW = "known user", "new user"
+TARGETS = {SMALL: 0.25, LARGE: 0.30, COLUMNS: 0.30}  # of the bare function's rate
 USERS = 2000  # in turn
+FIRST_NEW_USER, NEW_USERS = 10**12, 5_000  # in each reading
+FEW, MANY, MOST = 32, 256, 512  # connections that ignore Retry-After
+COMPUTED = ("encode", "search", "forward")
+
+Bodies = Callable[[int], Sequence[bytes]]
+"""By number of the round, since some may be asked once only."""
 
 
-class Part(Protocol):
-    """Some rows of the table."""
+class Load(NamedTuple):
+    """Requests of a kind, in turn, over so many connections."""
 
-    def read(self) -> None:
-        """One round."""
-        ...
-
-    def rows(self) -> list[Row]:
-        """What all rounds gave."""
-        ...
+    requests: str
+    connections: int
 
 
-class Replies:
-    """The server's own time to write a reply of 512 candidates, by wire."""
+class Reading(NamedTuple):
+    """What wrk counted, and the processor time of the side's processes meanwhile."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.found: list[list[Row]] = []
+    wrk: wrk.Reading
+    cpu_seconds: float
 
-    def read(self) -> None:
-        """Two hundred requests on each wire."""
-        self.found.append(list(reply_rows(self.server.target)))
+    @property
+    def good(self) -> float:
+        """Replies 200 a second."""
+        return self.wrk.good_per_s
 
-    def rows(self) -> list[Row]:
-        """The medians of the rounds."""
+    @property
+    def beside_computing_ms(self) -> float:
+        """The median latency less the medians of what is computed."""
+        return self.wrk.p50_ms - sum(self.wrk.stages_ms.get(stage, 0.0) for stage in COMPUTED)
+
+
+class Side(NamedTuple):
+    """A server, the processes whose time counts, and a core for wrk alone."""
+
+    server: Server
+    processes: Sequence[int]
+    core: int | None = None
+
+    def read(self, load: Load, bodies: Sequence[bytes], seconds: float) -> Reading:
+        """One reading."""
+        is_search = load.requests in (KNOWN, NEW)
+        url = f"{self.server.url}/{'recommend' if is_search else 'rank'}"
+        before = sum(map(cpu_seconds, self.processes))
+        found = wrk.read(url, bodies, load.connections, seconds, core=self.core, says_stages=is_search)
+        return Reading(found, sum(map(cpu_seconds, self.processes)) - before)
+
+
+class Table:
+    """Servers, loads, and what was read of them by side and load."""
+
+    def __init__(self, stack: ExitStack, fronts: int, before: Path | None) -> None:
+        self.fronts, self.stack = fronts, stack
+        self.before = before
+        self.bodies: dict[str, Bodies] = {}
+        self.plan: dict[tuple[str, Load], Side] = {}
+        self.found: dict[tuple[str, Load], list[Reading]] = {}
+        one = self._start(**LOGGED)
+        sides = {"ours": one, "fronts": self._start(**LOGGED, fronts=fronts)}
+        if before:
+            sides["before"] = self._start(root=before, **LOGGED)
+        example = orjson.loads((WEIGHTS / "demo" / "example.json").read_bytes())
+        bodies: dict[str, Sequence[bytes]] = {
+            SMALL: [orjson.dumps(example)],
+            LARGE: first_visits(one.server.target, 64, USERS, as_objects=True),
+            COLUMNS: first_visits(one.server.target, 64, USERS, as_objects=False),
+        }
+        for requests, asked in bodies.items():
+            self.bodies[requests] = lambda _, asked=asked: asked  # type: ignore[misc]
+            bare = self._bare(one.server, asked[0])
+            for side, server in {"bare": bare, **sides}.items():
+                for connections in (1, 16, *((FEW, MANY) if requests == SMALL and side in ("bare", "ours") else ())):
+                    self.plan[side, Load(requests, connections)] = server
+        none_held = self._start(**LOGGED, connections__held_refusals=0)
+        self.plan |= {("none held", Load(SMALL, connections)): none_held for connections in (FEW, MOST)}
+        self._plan_nothing_computed()
+        self._plan_recommend(example)
+
+    def _start(self, *command: str, **settings: Any) -> Side:
+        server = self.stack.enter_context(ranking_server(*command, **settings))
+        return Side(server, [server.process.pid])
+
+    def _bare(self, server: Server, body: bytes) -> Side:
+        reply = httpx.post(f"{server.url}/rank", content=body, headers={"content-type": "application/json"})
+        bare = self.stack.enter_context(bare_server(len(reply.raise_for_status().content)))
+        return Side(bare, [bare.process.pid])
+
+    def _plan_nothing_computed(self) -> None:
+        """One front and several around an engine whose forwards take no time, each process on a core of its own, as far as they go."""
+        self.bodies["nothing"] = lambda _: [rank_body(1, 7)]
+        quiet = {"logs__level": "info", "logs__format": "json", "queue__max_wait_seconds": 0}
+        for count in (1, self.fronts):
+            server = self._start(*NULL, fronts=count, **quiet).server
+            side = Side(server, pin(server), (os.cpu_count() or 1) - 1)
+            self.plan[f"{count} around nothing", Load("nothing", 16 * count)] = side
+
+    def _plan_recommend(self, example: dict[str, Any]) -> None:
+        del example["candidates"]
+        posts = self._start(**LOGGED, **POSTS)
+        asked = example | {"k": 200, "top_k": 20}
+        self.bodies[KNOWN] = lambda _: [orjson.dumps(asked)]
+        self.bodies[NEW] = lambda turn: [
+            orjson.dumps(asked | {"user_id": str(FIRST_NEW_USER + turn * NEW_USERS + user)})
+            for user in range(NEW_USERS)
+        ]
+        self.plan |= {("posts", Load(requests, 1)): posts for requests in (KNOWN, NEW)}
+
+    def read(self, turn: int, seconds: float) -> None:
+        """One reading of each."""
+        for (side, load), server in self.plan.items():
+            found = server.read(load, self.bodies[load.requests](turn), seconds)
+            self.found.setdefault((side, load), []).append(found)
+
+    def values(self, side: str, load: Load, name: str = "good") -> list[float]:
+        """A figure of each reading."""
+        found = self.found[side, load]
+        return [getattr(each if hasattr(each, name) else each.wrk, name) for each in found]
+
+    def rows(self) -> Iterator[Row]:
+        """With targets those of the specification; the others say how one process compares with fronts, and with what it was."""
+        for requests, target in TARGETS.items():
+            load, what = Load(requests, 16), f"{requests}, 16 connections"
+            for side, named in (("ours", "one process"), ("fronts", "fronts")):
+                share = ratio(self.values(side, load), self.values("bare", load))
+                yield Row.of(f"requests/s ÷ bare, {what}, {named}", share, "", target, at_least=True)
+            if self.before:
+                gain = ratio(self.values("ours", load), self.values("before", load))
+                yield Row.of(f"requests/s ÷ those before, {what}, one process", gain, "×", 1.0, at_least=True)
+        alone, fronts = (self.values(side, Load(SMALL, 1), "p50_ms") for side in ("ours", "fronts"))
+        yield Row.of("p50 at one connection, 7 candidates", Figure.of(alone), "ms", 0.5)
+        added = [theirs - ours for ours, theirs in zip(alone, fronts, strict=True)]
+        yield Row.of("what a front adds at one connection, p50", Figure.of(added), "ms", 0.1)
+        yield from self._impatient()
+        yield from self._scaling()
+        for user in (KNOWN, NEW):
+            rest = self.values("posts", Load(user, 1), "beside_computing_ms")
+            yield Row.of(f"/recommend of a {user} beside what it computes, p50", Figure.of(rest), "ms", 0.5)
+
+    def _impatient(self) -> Iterator[Row]:
+        """Beside the bare function's, because connections cost every server some; and what a refusal costs, where none is held back."""
+        ours, bare = (
+            [many / few for many, few in zip(*(self.values(side, Load(SMALL, count)) for count in (MANY, FEW)), strict=True)]
+            for side in ("ours", "bare")
+        )  # fmt: skip
+        what = f"200s a second, {MANY} impatient connections ÷ {FEW}"
+        yield Row.of(what, Figure.of(ours), "", 0.9, at_least=True)
+        yield Row.of(f"{what}, and that ÷ the bare function's", ratio(ours, bare), "", 0.9, at_least=True)
+        ranked, refused = [], []
+        few, most = (self.found["none held", Load(SMALL, count)] for count in (FEW, MOST))
+        for one, other in zip(few, most, strict=True):
+            ranked.append(one.cpu_seconds / (one.good * one.wrk.seconds))
+            spent = other.cpu_seconds - ranked[-1] * other.good * other.wrk.seconds
+            refused.append(spent / max(other.wrk.bad_per_s * other.wrk.seconds, 1.0))
+        sides = [Figure.of(refused), Figure.of(ranked)]
+        what = "cost of a refusal ÷ of a small request, processor time"
+        yield Row.of(what, ratio(refused, ranked), "", 0.04, sides=sides)
+
+    def _scaling(self) -> Iterator[Row]:
+        """By the clock, and by the processor time of the fronts: what they would do with enough cores."""
+        one, several = (
+            self.found[f"{count} around nothing", Load("nothing", 16 * count)] for count in (1, self.fronts)
+        )
+        what, target = f"{self.fronts} fronts ÷ one, engine of no time, 7 candidates", 0.8 * self.fronts
+        faster = ratio([each.good for each in several], [each.good for each in one])
+        yield Row.of(f"{what}, pinned on {os.cpu_count()} cores", faster, "×", target, at_least=True)
+        costs = [[each.cpu_seconds / (each.good * each.wrk.seconds) for each in side] for side in (one, several)]
+        cheaper = ratio(*costs).scaled(self.fronts)
+        yield Row.of(f"{what}, by processor time of fronts", cheaper, "×", target, at_least=True)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Every side under every load, for the JSON line."""
+        names = ("good", "bad_per_s", "p50_ms", "p99_ms", "cpu_seconds")
         return [
-            Row(
-                rounds[0].name, Figure.of([row.figure.median for row in rounds]), "ms", rounds[0].target, at_least=False
-            )
-            for rounds in zip(*self.found, strict=True)
+            {"side": side, **load._asdict(), **{name: self.values(side, load, name) for name in names}}
+            for side, load in self.found
         ]
 
 
-def parts(stack: ExitStack, options: argparse.Namespace) -> Iterator[Part]:
-    """All of the table, with the servers that they need."""
-    one = stack.enter_context(ranking_server(**LOGGED))
-    small, seconds = [example()], options.seconds
-    if wrk.IS_INSTALLED:
-        sides = {"ours": one, "fronts": stack.enter_context(ranking_server(**LOGGED, fronts=options.fronts))}
-        if options.before:
-            sides["before"] = stack.enter_context(ranking_server(root=options.before, **LOGGED))
-        large, columns = (first_visits(one.target, 64, USERS, as_objects=objects) for objects in (True, False))
-        rates = Rates(stack, sides, {SMALL: small, LARGE: large, COLUMNS: columns}, seconds)
-        yield rates
-        yield Impatience({"now": one, BARE: rates.sides[SMALL][BARE]}, small[0], seconds, (FEW, MANY))
-        yield RefusalCost(stack, small[0], seconds)
-        yield Scaling(stack, options.fronts, seconds)
-    yield LongBodies(one, -(-BLOCKING_CLIENTS // options.rounds))
-    yield Replies(stack.enter_context(ranking_server(checkpoint=stack.enter_context(mini_checkpoint()))))
-    yield Hop(stack, seconds)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 whether or not the targets are met: the table says so."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.bench.front", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of one reading")
-    parser.add_argument("--fronts", type=int, default=2, help="so many, beside one process")
-    parser.add_argument(
-        "--before", type=Path, help="a checkout of another commit: one process must not be slower, nor import more"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where history.csv is")
-    options = parser.parse_args(arguments)
-    console, run = Console(stderr=True), {**machine(), "torch": importlib.metadata.version("torch")}
-    rows: list[Row] = []
-    figures: dict[str, Any] = {}
-    with ExitStack() as stack:
-        found = list(parts(stack, options))
-        for number in range(options.rounds):
-            for part in found:
-                part.read()
-                console.print(f"round {number + 1}/{options.rounds}: {type(part).__name__}")
-        for part in found:
-            rows += part.rows()
-            if isinstance(part, Rates | Impatience):
-                figures[type(part).__name__.lower()] = part.figures()
-    if options.before:
-        rows.append(start_row(options.before, **LOGGED))
-        run["before"] = commit(options.before)
-    append_history(options.results / "history.csv", rows, run)
-    show(rows, Console(width=150))
+def measure(rounds: int, seconds: float, fronts: int, before: Path | None, history: Path) -> None:
+    """Print the table and append it to the history. Raises RuntimeError without wrk."""
     if not wrk.IS_INSTALLED:
-        print("wrk is not installed: rates, goodput, the cost of refusals and several fronts were not measured.")
-    print(json.dumps({**run, "rows": [row.to_dict() for row in rows], **figures}, ensure_ascii=False))
-    return 0
+        raise RuntimeError("wrk is not installed: .ci/debian wrk")
+    with ExitStack() as stack:
+        table = Table(stack, fronts, before)
+        mini = stack.enter_context(ranking_server(checkpoint=stack.enter_context(mini_checkpoint())))
+        replies = []
+        for turn in range(rounds):
+            table.read(turn, seconds)
+            replies.append(list(reply_rows(mini.target)))
+            print(f"round {turn + 1}/{rounds}", file=sys.stderr)
+        rows = list(table.rows())
+        for each in zip(*replies, strict=True):
+            found = Figure.of([row.figure for row in each])
+            rows += [Row.of(each[0].what, found, "ms", each[0].limit)]
+    run = {"torch": importlib.metadata.version("torch"), "before": commit(before) if before else None}
+    publish(rows, run, history=history, figures=table.figures())
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def pin(server: Server) -> list[int]:
+    """Fronts take the first cores, everything else the last one; the process ids of the fronts."""
+    lines, cores = server.lines, os.cpu_count() or 1
+    fronts = {int(line["front"]): int(line["process"]) for line in lines if line["event"] == "front_started"}
+    [engine] = [int(line["process"]) for line in lines if line["event"] == "engine_started"]
+    for process, core in [*((process, number - 1) for number, process in fronts.items()), (engine, len(fronts))]:
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {min(core, cores - 1)})
+    return list(fronts.values())
+
+
+def cpu_seconds(process: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

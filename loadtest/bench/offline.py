@@ -1,25 +1,21 @@
-"""`python -m loadtest.bench.offline`: offline scoring beside the engine alone, and the memory of a job as its log grows tenfold."""
+"""Offline scoring beside the engine alone, and the memory of a job as its log grows tenfold."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from rich.console import Console
 
-from loadtest.bench.table import Row, show
-from loadtest.machine import ROOT, machine
+from loadtest.machine import ROOT
+from loadtest.matrix import Row, publish
 from loadtest.timing import Figure, ratio
 from model.create import EngineOptions
 from weights.checkpoint import load_checkpoint
@@ -63,32 +59,23 @@ def speed_rows(log: Path, rounds: int, threads: int) -> list[Row]:
         with tempfile.TemporaryDirectory() as out:
             score_log(log, Path(out), scorer, partitions=PARTITIONS)
 
-    sides: dict[str, tuple[Callable[[], None], list[tuple[float, float]]]] = {
-        "engine": (engine_alone, []),
-        "job": (job, []),
-    }
+    sides: tuple[Callable[[], None], ...] = (job, engine_alone)
+    readings: list[list[tuple[float, float]]] = [[], []]
     for turn in range(rounds + 1):
-        for side, readings in sides.values():
+        for side, found in zip(sides, readings, strict=True):
             scorer.engine.warm_up()  # empties its cache
             began = time.perf_counter(), time.process_time()
             side()
             took = time.perf_counter() - began[0], time.process_time() - began[1]
-            readings += [took] * (turn > 0)
+            found += [took] * (turn > 0)
     scorer.close()
     rows = []
     for place, what in enumerate(("rows a second ÷ the engine's own", "rows a processor's second ÷ the engine's own")):
-        engine, whole = ([reading[place] for reading in readings] for _, readings in sides.values())
+        whole, engine = ([reading[place] for reading in found] for found in readings)
         name = f"{len(table)} impressions, {threads} threads: {what}"
-        medians = [1e3 * Figure.of(seconds).median for seconds in (whole, engine)]
-        rows.append(Row(name, ratio(engine, whole), "", 0.9, True, *medians))
+        pair = [Figure.of(whole), Figure.of(engine)]
+        rows.append(Row.of(name, ratio(engine, whole), "", 0.9, at_least=True, sides=pair))
     return rows
-
-
-def job_of(log: Path, out: Path, partitions: int) -> dict[str, float]:
-    """Rows, seconds and the most memory, in MiB, of a job in a process of its own."""
-    command = [sys.executable, "-c", JOB, str(CHECKPOINT), str(log), str(out), str(partitions)]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    return {"rows": int(done[0]), "seconds": float(done[1]), "MiB": int(done[2]) / 1024}
 
 
 def copies(log: Path, times: int, directory: Path) -> None:
@@ -103,8 +90,9 @@ def copies(log: Path, times: int, directory: Path) -> None:
         pq.write_table(moved, directory / f"{copy:03}.parquet", compression="zstd")
 
 
-def memory_rows(rows: int) -> tuple[list[Row], list[dict[str, float]]]:
+def memory_row(rows: int) -> Row:
     """Jobs over a world's log, and over ten times as much, with partitions of equal size, no larger than a job's own."""
+    found: list[tuple[int, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         users = max(40, round(rows / 10 / 1250))  # of about 1 250 impressions each
@@ -112,36 +100,21 @@ def memory_rows(rows: int) -> tuple[list[Row], list[dict[str, float]]]:
         write_log(place / "one.parquet", simulate(WorldSettings(users=users, new_users=0)).log)
         for name, times in (("less", 1), ("more", 10)):
             copies(place / "one.parquet", times, place / name)
-        less, more = (
-            job_of(place / name, place / f"{name}-out", parts)
-            for name, parts in (("less", parts), ("more", 10 * parts))
-        )
-    name = f"{more['rows']:.0f} impressions ÷ {less['rows']:.0f}: most memory of the job"
-    return [Row(name, Figure.of([more["MiB"] / less["MiB"]]), "", 2.0, False)], [less, more]
+            arguments = [CHECKPOINT, place / name, place / f"{name}-out", times * parts]
+            command = [sys.executable, "-c", JOB, *map(str, arguments)]
+            done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+            found.append((int(done[0]), int(done[2]) / 1024))
+            print(f"{done[0]} impressions: {float(done[1]):.1f} s, {found[-1][1]:.0f} MiB at most")
+    (few, less), (many, more) = found
+    return Row.of(f"{many} impressions ÷ {few}: most memory of the job", Figure.of([more / less]), "", 2.0)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 whether or not the targets are met: the table says so."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.bench.offline", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rows", type=int, default=1_000_000, help="impressions of the larger log; 0 leaves it out")
-    options = parser.parse_args(arguments)
-    began, console = time.perf_counter(), Console(width=150)
+def measure(rounds: int, threads: int, rows: int) -> None:
+    """Print the table; `rows` of the larger log, 0 leaves memory out."""
+    threads = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory() as directory:
         write_log(path := Path(directory) / "log.parquet", simulate(WorldSettings(users=200, new_users=0)).log)
-        done = speed_rows(path, options.rounds, options.threads)
-    jobs: list[Any] = []
-    if options.rows:
-        further, jobs = memory_rows(options.rows)
-        done += further
-    show(done, console)
-    for job in jobs:
-        console.print(f"{job['rows']} impressions: {job['seconds']:.1f} s, {job['MiB']:.0f} MiB at most")
-    run = {**machine(), "torch": torch.__version__, "threads": options.threads, "took_s": time.perf_counter() - began}
-    print(json.dumps({**run, "rows": [row.to_dict() for row in done], "jobs": jobs}, ensure_ascii=False))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        done = speed_rows(path, rounds, threads)
+    if rows:
+        done.append(memory_row(rows))
+    publish(done, {"torch": torch.__version__, "threads": threads})

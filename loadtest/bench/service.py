@@ -11,19 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
-from loadtest.bench.table import Row
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
 from loadtest.generate.tensors import inference_of
 from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.matrix import Row
 from loadtest.servers.launch import ranking_server
 from loadtest.servers.target import Target, fit_traffic
 from loadtest.timing import Figure, ratio
 
 WARM_UP_REQUESTS = 50
+PARSE, FORWARD, SERIALIZE = (STAGES.index(stage) for stage in ("parse", "forward", "serialize"))
 
 
 @contextmanager
@@ -31,11 +31,8 @@ def mini_checkpoint() -> Iterator[Path]:
     """A checkpoint of the released geometry with small tables, made by the command that users have."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "mini"
-        subprocess.run(
-            [sys.executable, "-m", "weights", "synthetic", "--rows", "5000", "--out", str(path)],
-            check=True,
-            capture_output=True,
-        )
+        command = [sys.executable, "-m", "weights", "synthetic", "--rows", "5000", "--out", str(path)]
+        subprocess.run(command, check=True, capture_output=True)
         yield path
 
 
@@ -46,7 +43,7 @@ def service_rows(dtype: str, seconds: float) -> Iterator[Row]:
         started = time.perf_counter()
         with ranking_server(checkpoint=checkpoint, **settings) as server:
             ready = time.perf_counter() - started
-            yield Row("ready after start, kernel cached", Figure.of([ready]), "s", 15, at_least=False)
+            yield Row.of("ready after start, kernel cached", Figure.of([ready]), "s", 15)
             yield overhead_row(server.target)
             yield json_row(server.target)
             yield from reply_rows(server.target)
@@ -56,39 +53,33 @@ def service_rows(dtype: str, seconds: float) -> Iterator[Row]:
 def overhead_row(target: Target) -> Row:
     """Latency at one client minus the server's own forward time, mini, C = 64, median of 400 requests."""
     samples = all_answered(target, ranking_bodies(target, 64, 400), clients=1)
-    extra_ms = 1e3 * samples.service_seconds - samples.stages_ms[:, STAGES.index("forward")]
-    return Row(
-        "HTTP p50 minus forward, mini C=64, one client",
-        Figure.of(extra_ms.tolist()),
-        "ms",
-        1.5,
-        at_least=False,
-        ours_ms=1e3 * float(np.median(samples.service_seconds)),
-        reference_ms=float(np.median(samples.stages_ms[:, STAGES.index("forward")])),
-    )
+    took, forward = samples.service_seconds, samples.stages_ms[:, FORWARD] / 1e3
+    sides = [Figure.of(side.tolist()) for side in (took, forward)]
+    extra = Figure.of((1e3 * (took - forward)).tolist())
+    return Row.of("HTTP p50 minus forward, mini C=64, one client", extra, "ms", 1.5, sides=sides)
 
 
 def json_row(target: Target) -> Row:
     """The server's own parse and serialize time for C = 512 in the column form, checks and features included."""
-    samples = all_answered(target, ranking_bodies(target, 512, 200), clients=1)
-    both = samples.stages_ms[:, STAGES.index("parse")] + samples.stages_ms[:, STAGES.index("serialize")]
-    return Row("JSON in and out, C=512", Figure.of(both.tolist()), "ms", 1.5, at_least=False)
+    stages = all_answered(target, ranking_bodies(target, 512, 200), clients=1).stages_ms
+    both = stages[:, PARSE] + stages[:, SERIALIZE]
+    return Row.of("JSON in and out, C=512", Figure.of(both.tolist()), "ms", 1.5)
 
 
 def reply_rows(target: Target) -> Iterator[Row]:
     """The server's own time to write a reply of 512 candidates on each wire: the event loop does nothing else meanwhile."""
     names = target.info()["actions"]
     bodies = [payload.partition(b"\r\n\r\n")[2] for payload in ranking_bodies(target, 512, 200)]
-    payloads: dict[str, list[bytes]] = {"objects": [], "columns": [], "binary": []}
+    payloads: dict[str, list[bytes]] = {"binary": [], "columns": [], "objects": []}
     for body in bodies:
         content = orjson.loads(body)
         payloads["objects"].append(target.request(body))
         payloads["columns"].append(target.request(orjson.dumps(content | {"reply": "columns"})))
         data, headers = inference_of(content, names).body(binary=True)
         payloads["binary"].append(target.request(data, headers | {"Content-Type": "application/octet-stream"}))
-    for wire, goal_ms in (("binary", 0.05), ("columns", 0.15), ("objects", 0.7)):
-        spent = all_answered(target, payloads[wire], clients=1).stages_ms[:, STAGES.index("serialize")]
-        yield Row(f"reply of 512 candidates, {wire}", Figure.of(spent.tolist()), "ms", goal_ms, at_least=False)
+    for (wire, asked), goal_ms in zip(payloads.items(), (0.05, 0.15, 0.7), strict=True):
+        spent = all_answered(target, asked, clients=1).stages_ms[:, SERIALIZE]
+        yield Row.of(f"reply of 512 candidates, {wire}", Figure.of(spent.tolist()), "ms", goal_ms)
 
 
 def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rounds: int = 4) -> Row:
@@ -105,7 +96,7 @@ def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rou
                 samples = all_answered(server.target, bodies, clients=32, seconds=seconds)
                 rates[name].append(float((samples.status == 200).sum() / samples.done.max()))
     gain = ratio(rates["on"], rates["off"])
-    return Row("throughput at 32 clients, mini C=64, vs batching off", gain, "×", 2.0, at_least=True)
+    return Row.of("throughput at 32 clients, mini C=64, vs batching off", gain, "×", 2.0, at_least=True)
 
 
 def ranking_bodies(target: Target, candidates: int, count: int) -> list[bytes]:

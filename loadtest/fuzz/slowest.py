@@ -1,21 +1,17 @@
-"""`python -m loadtest.fuzz.slowest`: searches for the bodies that hold the event loop longest, of each size, and prints the worst.
-
-A genetic search: recipes of bodies are changed at random and mixed, and those that take long are kept. Nothing is sent anywhere.
-"""
+"""Bodies of hostile shape that fill a size, what reading one costs, and a search for the slowest. Nothing is sent anywhere."""
 
 from __future__ import annotations
 
 import gc
-import json
-import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
-import typer
+from hypothesis import HealthCheck, Phase, given, seed, settings, target
+from hypothesis import strategies as st
 
 from app.errors import ServiceError
 from app.request import features
@@ -65,8 +61,7 @@ VALUES = (b"0", b"1", b"-1", b"18446744073709551615", b"9223372036854775808", b"
           b"\\n", b"\\u003a", b":", b" ", b"\\ud83d\\ude00", b"x" * 60, b'"%"')  # fmt: skip
 MOST_UNITS = (10**9, LIMITS.max_candidates, LIMITS.max_history, 1)
 NUMBER = b"%07d"
-POPULATION = 30
-FRESH_SHARE = 0.15
+BATCH = 300  # recipes
 
 
 @dataclass(frozen=True)
@@ -103,6 +98,23 @@ class Recipe:
         joined = comma.join([*units, self.last] if self.last else units)
         ones = b",".join([b"1"] * (count + bool(self.last)))
         return FRAMES[self.frame].replace(b"#", ones).replace(b"@", joined)
+
+
+values = st.sampled_from(VALUES)
+members = st.builds(lambda key, value: b'"%b":%b' % (key, value), st.sampled_from(KEYS), values)
+long = st.builds(lambda value, times: value * times, values, st.sampled_from((2, 8, 64)))
+joined = st.lists(values, max_size=19).map(b",".join)
+objects = st.builds(
+    lambda added, ids: b"{%b}" % b",".join([b'"post_id":1', b'"author_id":1'][:ids] + added),
+    st.lists(members, max_size=3), st.integers(0, 2),
+)  # fmt: skip
+units = st.one_of(
+    values, members, long, joined.map(lambda items: b"[%b]" % items), objects, st.sampled_from((EVENT, CANDIDATE))
+)
+RECIPES = st.builds(
+    Recipe, st.sampled_from(list(FRAMES)), st.lists(units, min_size=1, max_size=3).map(tuple), st.just(b"") | units,
+    st.sampled_from(MOST_UNITS),
+)  # fmt: skip
 
 
 def _values(piece: bytes) -> int:
@@ -151,91 +163,34 @@ def cost(body: bytes, times: int = 3) -> float:
 LEGAL = legal()
 
 
-def search(size: int, seconds: float, seed: int = 0) -> list[tuple[float, Recipe]]:
-    """The slowest recipe of each frame at that size with its cost, the slowest first."""
-    rng, until = random.Random(seed), time.monotonic() + seconds
-    best: dict[str, tuple[float, Recipe]] = {}
-    crowd = [(0.0, _fresh(rng)) for _ in range(POPULATION)]
+def search(size: int, seconds: float, number: int = 0) -> list[tuple[float, Recipe]]:
+    """The slowest recipe of each frame at that size with its cost, the slowest first; another number is another search.
+
+    hypothesis draws recipes and changes those that cost most; a batch is begun anew until the time is over.
+    """
+    worst: dict[str, tuple[float, Recipe]] = {}
+    until = time.monotonic() + seconds
+
+    def look(recipe: Recipe) -> None:
+        if time.monotonic() > until:
+            return
+        body = recipe.body(size)
+        found = cost(body, 1)
+        if found > worst.get(recipe.frame, (0.0, recipe))[0]:
+            found = cost(body, 7)  # was it the machine?
+        target(found)
+        worst[recipe.frame] = max(worst.get(recipe.frame, (0.0, recipe)), (found, recipe), key=lambda pair: pair[0])
+
     while time.monotonic() < until:
-        parents = sorted([*crowd, *best.values()], key=lambda pair: -pair[0])[:POPULATION]
-        recipes = [_child(rng, [recipe for _, recipe in parents]) for _ in range(POPULATION)]
-        crowd = []
-        for recipe in recipes:
-            body = recipe.body(size)
-            found = cost(body, 1)
-            if found > best.get(recipe.frame, (0.0, recipe))[0]:
-                found = cost(body, 7)  # was it the machine?
-            crowd.append((found, recipe))
-            best[recipe.frame] = max(best.get(recipe.frame, crowd[-1]), crowd[-1], key=lambda pair: pair[0])
-    return sorted(best.values(), key=lambda pair: -pair[0])
+        chosen = settings(max_examples=BATCH, database=None, deadline=None, phases=[Phase.generate, Phase.target],
+                          suppress_health_check=list(HealthCheck))  # fmt: skip
+        seed(number)(chosen(given(RECIPES)(look)))()
+        number += 1
+    return sorted(worst.values(), key=lambda pair: -pair[0])
 
 
-def _fresh(rng: random.Random) -> Recipe:
-    return Recipe(
-        rng.choice(list(FRAMES)), tuple(_unit(rng) for _ in range(rng.randint(1, 3))), rng.choice((b"", _unit(rng))),
-        rng.choice(MOST_UNITS),
-    )  # fmt: skip
-
-
-def _unit(rng: random.Random) -> bytes:
-    kind = rng.random()
-    if kind < 0.35:
-        return rng.choice(VALUES)
-    if kind < 0.4:
-        return rng.choice((EVENT, CANDIDATE))
-    if kind < 0.45:
-        return b"[%b]" % b",".join(rng.choices(VALUES, k=rng.randint(0, 19)))
-    if kind < 0.6:
-        return b'"%b":%b' % (rng.choice(KEYS), rng.choice(VALUES))
-    names = {b"post_id", b"author_id", *rng.choices(KEYS, k=rng.randint(0, 3))} - {rng.choice(KEYS)}
-    return b"{%b}" % b",".join(b'"%b":%b' % (name, rng.choice(VALUES)) for name in sorted(names))
-
-
-def _child(rng: random.Random, parents: list[Recipe]) -> Recipe:
-    if rng.random() < FRESH_SHARE:
-        return _fresh(rng)
-    recipe, other = rng.choice(parents), rng.choice(parents)
-    units = list(recipe.units)
-    place = rng.randrange(len(units))
-    match rng.randrange(8):
-        case 0:
-            return replace(recipe, frame=rng.choice(list(FRAMES)))
-        case 1:
-            return replace(recipe, last=rng.choice((b"", _unit(rng), *other.units)))
-        case 2:
-            return replace(recipe, most=rng.choice(MOST_UNITS))
-        case 3:
-            units[place] = rng.choice((_unit(rng), *other.units))
-        case 4:
-            units.append(rng.choice((_unit(rng), *other.units)))
-        case 5 if len(units) > 1:
-            del units[place]
-        case _:
-            units[place] = _changed(rng, units[place])
-    return replace(recipe, units=tuple(units))
-
-
-def _changed(rng: random.Random, unit: bytes) -> bytes:
-    """Some value in it is another one, or longer."""
-    old, new = rng.choice([value for value in VALUES if value in unit] or [b""]), rng.choice(VALUES)
-    if old and rng.random() < 0.7:
-        return unit.replace(old, new, 1)
-    start = rng.randrange(len(unit) + 1)
-    return (unit[:start] + new * rng.choice((1, 1, 8, 64)) + unit[start:])[:4096]
-
-
-def main(
-    seconds: Annotated[float, typer.Option(help="Time for all sizes together.")] = 300.0,
-    seed: Annotated[int, typer.Option(help="Another seed, another search.")] = 0,
-    worst: Annotated[int, typer.Option(help="How many to print of each size.")] = 10,
-) -> None:
-    """One JSON line a recipe, the slowest first. The unit of their costs is about 1.7 ms on one core of an EPYC."""
-    for size in SIZES:
-        for found, recipe in search(size, seconds / len(SIZES), seed)[:worst]:
-            shown = {"frame": recipe.frame, "most": recipe.most}
-            shown |= {"units": [unit.decode() for unit in recipe.units], "last": recipe.last.decode()}
-            print(json.dumps({"bytes": size, "cost": round(found, 2)} | shown, ensure_ascii=False), flush=True)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def shown(found: float, recipe: Recipe, size: int) -> dict[str, Any]:
+    """Plain JSON values. The unit of costs is about 1.7 ms on one core of an EPYC."""
+    units = [unit.decode() for unit in recipe.units]
+    facts = {"frame": recipe.frame, "most": recipe.most, "units": units, "last": recipe.last.decode()}
+    return {"bytes": size, "cost": round(found, 2), **facts}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import grpc
 from starlette.types import ASGIApp
@@ -16,6 +15,7 @@ from app.http.grpc_server import ROUTES
 from app.http.observe import METHODS
 from loadtest.fuzz.calls import Answer, Call, send, send_direct
 from loadtest.fuzz.wires import ask_grpc
+from loadtest.generate.http_client import Client
 
 CONNECTIONS, DEPTH = 8, 8  # requests are in flight on so many connections, so many on each
 REPLY_SECONDS = 60.0
@@ -53,123 +53,41 @@ class InProcess:
 
 
 class Sockets:
-    """A server's ports. What may end a connection goes alone on one; the rest is pipelined."""
+    """A server's ports, requests pipelined. What may end a connection has one of its own, and so has what another one's end took along."""
 
     def __init__(self, host: str, port: int, admin_port: int, channel: grpc.aio.Channel) -> None:
-        self.host = host
-        self.port = port
-        self.admin_port = admin_port
+        options: dict[str, Any] = {"timeout_seconds": REPLY_SECONDS, "keep_bodies": True}
+        self.admin_port, self.port = admin_port, port
         self.channel = channel
-        self._idle: dict[int, list[Pipeline]] = {port: [], admin_port: []}
+        self.together = {
+            each: Client(host, each, max_connections=CONNECTIONS, depth=DEPTH, **options) for each in (port, admin_port)
+        }
+        self.alone = {each: Client(host, each, keep_alive=False, **options) for each in (port, admin_port)}
 
     async def ask(self, calls: Sequence[Call]) -> list[Answer]:
         """As `Target.ask`."""
-        answers: list[Answer | None] = [None] * len(calls)
-        parts: list[tuple[int, bool, list[int]]] = []
-        together: dict[int, list[int]] = {self.port: [], self.admin_port: []}
-        waiting = []
-        for place, call in enumerate(calls):
-            port = self.admin_port if call.path in (RELOAD, POSTS) else self.port
-            if call.path in ROUTES:
-                waiting.append(self._message(call, place, answers))
-            elif ends_connection(call):
-                parts.append((port, False, [place]))
-            else:
-                together[port].append(place)
-        for port, places in together.items():
-            size = max(1, min(DEPTH, -(-len(places) // CONNECTIONS)))
-            parts += [(port, True, places[start : start + size]) for start in range(0, len(places), size)]
-        waiting += [self._part(port, keeps, calls, places, answers) for port, keeps, places in parts]
-        await asyncio.gather(*waiting)
-        return cast(list[Answer], answers)
+        return await asyncio.gather(*map(self._one, calls))
 
     async def close(self) -> None:
         """End all connections."""
-        for pipeline in itertools.chain(*self._idle.values()):
-            pipeline.transport.abort()
+        for client in (*self.together.values(), *self.alone.values()):
+            await client.close()
         await self.channel.close()
 
-    async def _message(self, call: Call, place: int, answers: list[Answer | None]) -> None:
-        answers[place] = await ask_grpc(self.channel, call)
-
-    async def _part(
-        self, port: int, keeps: bool, calls: Sequence[Call], places: list[int], answers: list[Answer | None]
-    ) -> None:
-        """These calls on one connection, and what it left unanswered on the next."""
-        while places:
-            pipeline = await self._connected(port)
-            found = await pipeline.ask([calls[place] for place in places])
-            if not found:
-                answers[places[0]] = Answer(fault="no reply")
-                found = [Answer()]
-            elif len(found) == len(places) and keeps and not found[-1].is_last:
-                self._idle[port].append(pipeline)
-            else:
-                pipeline.transport.abort()
-            for place, answer in zip(places, found, strict=False):
-                answers[place] = answers[place] or answer
-            places = places[len(found) :]
-
-    async def _connected(self, port: int) -> Pipeline:
-        while self._idle[port]:
-            pipeline = self._idle[port].pop()
-            if not pipeline.transport.is_closing():
-                return pipeline
-        loop = asyncio.get_running_loop()
-        return (await loop.create_connection(Pipeline, self.host, port))[1]
-
-
-class Pipeline(asyncio.Protocol):
-    """One connection with several requests in flight."""
-
-    transport: asyncio.Transport
-
-    def __init__(self) -> None:
-        self._wanted = 0
-        self._answers: list[Answer] = []
-        self._bytes = bytearray()
-        self._done: asyncio.Future[None] | None = None
-
-    async def ask(self, calls: Sequence[Call]) -> list[Answer]:
-        """Their answers, fewer where the connection ends before."""
-        self._wanted, self._answers = len(calls), []
-        self._done = asyncio.get_running_loop().create_future()
-        self.transport.write(b"".join(map(written, calls)))
-        await asyncio.wait([self._done], timeout=REPLY_SECONDS)
-        return self._answers
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of asyncio."""
-        self.transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Of asyncio. Replies of this server have a length and lower-case names."""
-        self._bytes += data
-        while (end := self._bytes.find(b"\r\n\r\n")) >= 0:
-            status, *lines = bytes(self._bytes[:end]).split(b"\r\n")
-            headers = dict(line.split(b": ", 1) for line in lines)
-            whole = end + 4 + int(headers[b"content-length"])
-            if len(self._bytes) < whole:
-                return
-            is_last = headers.get(b"connection") == b"close"
-            body = bytes(self._bytes[end + 4 : whole])
-            del self._bytes[:whole]
-            self._answers.append(Answer(int(status[9:12]), headers, body, is_last=is_last))
-            if is_last or len(self._answers) == self._wanted:
-                self._finish()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Of asyncio."""
-        self._finish()
-
-    def _finish(self) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+    async def _one(self, call: Call) -> Answer:
+        if call.path in ROUTES:
+            return await ask_grpc(self.channel, call)
+        port, sent = self.admin_port if call.path in (RELOAD, POSTS) else self.port, written(call)
+        reply = None if ends_connection(call) else await self.together[port].ask(sent)
+        if reply is None or reply.failure:
+            reply = await self.alone[port].ask(sent)
+        is_last, fault = reply.headers.get(b"connection") == b"close", "no reply" if reply.failure else ""
+        return Answer(reply.status, reply.headers, reply.body, fault, is_last)
 
 
 def written(call: Call) -> bytes:
     """A call as the bytes of a request; it may bring a length of its own."""
-    needed = {b"host": b"x", b"content-length": b"%d" % len(call.body)}
+    needed = {b"host": b"localhost", b"content-length": b"%d" % len(call.body)}
     for name, _ in call.headers:
         needed.pop(name, None)
     head = b"%b %b HTTP/1.1" % (call.method.encode(), call.path.encode())

@@ -6,9 +6,11 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +18,25 @@ from numpy.typing import NDArray
 from loadtest.generate.http_client import Client, Reply, precise_loop
 from loadtest.generate.samples import Samples
 
+Arrivals = Literal["constant", "poisson"]
+
 LAG_LIMIT_SECONDS = 0.005
 CPU_LIMIT = 0.85
+
+
+def schedule(kind: Arrivals, rate_rps: float, seconds: float, seed: int = 1) -> NDArray[np.float64]:
+    """When requests are due, in seconds from the start, ascending, all below `seconds`; fixed before the run.
+
+    Poisson arrivals have exponential gaps: independent users; constant has equal ones. Raises ValueError for a rate or length
+    that is not positive.
+    """
+    if rate_rps <= 0 or seconds <= 0:
+        raise ValueError("rate and seconds must be positive")
+    if kind == "constant":
+        return np.arange(int(np.ceil(rate_rps * seconds)), dtype=np.float64) / rate_rps
+    spare = int(rate_rps * seconds + 10 * np.sqrt(rate_rps * seconds) + 10)
+    times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate_rps, spare))
+    return times[times < seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,104 +58,66 @@ class GeneratorLoad:
         return self.lag_p99_ms > 1e3 * LAG_LIMIT_SECONDS or self.cpu_share > CPU_LIMIT
 
 
-class OpenLoop:
-    """Fires payload i at `due[i]` seconds, whatever became of the earlier ones. `on_done(row)` is called for every reply."""
+async def open_loop(
+    client: Client,
+    payloads: Sequence[bytes],
+    due: NDArray[np.float64],
+    on_done: Callable[[int], None] = lambda row: None,
+    samples: Samples | None = None,
+) -> Samples:
+    """Fires payload i at `due[i]` seconds, whatever became of the earlier ones, and waits until all are answered or timed out.
 
-    def __init__(
-        self,
-        client: Client,
-        payloads: Sequence[bytes],
-        due: NDArray[np.float64],
-        on_done: Callable[[int], None] | None = None,
-    ) -> None:
-        if len(payloads) != len(due) or not len(due):
-            raise ValueError("as many payloads as due times are needed, and at least one")
-        self.samples = Samples.empty(len(due))
-        self.samples.due[:] = due
-        self._client = client
-        self._payloads = payloads
-        self._due: list[float] = due.tolist()
-        self._on_done = on_done
-        self._loop = asyncio.get_running_loop()
-        self._next = 0
-        self._left = len(due)
-        self._finished = self._loop.create_future()
+    Errors become samples, never exceptions. `on_done(row)` is called for every reply; `samples` to fill in, if somebody looks
+    at them meanwhile.
+    """
+    if len(payloads) != len(due) or not len(due):
+        raise ValueError("as many payloads as due times are needed, and at least one")
+    loop = asyncio.get_running_loop()
+    samples, left, finished = Samples.empty(len(due)) if samples is None else samples, len(due), loop.create_future()
+    samples["due"] = due
+    start = loop.time() + 0.01
 
-    async def run(self) -> Samples:
-        """Until every request is answered or timed out. Errors become samples, never exceptions."""
-        self._start = self._loop.time() + 0.01
-        self._loop.call_at(self._start + self._due[0], self._fire)
-        await self._finished
-        return self.samples
+    def done(row: int, reply: Reply) -> None:
+        nonlocal left
+        samples.note(row, reply, start)
+        on_done(row)
+        left -= 1
+        if not left and not finished.done():
+            finished.set_result(None)
 
-    def _fire(self) -> None:
-        """Send everything that is due by now, then sleep until the next."""
-        now = self._loop.time() - self._start
-        while self._next < len(self._due) and self._due[self._next] <= now:
-            row = self._next
-            self._next += 1
-            self.samples.fired[row] = now
-            self._client.send(self._payloads[row], lambda reply, row=row: self._done(row, reply))  # type: ignore[misc]
-            now = self._loop.time() - self._start
-        if self._next < len(self._due):
-            self._loop.call_at(self._start + self._due[self._next], self._fire)
-
-    def _done(self, row: int, reply: Reply) -> None:
-        self.samples.record(row, reply, self._start)
-        if self._on_done is not None:
-            self._on_done(row)
-        self._left -= 1
-        if self._left == 0 and not self._finished.done():
-            self._finished.set_result(None)
+    for row, at in enumerate(due.tolist()):
+        if (early := start + at - loop.time()) > 0:
+            await asyncio.sleep(early)
+        samples.fired[row] = loop.time() - start
+        client.send(payloads[row], partial(done, row))
+    await finished
+    return samples
 
 
-class ClosedLoop:
+async def closed_loop(client: Client, payloads: Sequence[bytes], clients: int, seconds: float) -> Samples:
     """`clients` of them, each sending its next request when its last one is answered, or after the Retry-After of a refusal.
 
-    Runs until `seconds` passed or the payloads are used up. Hides waiting: a slow server is asked less. For peers and contrast.
+    Until `seconds` passed or the payloads are used up; the samples of what was sent. Hides waiting: a slow server is asked less.
     """
+    if clients < 1 or not payloads:
+        raise ValueError("at least one client and one payload are needed")
+    samples, start = Samples.empty(len(payloads)), asyncio.get_running_loop().time()
+    rows = iter(range(len(payloads)))
 
-    def __init__(self, client: Client, payloads: Sequence[bytes], clients: int, seconds: float) -> None:
-        if clients < 1 or not payloads:
-            raise ValueError("at least one client and one payload are needed")
-        self.samples = Samples.empty(len(payloads))
-        self._client = client
-        self._payloads = payloads
-        self._clients = min(clients, len(payloads))
-        self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._next = 0
-        self._busy = 0
-        self._finished = self._loop.create_future()
+    async def one() -> None:
+        for row in rows:
+            now = asyncio.get_running_loop().time() - start
+            samples.due[row] = samples.fired[row] = now
+            reply = await client.ask(payloads[row])
+            samples.note(row, reply, start)
+            pause = retry_after_seconds(reply)  # a client that hammers on after a refusal is an attack, not a load
+            if pause:
+                await asyncio.sleep(min(pause, seconds))
+            if asyncio.get_running_loop().time() - start >= seconds:
+                return
 
-    async def run(self) -> Samples:
-        """The samples of the requests that were sent."""
-        self._start = self._loop.time()
-        for _ in range(self._clients):
-            self._busy += 1
-            self._send()
-        await self._finished
-        return self.samples.where(np.arange(len(self.samples)) < self._next)
-
-    def _send(self) -> None:
-        now = self._loop.time() - self._start
-        if self._next == len(self._payloads) or now >= self._seconds:
-            self._busy -= 1
-            if not self._busy and not self._finished.done():
-                self._finished.set_result(None)
-            return
-        row = self._next
-        self._next += 1
-        self.samples.due[row] = self.samples.fired[row] = now
-        self._client.send(self._payloads[row], lambda reply: self._done(row, reply))
-
-    def _done(self, row: int, reply: Reply) -> None:
-        self.samples.record(row, reply, self._start)
-        pause = retry_after_seconds(reply)  # a client that hammers on after a refusal is an attack, not a load
-        if pause:
-            self._loop.call_later(min(pause, self._seconds), self._send)
-        else:
-            self._loop.call_soon(self._send)
+    await asyncio.gather(*(one() for _ in range(min(clients, len(payloads)))))
+    return cast(Samples, samples[samples.done >= 0])
 
 
 def retry_after_seconds(reply: Reply) -> float:
@@ -149,16 +130,15 @@ def retry_after_seconds(reply: Reply) -> float:
         return 0.0
 
 
-async def measured(loop: OpenLoop | ClosedLoop, client: Client) -> tuple[Samples, GeneratorLoad]:
-    """Run without garbage collection and ahead of other processes where allowed; say how hard the generator worked."""
+async def measured(run: Awaitable[Samples], client: Client) -> tuple[Samples, GeneratorLoad]:
+    """Run a loop without garbage collection and ahead of other processes where allowed; say how hard the generator worked."""
     with _undisturbed() as realtime:
         cpu, wall = time.process_time(), time.perf_counter()
-        samples = await loop.run()
+        samples = await run
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     lag_ms = 1e3 * (samples.fired - samples.due)
-    return samples, GeneratorLoad(
-        cpu / wall, float(np.percentile(lag_ms, 99)), float(lag_ms.max()), client.opened, realtime
-    )
+    lag_p99, lag_max = float(np.percentile(lag_ms, 99)), float(lag_ms.max())
+    return samples, GeneratorLoad(cpu / wall, lag_p99, lag_max, client.opened, realtime)
 
 
 def closed_samples(
@@ -168,8 +148,8 @@ def closed_samples(
 
     async def run() -> Samples:
         async with Client(*address, max_connections=clients, timeout_seconds=30) as client:
-            await measured(ClosedLoop(client, payloads[:warm_up], clients, 10.0), client)
-            return (await measured(ClosedLoop(client, payloads[warm_up:], clients, seconds), client))[0]
+            await closed_loop(client, payloads[:warm_up], clients, 10.0)
+            return (await measured(closed_loop(client, payloads[warm_up:], clients, seconds), client))[0]
 
     with asyncio.Runner(loop_factory=precise_loop) as runner:
         return runner.run(run())

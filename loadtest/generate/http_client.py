@@ -1,4 +1,4 @@
-"""A lean HTTP/1.1 client for load generators: many keep-alive connections, callbacks instead of tasks. Not a general client."""
+"""The one client of all load: HTTP/1.1 over many keep-alive connections, with callbacks in place of tasks; pipelined where asked."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ MAX_CONNECTIONS = 900  # select() ends at 1024 descriptors
 
 @dataclass(slots=True)
 class Reply:
-    """What came back. `status` is 0 where nothing did, `failure` then says why. Times are the loop's seconds; `sent_at` 0: never."""
+    """What came back. `status` is 0 where nothing did, and `failure` says why. Times are those of `time.monotonic`; `sent_at` 0: never.
+
+    `port` is this end of the connection, 0 where there was none.
+    """
 
     status: int = 0
     failure: Failure = ""
+    asked_at: float = 0.0
     sent_at: float = 0.0
     done_at: float = 0.0
+    port: int = 0
     body_bytes: int = 0
     body: bytes = b""
     headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -51,10 +56,11 @@ def precise_loop() -> asyncio.AbstractEventLoop:
 
 
 class Client:
-    """Sends ready payloads over at most `max_connections`; where none is free, they wait here in order.
+    """Sends ready payloads over at most `max_connections`, `depth` in flight on each; where there is no room, they wait in order.
 
-    `done` is called exactly once for each `send`, from the loop. A request that is not answered `timeout_seconds`
-    after `send` fails with `timeout`, whether it went out or not. `keep_bodies` keeps each reply's body.
+    `done` is called exactly once for each `send`, from the loop. A request that is not answered `timeout_seconds` after `send`
+    fails with `timeout`, whether it went out or not. `keep_bodies` keeps each reply's body; without `keep_alive`, every request
+    has a connection of its own.
     """
 
     def __init__(
@@ -63,18 +69,20 @@ class Client:
         port: int,
         *,
         max_connections: int = 512,
+        depth: int = 1,
         timeout_seconds: float = 10.0,
         keep_bodies: bool = False,
+        keep_alive: bool = True,
     ) -> None:
         if not 1 <= max_connections <= MAX_CONNECTIONS:
             raise ValueError(f"max_connections must lie in 1 … {MAX_CONNECTIONS}")
         self.host, self.port = host, port
-        self.max_connections = max_connections
+        self.max_connections, self.depth = max_connections, depth
         self.timeout_seconds = timeout_seconds
-        self.keep_bodies = keep_bodies
+        self.keep_bodies, self.keep_alive = keep_bodies, keep_alive
         self.opened = 0
         self._loop = asyncio.get_running_loop()
-        self._idle: list[_Connection] = []
+        self._free: list[_Connection] = []  # with room for one more
         self._all: set[_Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._waiting: deque[_Pending] = deque()
@@ -89,18 +97,15 @@ class Client:
     def send(self, payload: bytes, done: Callable[[Reply], None]) -> None:
         """Send now, or as soon as a connection is free."""
         now = self._loop.time()
-        pending = _Pending(payload, done, now + self.timeout_seconds, Reply())
+        pending = _Pending(payload, done, now + self.timeout_seconds, Reply(asked_at=now))
         self._in_flight.append(pending)
-        connection = self._take_idle(now)
+        connection = self._take_free(now)
         if connection is not None:
             connection.start(pending)
-        elif len(self._all) + len(self._connecting) < self.max_connections:
-            self._waiting.append(pending)
-            task = self._loop.create_task(self._connect())
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
-        else:
-            self._waiting.append(pending)
+            return
+        self._waiting.append(pending)
+        if len(self._all) + len(self._connecting) < self.max_connections:
+            self._open()
 
     async def ask(self, payload: bytes) -> Reply:
         """One request and its reply."""
@@ -125,44 +130,48 @@ class Client:
             connection.transport.abort()
         await asyncio.sleep(0)
 
-    def _take_idle(self, now: float) -> _Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.transport.is_closing() and now - connection.idle_since < IDLE_SECONDS:
-                return connection
-            connection.transport.close()
-        return None
+    def _open(self) -> None:
+        task = self._loop.create_task(self._connect())
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     async def _connect(self) -> None:
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                _, protocol = await self._loop.create_connection(lambda: _Connection(self), self.host, self.port)
+                _, connection = await self._loop.create_connection(lambda: _Connection(self), self.host, self.port)
         except (OSError, TimeoutError):
             if self._waiting:
                 self._finish(self._waiting.popleft(), "connect")
             return
         self.opened += 1
-        self._all.add(protocol)
-        self._release(protocol)
+        self._all.add(connection)
+        self._release(connection)
+
+    def _take_free(self, now: float) -> _Connection | None:
+        while self._free:
+            connection = self._free.pop()
+            is_fresh = connection.pending or now - connection.idle_since < IDLE_SECONDS
+            if is_fresh and not connection.transport.is_closing():
+                return connection
+            connection.transport.close()
+        return None
 
     def _release(self, connection: _Connection) -> None:
-        """A connection has nothing to do: give it the oldest waiting request, or keep it."""
-        while self._waiting:
+        """A connection has room: give it the oldest waiting requests, and keep it where there is room left."""
+        while self._waiting and connection.has_room:
             pending = self._waiting.popleft()
             if not pending.finished:
                 connection.start(pending)
-                return
         connection.idle_since = self._loop.time()
-        self._idle.append(connection)
+        if connection.has_room and connection not in self._free:
+            self._free.append(connection)
 
     def _lost(self, connection: _Connection) -> None:
         self._all.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
+        if connection in self._free:
+            self._free.remove(connection)
         if self._waiting and not self._connecting:
-            task = self._loop.create_task(self._connect())
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+            self._open()
 
     def _finish(self, pending: _Pending, failure: Failure = "") -> None:
         if pending.finished:
@@ -188,60 +197,74 @@ class Client:
 
 
 class _Connection(asyncio.Protocol):
-    """One socket, one request at a time."""
+    """One socket, its requests in order."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self.idle_since = 0.0
-        self.pending: _Pending | None = None
+        self.pending: deque[_Pending] = deque()
         self._chunks: list[bytes] = []
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may be in flight."""
+        return len(self.pending) < self.client.depth
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.port: int = transport.get_extra_info("sockname")[1]
 
     def start(self, pending: _Pending) -> None:
-        self.pending = pending
+        """Write a request."""
+        if not self.pending:
+            self._parser = httptools.HttpResponseParser(self)
+        self.pending.append(pending)
         pending.connection = self
-        pending.reply.sent_at = self.client._loop.time()
-        self._parser = httptools.HttpResponseParser(self)
+        pending.reply.port, pending.reply.sent_at = self.port, self.client._loop.time()
         self.transport.write(pending.payload)
+        if self.has_room and self.client.depth > 1:
+            self.client._free.append(self)
 
     def data_received(self, data: bytes) -> None:
-        if self.pending is None:
+        if not self.pending:
             self.transport.abort()
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserCallbackError):
-            self._end("protocol")
+            self._fail("protocol")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.pending is not None:
-            self._end("reset")
+        self._fail("reset")
         self.client._lost(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.pending is not None:
-            self.pending.reply.headers[name.lower()] = value
+        if self.pending:
+            self.pending[0].reply.headers[name.lower()] = value
 
     def on_body(self, data: bytes) -> None:
-        if self.pending is not None:
-            self.pending.reply.body_bytes += len(data)
+        if self.pending:
+            self.pending[0].reply.body_bytes += len(data)
             if self.client.keep_bodies:
                 self._chunks.append(data)
 
     def on_message_complete(self) -> None:
-        if self.pending is not None:
-            self.pending.reply.status = self._parser.get_status_code()
-            self.pending.reply.body = b"".join(self._chunks)
-            self._end("")
-
-    def _end(self, failure: Failure) -> None:
-        pending, self.pending = self.pending, None
+        if not self.pending:
+            return
+        pending = self.pending.popleft()
+        pending.reply.status = self._parser.get_status_code()
+        pending.reply.body = b"".join(self._chunks)
         self._chunks = []
-        if pending is not None:
-            self.client._finish(pending, failure)
-        if failure or not self._parser.should_keep_alive():
-            self.transport.abort()
+        is_last = not (self.client.keep_alive and self._parser.should_keep_alive())
+        self.client._finish(pending)
+        if is_last:
+            self._fail("reset")
         elif not self.transport.is_closing():
             self.client._release(self)
+
+    def _fail(self, failure: Failure) -> None:
+        """The connection ends, and whoever waits on it learns so."""
+        pending, self.pending = self.pending, deque()
+        for each in pending:
+            self.client._finish(each, failure)
+        self.transport.abort()

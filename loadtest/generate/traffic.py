@@ -20,29 +20,13 @@ USER_SALT, POST_SALT, AUTHOR_SALT, OWNER_SALT, AGE_SALT = 1, 2, 3, 4, 5
 DAY_SECONDS = 86_400
 
 HISTORY_BANDS_OF_WINDOW = (
-    (0.0, 0.0, 0.05),
-    (0.01, 0.125, 0.25),
-    (0.125, 0.5, 0.30),
-    (0.5, 0.99, 0.20),
-    (1.0, 1.0, 0.20),
-)
-CANDIDATE_SIZES = Sizes(
-    [
-        SizeBand(16, 32, 0.15),
-        SizeBand(64, 64, 0.60),
-        SizeBand(65, 128, 0.17),
-        SizeBand(129, 256, 0.06),
-        SizeBand(257, 512, 0.02),
-    ]
-)
+    (0.0, 0.0, 0.05), (0.01, 0.125, 0.25), (0.125, 0.5, 0.30), (0.5, 0.99, 0.20), (1.0, 1.0, 0.20),
+)  # fmt: skip
+CANDIDATE_BANDS = ((16, 32, 0.15), (64, 64, 0.60), (65, 128, 0.17), (129, 256, 0.06), (257, 512, 0.02))
+CANDIDATE_SIZES = Sizes([SizeBand(*band) for band in CANDIDATE_BANDS])
 ACTION_SHARES = (
-    ("click", 0.45),
-    ("dwell", 0.35),
-    ("favorite", 0.25),
-    ("repost", 0.05),
-    ("reply", 0.05),
-    ("not_interested", 0.02),
-)
+    ("click", 0.45), ("dwell", 0.35), ("favorite", 0.25), ("repost", 0.05), ("reply", 0.05), ("not_interested", 0.02),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,21 +90,20 @@ class RankRequest:
         return orjson.dumps(content | {"k": self.candidates})
 
 
+Columns = dict[str, list[Any]]
+
+
 @dataclass(slots=True)
 class _Person:
-    """A user: an id and the columns of a history, oldest first."""
+    """A user: an id and a history in columns, oldest first."""
 
     user_id: int
-    post_id: list[int]
-    author_id: list[int]
-    actions: list[list[str]]
-    product_surface: list[int]
-    dwell_time: list[float]
+    history: Columns = field(
+        default_factory=lambda: {
+            name: [] for name in ("post_id", "author_id", "actions", "product_surface", "dwell_time")
+        }
+    )
     visits: int = 0
-
-    def columns(self) -> dict[str, list[Any]]:
-        names = ("post_id", "author_id", "actions", "product_surface", "dwell_time")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(slots=True)
@@ -128,7 +111,7 @@ class _Session:
     rank: int
     person: _Person
     pages_left: int
-    shown: set[int]
+    shown: set[int] = field(default_factory=set)
     pages: int = 0
     last: RankRequest | None = None
 
@@ -145,9 +128,8 @@ class Traffic(Iterator[RankRequest]):
         self._users = Zipf(settings.users, settings.user_exponent)
         self._posts = Zipf(settings.posts, settings.post_exponent)
         window = settings.history_window
-        self._history_sizes = (
-            Sizes([SizeBand(window, window, 1.0)]) if settings.full_histories else history_sizes(window)
-        )
+        filled = Sizes([SizeBand(window, window, 1.0)])
+        self._history_sizes = filled if settings.full_histories else history_sizes(window)
         self._candidate_sizes = settings.candidates.clipped(settings.max_candidates)
         self._people: dict[int, _Person] = {}
         self._new_users = 0
@@ -206,7 +188,7 @@ class Traffic(Iterator[RankRequest]):
         if rank not in self._people:
             self._people[rank] = self._person(rank)
         pages = int(self._random.geometric(1 / settings.mean_pages))
-        return _Session(rank, self._people[rank], pages, set())
+        return _Session(rank, self._people[rank], pages)
 
     def _close(self, session: _Session) -> None:
         person = session.person
@@ -216,21 +198,22 @@ class Traffic(Iterator[RankRequest]):
         self._grow(person, int(self._random.poisson(self.settings.events_between_visits)))
 
     def _person(self, rank: int) -> _Person:
-        person = _Person(int(ids_of(np.array([rank]), USER_SALT)[0]), [], [], [], [], [])
+        person = _Person(int(ids_of(np.array([rank]), USER_SALT)[0]))
         self._grow(person, self._history_sizes.draw(self._random))
         return person
 
     def _grow(self, person: _Person, events: int) -> None:
         """Add the newest `events` and forget what no longer fits the window, as a feed service's own store would."""
-        if not events:
-            return
         posts = self._posts.draw(self._random, events)
-        person.post_id += ids_of(posts, POST_SALT).tolist()
-        person.author_id += self._authors(posts)
-        person.product_surface += self._random.integers(0, 4, events).tolist()
-        person.dwell_time += np.round(self._random.exponential(6.0, events), 1).tolist()
-        person.actions += [self._actions() for _ in range(events)]
-        for column in person.columns().values():
+        newest = {
+            "post_id": ids_of(posts, POST_SALT).tolist(),
+            "author_id": self._authors(posts),
+            "product_surface": self._random.integers(0, 4, events).tolist(),
+            "dwell_time": np.round(self._random.exponential(6.0, events), 1).tolist(),
+            "actions": [self._actions() for _ in range(events)],
+        }
+        for name, column in person.history.items():
+            column += newest[name]
             del column[: max(0, len(column) - self.settings.history_window)]
 
     def _actions(self) -> list[str]:
@@ -257,28 +240,26 @@ class Traffic(Iterator[RankRequest]):
         session.shown.update(ranks)
         posts = np.array(ranks, dtype=np.int64)
         ages = (mix(posts, AGE_SALT) % np.uint64(2 * DAY_SECONDS)).astype(np.int64)
-        candidates: dict[str, list[Any]] = {
+        candidates: Columns = {
             "post_id": ids_of(posts, POST_SALT).tolist(),
             "author_id": self._authors(posts),
             "product_surface": self._random.integers(0, 4, count).tolist(),
             "created_at": (settings.start_ts - ages).tolist(),
         }
-        history = session.person.columns()
-        as_objects = self._random.random() < settings.objects_share
-        body = orjson.dumps(
-            {
-                "user_id": str(session.person.user_id),
-                "history": _objects(history) if as_objects else history,
-                "candidates": _objects(candidates) if as_objects else candidates,
-                "impression_ts": settings.start_ts + self.sent // 64,
-            }
-        )
+        history = session.person.history
+        shaped = _objects if self._random.random() < settings.objects_share else dict
+        content = {
+            "user_id": str(session.person.user_id),
+            "history": shaped(history),
+            "candidates": shaped(candidates),
+            "impression_ts": settings.start_ts + self.sent // 64,
+        }
         first: Kind = "return_visit" if session.person.visits else "first_visit"
         kind: Kind = "page" if session.pages else first
         session.pages += 1
         session.pages_left = max(0, session.pages_left - 1)
         self.sent += 1
-        session.last = RankRequest(body, kind, session.person.user_id, count, len(history["post_id"]))
+        session.last = RankRequest(orjson.dumps(content), kind, session.person.user_id, count, len(history["post_id"]))
         return session.last
 
 
@@ -293,6 +274,6 @@ def history_sizes(window: int) -> Sizes:
     return Sizes([SizeBand(round(low * window), round(high * window), share) for low, high, share in bands])
 
 
-def _objects(columns: dict[str, list[Any]]) -> Sequence[dict[str, Any]]:
+def _objects(columns: Columns) -> Sequence[dict[str, Any]]:
     rows = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -12,34 +12,28 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.generate.arrivals import Arrivals, schedule
-from loadtest.generate.generator import ClosedLoop, GeneratorLoad, OpenLoop, measured
+from loadtest.generate.generator import Arrivals, GeneratorLoad, measured, open_loop, schedule
 from loadtest.generate.http_client import Client, precise_loop
 from loadtest.generate.samples import STAGES, Samples
 from loadtest.generate.traffic import RankRequest, Traffic, TrafficSettings
 from loadtest.machine import machine
-from loadtest.measure.figures import Slo, Summary, summarise
+from loadtest.measure.figures import Slo, summarise
 from loadtest.servers.target import MetricsSnapshot, Target, fit_traffic
 
-FORMAT = 1
+FORMAT = 2
 MAX_PAYLOAD_BYTES = 2 * 2**30
-SERVER_QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How to load a server. `clients` > 0 makes a closed loop of that many and ignores `rate_rps` and `arrivals`.
-
-    Warm-up traffic comes from the same stream just before, and none of it is measured.
-    """
+    """How to load a server. Warm-up traffic comes from the same stream just before, and none of it is measured."""
 
     rate_rps: float = 100.0
     seconds: float = 30.0
     warmup_seconds: float = 5.0
     arrivals: Arrivals = "poisson"
-    clients: int = 0
     slo: Slo = field(default_factory=Slo)
     timeout_seconds: float = 10.0
     max_connections: int = 512
@@ -61,7 +55,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The figures of `Summary`, as stored."""
+        """The figures of `summarise`, as stored."""
         summary: dict[str, Any] = self.meta["summary"]
         return summary
 
@@ -109,28 +103,30 @@ class LoadRun:
                 await self._phase(client, settings, settings.warmup_seconds, seed + 1_000_003, "warm-up")
             before = self.target.metrics()
             samples, load = await self._phase(client, settings, settings.seconds, seed, "measure")
-        after = self.target.metrics()
-        seconds = settings.seconds if not settings.clients else float(samples.done.max())
-        summary = summarise(samples, seconds, settings.slo)
-        server = _server_figures(before, after, self.target.path)
-        return Run(samples, self._meta(settings, seed, summary, load, server))
+        server = _server_figures(before, self.target.metrics(), self.target.path)
+        meta = {
+            "format": FORMAT,
+            "kind": "open",
+            "settings": settings.to_dict() | {"seed": seed},
+            "target": self.target.origin,
+            "machine": machine(),
+            "server": {"info": self.info, **server},
+            "generator": asdict(load) | {"is_bottleneck": load.is_bottleneck},
+            "summary": summarise(samples, settings.seconds, settings.slo),
+        }
+        return Run(samples, meta)
 
     async def _phase(
         self, client: Client, settings: RunSettings, seconds: float, seed: int, name: str
     ) -> tuple[Samples, GeneratorLoad]:
-        if settings.clients:
-            guess = int(seconds * max(settings.rate_rps, 100.0) * 4)
-            requests = self._prepare(guess)
-            closed = ClosedLoop(client, self._payloads(settings, requests), settings.clients, seconds)
-            samples, load = await measured(closed, client)
-        else:
-            due = schedule(settings.arrivals, settings.rate_rps, seconds, seed)
-            requests = self._prepare(len(due))
-            opened = OpenLoop(client, self._payloads(settings, requests), due)
-            ticker = asyncio.create_task(self._tick(opened.samples, client, name, seconds, settings.slo))
-            samples, load = await measured(opened, client)
-            ticker.cancel()
-        for row, request in enumerate(requests[: len(samples)]):
+        due = schedule(settings.arrivals, settings.rate_rps, seconds, seed)
+        requests, samples = self._prepare(len(due)), Samples.empty(len(due))
+        headers = {"X-Request-Timeout-Ms": str(settings.deadline_ms)} if settings.deadline_ms else {}
+        payloads = [self.target.request(request.for_path(self.target.path), headers) for request in requests]
+        ticker = asyncio.create_task(self._tick(samples, client, name, seconds, settings.slo))
+        _, load = await measured(open_loop(client, payloads, due, samples=samples), client)
+        ticker.cancel()
+        for row, request in enumerate(requests):
             samples.describe(row, request)
         return samples, load
 
@@ -141,74 +137,44 @@ class LoadRun:
             requests.append(next(self.traffic))
             held += len(requests[-1].body)
             if held > MAX_PAYLOAD_BYTES:
-                raise ValueError(
-                    f"{count} requests need more than {MAX_PAYLOAD_BYTES >> 30} GiB of bodies: shorten the run"
-                )
+                most = f"{MAX_PAYLOAD_BYTES >> 30} GiB of bodies"
+                raise ValueError(f"{count} requests need more than {most}: shorten the run")
         return requests
-
-    def _payloads(self, settings: RunSettings, requests: list[RankRequest]) -> list[bytes]:
-        headers = {"X-Request-Timeout-Ms": str(settings.deadline_ms)} if settings.deadline_ms else {}
-        return [self.target.request(request.for_path(self.target.path), headers) for request in requests]
 
     async def _tick(self, samples: Samples, client: Client, name: str, seconds: float, slo: Slo) -> None:
         """One line a second on what was due in the last one, while it runs."""
         second = 0
         while True:
             await asyncio.sleep(1.0)
-            rows = (samples.due >= second) & (samples.due < second + 1)
+            part = samples[(samples.due >= second) & (samples.due < second + 1)]
             second += 1
-            answered = rows & (samples.status == 200)
-            latency = 1e3 * samples.latency_seconds[answered]
+            latency = 1e3 * part.latency_seconds[part.status == 200]
             p50, p99 = np.percentile(latency, [50, 99]) if len(latency) else (float("nan"), float("nan"))
             self.say(
-                f"{name} {min(second, seconds):3.0f}/{seconds:.0f} s  due {rows.sum():5d}  ok {answered.sum():5d}  "
-                f"good {(rows & slo.good(samples)).sum():5d}  429 {(rows & (samples.status == 429)).sum():4d}  "
+                f"{name} {min(second, seconds):3.0f}/{seconds:.0f} s  due {len(part):5d}  ok {len(latency):5d}  "
+                f"good {slo.good(part).sum():5d}  429 {(part.status == 429).sum():4d}  "
                 f"p50 {p50:7.1f} ms  p99 {p99:7.1f} ms  waiting {client.in_flight:4d}"
             )
 
-    def _meta(
-        self, settings: RunSettings, seed: int, summary: Summary, load: GeneratorLoad, server: dict[str, Any]
-    ) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "kind": "closed" if settings.clients else "open",
-            "settings": settings.to_dict() | {"seed": seed},
-            "target": self.target.origin,
-            "machine": machine(),
-            "server": {"info": self.info, **server},
-            "generator": asdict(load) | {"is_bottleneck": load.is_bottleneck},
-            "summary": summary.to_dict(),
-        }
-
 
 def _server_figures(before: MetricsSnapshot | None, after: MetricsSnapshot | None, route: str) -> dict[str, Any]:
-    """What the server counted during the measured part: latencies in milliseconds, stages, rejections, cache lookups."""
+    """What the server counted during the measured part: requests, mean milliseconds of stages, rejections, cache lookups."""
     if before is None or after is None:
         return {}
     grown = after.since(before)
 
-    def milliseconds(histogram: str, **labels: str) -> dict[str, dict[str, float]]:
-        found = grown.quantiles(histogram, SERVER_QUANTILES, **labels)
-        return {name: {key: 1e3 * value for key, value in figure.items()} for name, figure in found.items()}
+    def mean(histogram: str, **labels: str) -> float | None:
+        count = grown.total(f"{histogram}_count", **labels)
+        return grown.total(f"{histogram}_sum", **labels) / count if count else None
 
-    lookups = grown.values.get("ranker_context_cache_lookups_total", {})
+    def by(label: str, name: str) -> dict[str, float]:
+        return {dict(labels).get(label, ""): value for labels, value in grown.values.get(name, {}).items() if value}
+
+    stages = {stage: mean("ranker_stage_duration_seconds", stage=stage) for stage in (*STAGES, "encode", "search")}
     return {
-        "request_ms": milliseconds("ranker_http_request_duration_seconds", route=route),
-        "stages_ms": {
-            stage: milliseconds("ranker_stage_duration_seconds", stage=stage)
-            for stage in (*STAGES, "collate", "encode", "search")
-        },
         "requests": grown.total("ranker_http_requests_total", route=route),
-        "batch_requests_mean": _mean(grown, "ranker_batch_requests"),
-        "cache_lookups": {dict(labels).get("result", ""): value for labels, value in lookups.items()},
-        "rejected": {
-            dict(labels).get("reason", ""): v
-            for labels, v in grown.values.get("ranker_rejected_total", {}).items()
-            if v
-        },
+        "stages_ms": {stage: 1e3 * seconds for stage, seconds in stages.items() if seconds is not None},
+        "batch_requests_mean": mean("ranker_batch_requests"),
+        "cache_lookups": by("result", "ranker_context_cache_lookups_total"),
+        "rejected": by("reason", "ranker_rejected_total"),
     }
-
-
-def _mean(grown: MetricsSnapshot, histogram: str) -> float | None:
-    count = grown.total(f"{histogram}_count")
-    return grown.total(f"{histogram}_sum") / count if count else None

@@ -5,23 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
-
-import httpx
+from typing import Any, Literal
 
 from loadtest.machine import machine
 from loadtest.measure.runs import LoadRun, Run, RunSettings
-from loadtest.servers.target import Target, get
+from loadtest.servers.target import Target
 
 TrialVerdict = Literal["holds", "breaks", "generator"]
 
 CALM_SECONDS = 10.0
 
 
-class Trial(Protocol):
-    """One measurement at a rate: requests a second → did the objective hold."""
-
-    def __call__(self, rate_rps: float) -> TrialVerdict: ...
+Trial = Callable[[float], TrialVerdict]
+"""One measurement at so many requests a second: did the objective hold?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,6 @@ def search_server(
     for share in plan.curve if found.capacity_rps else ():
         found.trials.append((share * found.capacity_rps, trial(share * found.capacity_rps)))
     return {
-        "format": 1,
         "kind": "search",
         "settings": replace(load.settings, rate_rps=found.capacity_rps).to_dict(),
         "plan": asdict(plan),
@@ -133,12 +128,7 @@ def _calm_down(target: Target) -> None:
     """Wait until the server has worked off what the last trial left behind."""
     deadline = time.monotonic() + CALM_SECONDS
     while time.monotonic() < deadline:
-        try:
-            reply = get(f"{target.origin}/metrics", 1)
-        except httpx.HTTPError:
-            time.sleep(0.2)
-            continue
-        waiting = [line for line in reply.text.splitlines() if line.startswith("ranker_queue_requests ")]
-        if not waiting or float(waiting[0].split()[1]) == 0:
+        seen = target.metrics()
+        if seen is None or not seen.total("ranker_queue_requests"):
             return
         time.sleep(0.1)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from model.batch import collate
 from model.create import EngineOptions, create_engine
@@ -18,11 +18,9 @@ from model.engine import Item
 from model.inputs import Candidates, Context, Scores, age_bucket
 from weights.checkpoint import load_checkpoint
 
-PeerEngine = Literal["dense", "auto"]
 
-
-class HistoryColumns(BaseModel):
-    """History as arrays."""
+class History(BaseModel):
+    """Past events as arrays."""
 
     post_id: list[int] = []
     author_id: list[int] = []
@@ -31,17 +29,7 @@ class HistoryColumns(BaseModel):
     dwell_time: list[float] = []
 
 
-class HistoryItem(BaseModel):
-    """One history event."""
-
-    post_id: int
-    author_id: int
-    actions: list[str] = []
-    product_surface: int = 0
-    dwell_time: float = 0.0
-
-
-class CandidateColumns(BaseModel):
+class Posts(BaseModel):
     """Candidates as arrays."""
 
     post_id: list[int]
@@ -50,21 +38,12 @@ class CandidateColumns(BaseModel):
     created_at: list[int]
 
 
-class Candidate(BaseModel):
-    """One post to score."""
-
-    post_id: int
-    author_id: int
-    product_surface: int = 0
-    created_at: int = 0
-
-
 class RankBody(BaseModel):
-    """The part of the contract that the traffic model uses."""
+    """The part of the contract that the traffic for peers uses: arrays."""
 
     user_id: str
-    history: HistoryColumns | list[HistoryItem] = Field(default_factory=HistoryColumns)
-    candidates: CandidateColumns | list[Candidate]
+    history: History
+    candidates: Posts
     impression_ts: int
 
 
@@ -77,12 +56,10 @@ class PeerModel:
 
     def __init__(self) -> None:
         checkpoint = load_checkpoint(Path(os.environ["PEER_CHECKPOINT"]))
-        self.manifest = checkpoint.manifest
+        self.manifest, self._ranker = checkpoint.manifest, checkpoint.ranker
         self.config = checkpoint.manifest.config
-        self._ranker = checkpoint.ranker
-        self._dtype: Literal["bfloat16", "float32"] = (
-            "bfloat16" if os.environ["PEER_DTYPE"] == "bfloat16" else "float32"
-        )
+        is_half = os.environ["PEER_DTYPE"] == "bfloat16"
+        self._dtype: Literal["bfloat16", "float32"] = "bfloat16" if is_half else "float32"
         self._lock = threading.Lock()
         threads = int(os.environ["PEER_THREADS"])
         torch.set_num_threads(threads)
@@ -97,32 +74,16 @@ class PeerModel:
 
     def features(self, body: RankBody) -> tuple[Context, Candidates]:
         """A request as the model's inputs."""
-        history = body.history
-        if isinstance(history, list):
-            names = HistoryColumns.model_fields
-            history = HistoryColumns(**{name: [getattr(item, name) for item in history] for name in names})
-        candidates = body.candidates
-        if isinstance(candidates, list):
-            names = CandidateColumns.model_fields
-            candidates = CandidateColumns(**{name: [getattr(item, name) for item in candidates] for name in names})
+        history, posts = body.history, body.candidates
         actions = np.zeros((len(history.post_id), self.config.actions), np.float32)
         for row, wanted in enumerate(history.actions):
-            for name in wanted:
-                actions[row, self._columns[name]] = 1.0
-        context = Context(
-            int(body.user_id),
-            np.array(history.post_id, np.uint64),
-            np.array(history.author_id, np.uint64),
-            actions,
-            np.array(history.product_surface, np.int64),
-            np.array(history.dwell_time, np.float32),
-        )
-        return context, Candidates(
-            np.array(candidates.post_id, np.uint64),
-            np.array(candidates.author_id, np.uint64),
-            np.array(candidates.product_surface, np.int64),
-            age_bucket(body.impression_ts, np.array(candidates.created_at, np.int64), self.config),
-        )
+            actions[row, [self._columns[name] for name in wanted]] = 1.0
+        past = [np.array(ids, np.uint64) for ids in (history.post_id, history.author_id)]
+        surfaces, dwell = np.array(history.product_surface, np.int64), np.array(history.dwell_time, np.float32)
+        shown, authors = (np.array(ids, np.uint64) for ids in (posts.post_id, posts.author_id))
+        ages = age_bucket(body.impression_ts, np.array(posts.created_at, np.int64), self.config)
+        candidates = Candidates(shown, authors, np.array(posts.product_surface, np.int64), ages)
+        return Context(int(body.user_id), past[0], past[1], actions, surfaces, dwell), candidates
 
     def score(self, requests: Sequence[tuple[Context, Candidates]]) -> list[Scores]:
         """Scores of a batch, one caller at a time: two forwards at once would only share the same cores."""
@@ -136,11 +97,9 @@ class PeerModel:
     def _dense(self, requests: Sequence[tuple[Context, Candidates]]) -> list[Scores]:
         batch = collate(requests, self.config, "shared")
         logits, continuous = self._ranker(batch, getattr(torch, self._dtype))
-        probabilities = torch.sigmoid(logits)
-        return [
-            Scores(*(tensor[row, : len(candidates)].numpy() for tensor in (logits, probabilities, continuous)))
-            for row, (_, candidates) in enumerate(requests)
-        ]
+        found = (logits, torch.sigmoid(logits), continuous)
+        counts = [len(candidates) for _, candidates in requests]
+        return [Scores(*(tensor[row, :count].numpy() for tensor in found)) for row, count in enumerate(counts)]
 
     def reply(self, posts: Sequence[int], scores: Scores) -> dict[str, Any]:
         """The reply of the contract, less what a stack on its own does not know."""

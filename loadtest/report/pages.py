@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 
-from loadtest.generate.samples import CACHE_RESULTS
+from loadtest.generate.samples import CACHE_RESULTS, Samples
 from loadtest.generate.traffic import KINDS
 from loadtest.measure.figures import percentiles_ms
 from loadtest.measure.runs import Run
@@ -20,10 +20,14 @@ from loadtest.report import plots
 
 TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = ("p50", "p90", "p95", "p99", "p99.9", "max")
+LATE = "the generator itself was late: the server may be quicker than this"
+DETAILS = ("settings", "machine", "server", "generator", "plan")
+
+Rows = Sequence[Sequence[str]]
+"""Cells as text, the names of the columns first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
+class Plot(NamedTuple):
     """A picture with what it shows; `name` becomes `name.png` beside the page."""
 
     name: str
@@ -31,257 +35,166 @@ class Plot:
     caption: str
     png: bytes
 
-    @property
-    def base64(self) -> str:
-        """For a data URL."""
-        return base64.b64encode(self.png).decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Cells as text; the first column is left-aligned."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Everything on a report."""
+    """Everything on a report, but for what `meta` says of the machine, the server and the settings. `tables` by title."""
 
     title: str
-    subtitle: str
     verdict: str
     is_good: bool
-    tiles: Sequence[tuple[str, str]]
-    plots: Sequence[Plot]
-    tables: Sequence[Table]
-    details: Sequence[tuple[str, str]]
-    warnings: Sequence[str] = field(default_factory=tuple)
-
-    def write(self, directory: Path) -> Path:
-        """Write `report.html` and the PNG files; the path of the page."""
-        directory.mkdir(parents=True, exist_ok=True)
-        for plot in self.plots:
-            (directory / f"{plot.name}.png").write_bytes(plot.png)
-        environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
-        path = directory / "report.html"
-        path.write_text(environment.get_template("report.html.j2").render(page=self))
-        return path
+    tables: Mapping[str, Rows]
+    tiles: Mapping[str, str] = field(default_factory=dict)
+    plots: Sequence[Plot] = ()
+    warnings: Sequence[str] = ()
 
 
 def write_report(directory: Path) -> Path:
-    """The report of whatever lies in `directory`. Raises FileNotFoundError without a `run.json`, ValueError for an unknown kind."""
+    """Write `report.html` and the PNG files of whatever lies in `directory`; the path of the page.
+
+    Raises FileNotFoundError without a `run.json`, ValueError for an unknown kind.
+    """
     meta = json.loads((directory / "run.json").read_text())
-    kind = meta.get("kind")
-    if kind in ("open", "closed"):
-        return run_page(Run.load(directory)).write(directory)
     pages = {"search": search_page, "comparison": comparison_page, "peers": peers_page}
-    if kind not in pages:
-        raise ValueError(f"{directory}/run.json is of kind {kind!r}, which no report knows")
-    return pages[kind](meta).write(directory)
+    if meta.get("kind") == "open":
+        page = run_page(Run.load(directory))
+    elif meta.get("kind") in pages:
+        page = pages[meta["kind"]](meta)
+    else:
+        raise ValueError(f"{directory}/run.json is of kind {meta.get('kind')!r}, which no report knows")
+    for plot in page.plots:
+        (directory / f"{plot.name}.png").write_bytes(plot.png)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
+    environment.filters["data_url"] = lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    details = {key: json.dumps(meta[key], indent=1, ensure_ascii=False) for key in DETAILS if key in meta}
+    path = directory / "report.html"
+    path.write_text(environment.get_template("report.html.j2").render(page=page, where=_where(meta), details=details))
+    return path
+
+
+def _where(meta: Mapping[str, Any]) -> str:
+    """Commit, machine, model."""
+    machine, info = meta["machine"], meta.get("server", {}).get("info", {})
+    model = info.get("model") or {}
+    parts = [f"commit {machine['commit']}", machine["cpu"], f"{machine['cores']} cores"]
+    parts += [str(info.get(key, "")) for key in ("device", "dtype")]
+    parts += [f"checkpoint {model.get('name', '?')} {model.get('version', '')}" if model else "", machine["at"]]
+    return " · ".join(part for part in parts if part)
 
 
 def run_page(run: Run) -> Page:
     """One run at one rate."""
-    summary, slo, generator = run.summary, run.slo, run.meta["generator"]
-    latency = summary["latency_ms"]
-    holds = summary["holds_slo"]
-    verdict = f"{100 * summary['good_share']:.2f} % answered within {slo.latency_ms:g} ms: the objective of {100 * slo.share:g} % "
-    tiles = [
-        ("offered / s", _n(summary["offered_rps"])),
-        ("answered / s", _n(summary["answered_rps"])),
-        ("goodput / s", _n(summary["goodput_rps"])),
-        ("candidates / s", _n(summary["candidates_rps"])),
-        *((f"{name}, ms", _n(latency.get(name))) for name in ("p50", "p95", "p99", "p99.9")),
-        ("rejected (429)", str(summary["statuses"].get("429", 0))),
-        ("failures", str(sum(summary["failures"].values()))),
-        ("context cache hits", _percent(summary["cache_hit_share"])),
-        ("generator lag p99, ms", _n(generator["lag_p99_ms"])),
-    ]
+    summary, slo, settings = run.summary, run.slo, run.meta["settings"]
+    holds, generator = summary["holds_slo"], run.meta["generator"]
+    rates = {"offered_rps": "offered / s", "answered_rps": "answered / s", "goodput_rps": "goodput / s"}
+    tiles = {
+        **{title: _n(summary[key]) for key, title in rates.items()},
+        "candidates / s": _n(summary["candidates_rps"]),
+        **{f"{name}, ms": _n(summary["latency_ms"].get(name)) for name in ("p50", "p95", "p99", "p99.9")},
+        "rejected (429)": str(summary["statuses"].get("429", 0)),
+        "failures": str(sum(summary["failures"].values())),
+        "context cache hits": _percent(summary["cache_hit_share"]),
+        "generator lag p99, ms": _n(generator["lag_p99_ms"]),
+    }
+    good = f"{100 * summary['good_share']:.2f} % answered within {slo.latency_ms:g} ms"
     return Page(
-        title=f"Load test, {_how(run)}",
-        subtitle=_subtitle(run.meta),
-        verdict=verdict + ("holds." if holds else "is missed."),
-        is_good=holds,
-        tiles=tiles,
-        plots=_pictures(run),
-        tables=[_by_kind(run), _by_outcome(run)],
-        details=_details(run.meta),
-        warnings=_generator_warning(generator),
+        f"Load test, open loop, {settings['rate_rps']:g} requests / s, {settings['arrivals']} arrivals",
+        f"{good}: the objective of {100 * slo.share:g} % {'holds' if holds else 'is missed'}.",
+        holds,
+        {"Latency by kind of request": _by_kind(run.samples), "Outcomes": _by_outcome(run.samples)},
+        tiles,
+        _pictures(run),
+        [LATE] if generator["is_bottleneck"] else [],
     )
 
 
 def _pictures(run: Run) -> list[Plot]:
-    """What can be drawn: nothing where nothing was answered, no server's side where it has no /metrics."""
+    """What can be drawn: nothing where nothing was answered, no stages where the server names none."""
     if not run.summary["latency_ms"]:
         return []
-    apart = "The two lines part where requests waited before they were sent."
+    each, apart = "Percentiles and rates of each second; log scale.", "They part where requests waited to be sent."
     pictures = [
-        Plot(
-            "over_time", "Over time", "Percentiles and rates of each second; log scale.", plots.latency_over_time(run)
-        ),
+        Plot("over_time", "Over time", each, plots.latency_over_time(run)),
         Plot("distribution", "Distribution", apart, plots.latency_distribution(run)),
     ]
     if not np.isnan(run.samples.stages_ms).all():
         caption = "Stages as the server's Server-Timing header names them."
         pictures.append(Plot("stages", "Where the time goes", caption, plots.stage_breakdown(run)))
-    if run.meta["server"].get("request_ms"):
-        caption = "The server counts from its first byte to its last, in buckets; whiskers are the bucket's edges."
-        pictures.append(Plot("client_server", "Client beside server", caption, plots.client_beside_server(run)))
     return pictures
 
 
 def search_page(meta: Mapping[str, Any]) -> Page:
     """A search for capacity."""
-    slo = meta["settings"]["slo"]
-    capacity = meta["capacity_rps"]
+    slo, capacity = meta["settings"]["slo"], meta["capacity_rps"]
     objective = f"{100 * slo['share']:g} % within {slo['latency_ms']:g} ms"
-    picture = plots.latency_against_rate(meta["trials"], slo["latency_ms"], capacity)
-    rows = []
+    rows = [["trial", "verdict", "offered / s", "goodput / s", *SHOWN, "good", "lag p99, ms"]]
     for number, trial in enumerate(meta["trials"], 1):
         summary = trial["summary"]
         cells = [summary["offered_rps"], summary["goodput_rps"], *(summary["latency_ms"].get(name) for name in SHOWN)]
         share = _percent(summary["good_share"])
         rows.append([str(number), trial["verdict"], *map(_n, cells), share, _n(trial["generator"]["lag_p99_ms"])])
-    warnings = (
-        ["the generator was late in at least one trial: the server may take more"]
-        if meta["limited_by_generator"]
-        else []
-    )
+    picture = plots.latency_against_rate(meta["trials"], slo["latency_ms"], capacity)
     return Page(
-        title="Capacity",
-        subtitle=_subtitle(meta),
-        verdict=f"{_n(capacity)} requests / s, {meta['settings']['arrivals']} arrivals, with {objective} of their due time.",
-        is_good=capacity > 0,
-        tiles=[
-            ("capacity, requests / s", _n(capacity)),
-            ("objective", objective),
-            ("trials", str(len(meta["trials"]))),
-        ],
-        plots=[Plot("rate", "Latency against rate", "Every trial, ordered by rate.", picture)],
-        tables=[
-            Table("Trials", ["trial", "verdict", "offered / s", "goodput / s", *SHOWN, "good", "lag p99, ms"], rows)
-        ],
-        details=_details(meta),
-        warnings=warnings,
+        "Capacity",
+        f"{_n(capacity)} requests / s, {meta['settings']['arrivals']} arrivals, with {objective} of their due time.",
+        capacity > 0,
+        {"Trials": rows},
+        {"capacity, requests / s": _n(capacity), "objective": objective},
+        [Plot("rate", "Latency against rate", "Every trial, ordered by rate.", picture)],
+        [LATE] if meta["limited_by_generator"] else [],
     )
 
 
 def comparison_page(meta: Mapping[str, Any]) -> Page:
     """Two sides, block by block."""
     comparison = meta["comparison"]
-    rows = []
+    rows = [["figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"]]
     for one in comparison["differences"]:
         interval = f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}"
         figures = [_n(one["a"]), _n(one["b"]), f"{one['ratio']:.3f}", interval, f"{one['p']:.4f}"]
         rows.append([one["figure"], *figures, one["verdict"]])
-    verdict = comparison["verdict"]
-    effect = f"differences below {100 * comparison['smallest_effect']:g} % are not judged"
-    caption = "Geometric mean over blocks with its 95 % interval."
+    verdict, least = comparison["verdict"], f"{100 * comparison['smallest_effect']:g} %"
     return Page(
-        title=f"{meta['a']} (A) against {meta['b']} (B)",
-        subtitle=_subtitle(meta),
-        verdict=f"B is {verdict}." if verdict != "no difference shown" else "No difference shown.",
-        is_good=verdict != "worse",
-        tiles=[
-            ("blocks a side", str(comparison["blocks"])),
-            ("design", comparison["design"]),
-            ("smallest effect", effect),
-        ],
-        plots=[Plot("ratios", "B against A", caption, plots.ratios(comparison["differences"]))],
-        tables=[Table("Figures", ["figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"], rows)],
-        details=_details(meta),
+        f"{meta['a']} (A) against {meta['b']} (B)",
+        f"B is {verdict}." if verdict != "no difference shown" else "No difference shown.",
+        verdict != "worse",
+        {"Figures": rows},
+        {"blocks a side": str(comparison["blocks"]), "smallest effect": f"below {least}, nothing is judged"},
         warnings=comparison["warnings"],
     )
 
 
 def peers_page(meta: Mapping[str, Any]) -> Page:
     """The servers of a peer run."""
-    head = [
-        "server",
-        "engine",
-        "requests / s, 32 clients",
-        "spread",
-        "p50, ms",
-        "p99, ms",
-        "p50 alone, ms",
-        "against the first",
-    ]
+    head = ["server", "engine", "requests / s, 32 clients", "spread", "p50, ms", "p99, ms", "p50 alone, ms", "× first"]
     keys = ("throughput_rps", "throughput_spread_rps", "p50_ms", "p99_ms", "single_p50_ms")
     rows = [
         [row["name"], row["engine"], *(_n(row[key]) for key in keys), f"{row['ratio']:.2f}×"] for row in meta["rows"]
     ]
-    return Page(
-        title="Peers",
-        subtitle=_subtitle(meta),
-        verdict=meta["verdict"],
-        is_good=True,
-        tiles=[],
-        plots=[
-            Plot(
-                "peers",
-                "Throughput and latency",
-                "Same traffic, checkpoint, dtype and thread count.",
-                plots.peers(meta["rows"]),
-            )
-        ],
-        tables=[Table("Servers", head, rows)],
-        details=_details(meta),
-    )
+    return Page("Peers", meta["verdict"], True, {"Servers": [head, *rows]})
 
 
-def _by_kind(run: Run) -> Table:
+def _by_kind(samples: Samples) -> Rows:
     """Latency of first visits, later pages, … and of hits and misses of the context cache."""
-    ok = run.samples.where(run.samples.status == 200)
-    groups = [(kind.replace("_", " "), ok.kind == index) for index, kind in enumerate(KINDS)]
-    groups += [(f"context cache {name}", ok.cache == index) for index, name in enumerate(CACHE_RESULTS) if name]
-    rows = []
-    for name, mask in groups:
-        figures = percentiles_ms(ok.latency_seconds[mask])
-        if figures:
-            rows.append([name, str(int(mask.sum())), *(_n(figures[key]) for key in SHOWN)])
-    return Table("Latency by kind of request, ms from the due time", ["kind", "answered", *SHOWN], rows)
+    ok = samples[samples.status == 200]
+    groups = {kind.replace("_", " "): ok[ok.kind == index] for index, kind in enumerate(KINDS)}
+    groups |= {f"context cache {name}": ok[ok.cache == index] for index, name in enumerate(CACHE_RESULTS) if name}
+    return _latencies("kind", groups)
 
 
-def _by_outcome(run: Run) -> Table:
-    samples = run.samples
-    rows = []
-    for status in np.unique(samples.status).tolist():
-        part = samples.where(samples.status == status)
+def _by_outcome(samples: Samples) -> Rows:
+    statuses = np.unique(samples.status).tolist()
+    return _latencies("status", {str(each or "no reply"): samples[samples.status == each] for each in statuses})
+
+
+def _latencies(head: str, groups: Mapping[str, Any]) -> Rows:
+    """A line a group that is not empty, in ms from the due time."""
+    rows = [[head, "requests", *SHOWN]]
+    for name, part in groups.items():
         figures = percentiles_ms(part.latency_seconds)
-        rows.append([str(status) if status else "no reply", str(len(part)), *(_n(figures[key]) for key in SHOWN)])
-    return Table("Outcomes, ms from the due time", ["status", "requests", *SHOWN], rows)
-
-
-def _details(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
-    keys = ("settings", "machine", "server", "generator", "plan")
-    return [(key, json.dumps(meta[key], indent=1, ensure_ascii=False)) for key in keys if key in meta]
-
-
-def _subtitle(meta: Mapping[str, Any]) -> str:
-    machine, info = meta["machine"], meta.get("server", {}).get("info", {})
-    model = info.get("model", {}) if isinstance(info.get("model"), dict) else {}
-    device = " ".join(str(info[key]) for key in ("device", "dtype") if key in info)
-    parts = [f"commit {machine['commit']}", machine["cpu"], f"{machine['cores']} cores", device]
-    parts += [f"checkpoint {model.get('name', '?')} {model.get('version', '')}".strip() if model else "", machine["at"]]
-    return " · ".join(part for part in parts if part)
-
-
-def _how(run: Run) -> str:
-    settings = run.meta["settings"]
-    if settings["clients"]:
-        return f"closed loop of {settings['clients']} clients"
-    return f"open loop, {settings['rate_rps']:g} requests / s, {settings['arrivals']} arrivals"
-
-
-def _generator_warning(generator: Mapping[str, Any]) -> list[str]:
-    return (
-        ["the generator itself was late: these figures are not the server's alone"]
-        if generator["is_bottleneck"]
-        else []
-    )
+        if figures:
+            rows.append([name, str(len(part)), *(_n(figures[key]) for key in SHOWN)])
+    return rows
 
 
 def _n(value: float | None) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.generate.payload import post
@@ -105,32 +104,6 @@ class MetricsSnapshot:
         return sum(
             value for having, value in self.values.get(name, {}).items() if labels.items() <= dict(having).items()
         )
-
-    def quantiles(self, histogram: str, wanted: tuple[float, ...], **labels: str) -> dict[str, dict[str, float]]:
-        """Per quantile the interpolated value and the edges of its bucket, in the histogram's unit; empty without observations."""
-        buckets: dict[float, float] = {}
-        for having, value in self.values.get(f"{histogram}_bucket", {}).items():
-            found = dict(having)
-            if labels.items() <= found.items():
-                edge = float(found["le"])
-                buckets[edge] = buckets.get(edge, 0.0) + value
-        edges = sorted(buckets)
-        if not edges or buckets[edges[-1]] <= 0:
-            return {}
-        cumulative = np.array([buckets[edge] for edge in edges])
-        return {f"p{100 * share:g}": _quantile(edges, cumulative, share) for share in wanted}
-
-
-def _quantile(edges: list[float], cumulative: np.ndarray[Any, np.dtype[np.float64]], share: float) -> dict[str, float]:
-    rank = share * cumulative[-1]
-    index = int(np.searchsorted(cumulative, rank))
-    low = edges[index - 1] if index else 0.0
-    below = float(cumulative[index - 1]) if index else 0.0
-    high = edges[index]
-    if np.isinf(high):  # beyond the last edge nothing better is known
-        return {"value": low, "low": low, "high": low}
-    value = low + (high - low) * (rank - below) / max(1e-12, float(cumulative[index]) - below)
-    return {"value": float(value), "low": low, "high": high}
 
 
 def fit_traffic(settings: TrafficSettings, info: Mapping[str, Any]) -> TrafficSettings:

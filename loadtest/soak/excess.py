@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -18,13 +17,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
-
-from loadtest.generate.payload import rank_body
+from loadtest.generate.payload import rank_request
 from loadtest.machine import ROOT
 from loadtest.matrix import Row
 from loadtest.servers.launch import Server
-from loadtest.soak.oracle import NAMES, admin_settings, swap, two_checkpoints
+from loadtest.soak.clients import ask_all
+from loadtest.soak.oracle import NAMES, admin_settings, fingerprint, swap, two_checkpoints
 from loadtest.soak.servers import real
 from model.config import ModelConfig
 from model.native.build import build_kernel
@@ -37,12 +35,7 @@ GIVEN_UP_SECONDS = 1.0
 PATIENCE_SECONDS = 6.0  # with a load that should have been given up
 MOST_ADDED_MIB = 64.0
 REFUSED = 422
-SPARE_MIB = (
-    2,
-    12,
-    20,
-    45,
-)  # for the threads and the memory of a reload: less than it takes, or less than is left alone
+SPARE_MIB = (2, 12, 20, 45)  # for the threads and the memory of a reload: less than it takes, or than is left alone
 
 
 def write_sparse(path: Path, config: ModelConfig) -> None:
@@ -75,21 +68,15 @@ def endless() -> ModelConfig:
 
 def scores(server: Server) -> bytes:
     """What a request gets now, but for its timings; empty where it gets no scores."""
-    reply = httpx.post(
-        f"{server.url}/rank", content=rank_body(7), headers={"content-type": "application/json"}, timeout=10
-    )
-    return reply.content.partition(b'"timings_ms"')[0] if reply.status_code == 200 else b""
+    [reply] = ask_all(server.port, [rank_request(7)], keep_bodies=True)
+    return fingerprint(reply) if reply.status == 200 else b""
 
 
 def reload(port: object, name: str) -> int:
     """The status of a reload, 409 only where it stays so for `PATIENCE_SECONDS`; 0 without a reply."""
-    seconds, status = PATIENCE_SECONDS, 409
-    until = time.monotonic() + seconds
+    status, until = 409, time.monotonic() + PATIENCE_SECONDS
     while status == 409 and time.monotonic() < until:
-        try:
-            status = asyncio.run(asyncio.wait_for(swap(port, name), seconds))
-        except (TimeoutError, httpx.HTTPError):
-            return 0
+        status = swap(port, name, PATIENCE_SECONDS)
         time.sleep(0.05)
     return status
 
@@ -131,15 +118,8 @@ def checkpoints(runs: int, **settings: object) -> Row:
                 time.sleep(0.3)
                 right.append(end(server))
                 failed += not all(right)
-    return Row(
-        "F9",
-        "checkpoints that ask for too much: 422, then others load, SIGTERM: 0",
-        runs,
-        failed,
-        added,
-        MOST_ADDED_MIB,
-        "MiB added",
-    )
+    what = "checkpoints that ask for too much: 422, then others load, SIGTERM: 0"
+    return Row("F9", what, runs, failed, added, MOST_ADDED_MIB, "MiB added")
 
 
 def starved_reloads(runs: int, spare_mib: tuple[int, ...] = SPARE_MIB) -> Row:
@@ -157,15 +137,8 @@ def starved_reloads(runs: int, spare_mib: tuple[int, ...] = SPARE_MIB) -> Row:
                 after = scores(server)
                 right = after == before if status == REFUSED else status == 200 and after not in (before, b"")
                 failed += not (right and end(server))
-    return Row(
-        "F10",
-        f"a reload with {spare_mib[0]} to {spare_mib[-1]} MiB of addresses left: the old one serves, SIGTERM: 0",
-        tried,
-        failed,
-        failed,
-        0,
-        "failed",
-    )
+    what = f"a reload with {spare_mib[0]} to {spare_mib[-1]} MiB of addresses left: the old one serves, SIGTERM: 0"
+    return Row("F10", what, tried, failed, failed, 0, "failed")
 
 
 KERNEL_FAULTS: dict[str, Callable[[Path], object]] = {
@@ -185,19 +158,12 @@ def kernels(faults: tuple[str, ...] = tuple(KERNEL_FAULTS)) -> Row:
             KERNEL_FAULTS[fault](library)
             place = "/proc/no-home" if fault == "unwritable" else str(home)
             with real(environment={"OMP_NUM_THREADS": "1", "HOME": place}) as server:
-                info = httpx.get(f"{server.url}/info", timeout=10).json()
+                info = server.target.info()
                 right = info["backend"] == "native" and "kernel_file" in info["engine"] and scores(server) != b""
                 failed += not (right and end(server))
             _replace(library, whole)
-    return Row(
-        "F11",
-        f"a kernel file that is {', '.join(faults)}: built anew, SIGTERM: 0",
-        len(faults),
-        failed,
-        failed,
-        0,
-        "failed",
-    )
+    what = f"a kernel file that is {', '.join(faults)}: built anew, SIGTERM: 0"
+    return Row("F11", what, len(faults), failed, failed, 0, "failed")
 
 
 def excess(runs: int) -> list[Row]:

@@ -1,21 +1,16 @@
-"""B10, B11: hostile clients by the hundred, one kind or all at once: what others feel, what memory is taken, how SIGTERM ends.
-
-`python -m loadtest.soak.hostile` draws memory and latency while all of them run.
-"""
+"""B10, B11: hostile clients by the hundred, one kind or all at once: what others feel, what memory is taken, how SIGTERM ends."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import numpy as np
@@ -24,23 +19,22 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import StreamEnded, StreamReset
 
-from loadtest.generate.http_client import Client
+from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server, free_port
+from loadtest.soak.clients import Callers
 from loadtest.soak.leak import usage
 from loadtest.soak.servers import fake
 
+START_SECONDS = 60.0  # on a busy machine a process takes some to import what it needs
 HOLD_SECONDS = 9.0  # longer than any client that does not read is left alone
-PLOT = Path("docs/images/hostile.png")
 MIB = 2**20
 P50_LIMIT = 2.0
-END_SECONDS = (
-    12.0  # a body that stalls is refused, a reply that is not read is given up, what comes after it is thrown away
-)
+END_SECONDS = 12.0  # a body that stalls is refused, a reply that is not read is given up, what follows is thrown away
 CALLS = 50  # on each connection
 MESSAGE_BYTES = 950_000
-HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+HEAD = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
 
 
 def _columns(count: int) -> dict[str, list[int]]:
@@ -56,8 +50,8 @@ def dear_body() -> bytes:
     )
 
 
-BATCH = post("x", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 30))
-DEAR = post("x", "/rank", dear_body())
+BATCH = post("localhost", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 30))
+DEAR = post("localhost", "/rank", dear_body())
 CALL_HEADERS = [
     (":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer"), (":authority", "x"),
     ("content-type", "application/grpc"), ("te", "trailers"),
@@ -129,8 +123,8 @@ HALF_CALLS = "half-sent calls"  # on a port of their own, which no other kind kn
 CONNECTIONS = 8
 
 
-async def _again(act: Act, port: int) -> None:
-    """One client that comes again whenever it is cut off."""
+async def _again(act: Act, port: int, there: Event) -> None:
+    """One client that comes again whenever it is cut off; `there` is set when one is."""
     loop = asyncio.get_running_loop()
     while True:
         with socket.socket() as sock, suppress(OSError):
@@ -138,104 +132,112 @@ async def _again(act: Act, port: int) -> None:
             if act in (_unread, _unread_batch):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await loop.sock_connect(sock, (HOST, port))
+            there.set()
             await act(sock)
         await asyncio.sleep(0.2)
 
 
-def _attack(port: int, kinds: list[str]) -> None:
+def _attack(port: int, kinds: list[str], there: Event) -> None:
     async def main() -> None:
         clients = [(_half_calls, CONNECTIONS) if kind == HALF_CALLS else KINDS[kind] for kind in kinds]
-        await asyncio.gather(*(_again(act, port) for act, number in clients for _ in range(number)))
+        await asyncio.gather(*(_again(act, port, there) for act, number in clients for _ in range(number)))
 
     asyncio.run(main())
 
 
 @contextmanager
 def attacked(port: int, kinds: list[str]) -> Iterator[None]:
-    """These clients, in a process of their own. Raises RuntimeError where they were not there to the end."""
-    clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(port, kinds), daemon=True)
+    """These clients, in a process of their own. Raises RuntimeError where they did not come, or were not there to the end."""
+    context = multiprocessing.get_context("spawn")
+    there = context.Event()
+    clients = context.Process(target=_attack, args=(port, kinds, there), daemon=True)
     clients.start()
     try:
+        is_there = there.wait(START_SECONDS)
         yield
-        if not clients.is_alive():
+        if not (is_there and clients.is_alive()):
             raise RuntimeError(f"the hostile clients ended with code {clients.exitcode}: nothing was attacked")
     finally:
         clients.kill()
         clients.join()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Seen:
-    """What a well-behaved client and the system saw: seconds since the start, and then seconds, bytes or a status."""
+    """What a well-behaved client and the system saw, in peace and then under attack; `most`: the stated most of memory, in bytes."""
 
-    began: float = field(default_factory=time.monotonic)
-    latencies: list[tuple[float, float]] = field(default_factory=list)
-    resident: list[tuple[float, int]] = field(default_factory=list)
-    failed: int = 0  # neither answered nor told to come back
+    peace: list[Reply]
+    attack: list[Reply]
+    resident: list[int]
+    most: dict[str, int]
 
-    def percentile(self, share: float, after: float = 0.0, before: float = np.inf) -> float:
-        """Of the latencies between two moments, in seconds; NaN where there are none."""
-        found = [took for when, took in self.latencies if after <= when < before]
-        return float(np.percentile(found, share)) if found else float("nan")
+    @property
+    def tried(self) -> int:
+        """Requests in all."""
+        return len(self.peace) + len(self.attack)
+
+    @property
+    def failed(self) -> int:
+        """Neither answered nor told to come back."""
+        return sum(reply.status not in (200, 429) for reply in self.peace + self.attack)
+
+    def row(self, what: str, limit: str) -> Row:
+        """Memory under attack beyond that before it, at its most."""
+        grown = max(self.resident) - self.resident[0]
+        return Row(
+            "B11",
+            f"{what}: memory beyond that before",
+            self.tried,
+            self.failed,
+            grown / MIB,
+            self.most[limit] / MIB,
+            "MiB",
+        )
 
 
-async def watch(server: Server, seconds: float, seen: Seen) -> None:
-    """One request after the other, and the memory of the process beside them."""
-    until = time.monotonic() + seconds
-    async with Client(HOST, server.port, max_connections=4, timeout_seconds=5) as client:
-        while (now := time.monotonic()) < until:
-            reply = await client.ask(rank_request(len(seen.latencies) + 1))
-            seen.failed += reply.status not in (200, 429)
-            seen.latencies.append((now - seen.began, time.monotonic() - now))
-            if len(seen.latencies) % 20 == 1:
-                seen.resident.append((now - seen.began, usage(server, 0).resident_bytes))
-
-
-def observe(
-    kinds: list[str], seconds: float, *faults: str, port: int = 0, **settings: Any
-) -> tuple[Seen, float, dict[str, int]]:
-    """A third of the time in peace, then under attack: what was seen, when it began, and the stated most of memory in bytes.
-
-    `port`: another one than that for HTTP is attacked.
-    """
-    seen = Seen()
-    with fake("--forward-ms=5", *faults, **settings) as server, asyncio.Runner() as runner:
-        runner.run(watch(server, seconds / 3, seen))
-        most = server.target.info()["memory_bytes"]
+def observe(kinds: list[str], seconds: float, *faults: str, port: int = 0, **settings: Any) -> Seen:
+    """A third of the time in peace, then under attack. `port`: another one than that for HTTP is attacked."""
+    with fake("--forward-ms=5", *faults, **settings) as server:
+        peace, resident = _watched(server, seconds / 3)
         with attacked(port or server.port, kinds):
-            runner.run(asyncio.sleep(1.0))  # until they are there
-            began = time.monotonic() - seen.began
-            runner.run(watch(server, seconds * 2 / 3, seen))
-    return seen, began, most
+            time.sleep(1.0)  # until all are
+            attack, more = _watched(server, seconds * 2 / 3)
+        return Seen(peace, attack, resident[-1:] + more, server.target.info()["memory_bytes"])
 
 
-def growth(seen: Seen, began: float) -> int:
-    """Bytes of memory under attack beyond those before it, at their most."""
-    before = [count for when, count in seen.resident if when < began]
-    return max(count for _, count in seen.resident) - before[-1]
+def _watched(server: Server, seconds: float) -> tuple[list[Reply], list[int]]:
+    """One client, and the memory of the process beside it."""
+    resident, until = [], time.monotonic() + seconds
+    with Callers(server.port, 1, timeout_seconds=5) as callers:
+        while time.monotonic() < until:
+            resident.append(usage(server).resident_bytes)
+            time.sleep(0.1)
+    return callers.replies, resident
 
 
 def dear(seconds: float, *faults: str, percent: int = 50) -> Row:
     """B10: one connection with bodies that are dear to read, back to back."""
-    seen, began, _ = observe(["dear bodies"], seconds, *faults)
-    ratio = seen.percentile(percent, after=began) / seen.percentile(percent, before=began - 1.0)
+    seen = observe(["dear bodies"], seconds, *faults)
+    peace, attack = (
+        np.percentile([reply.done_at - reply.asked_at for reply in replies], percent)
+        for replies in (seen.peace, seen.attack)
+    )
     what = f"one connection with bodies dear to read: p{percent} of others"
-    return Row("B10", what, len(seen.latencies), seen.failed, ratio, P50_LIMIT, "× without it")
+    return Row("B10", what, seen.tried, seen.failed, float(attack / peace), P50_LIMIT, "× without it")
 
 
 def memory(seconds: float, *faults: str, **settings: Any) -> Row:
     """B11: every kind at once, by the hundred."""
-    seen, began, most = observe(list(KINDS), seconds, *faults, **settings)
-    what = f"{sum(number for _, number in KINDS.values())} hostile clients of every kind at once: memory beyond that before"
-    return Row("B11", what, len(seen.latencies), seen.failed, growth(seen, began) / MIB, most["total"] / MIB, "MiB")
+    clients = sum(number for _, number in KINDS.values())
+    seen = observe(list(KINDS), seconds, *faults, **settings)
+    return seen.row(f"{clients} hostile clients of every kind at once", "total")
 
 
 def calls(seconds: float, **settings: Any) -> Row:
     """B11: calls over gRPC by the hundred."""
     port = free_port()
-    seen, began, most = observe([HALF_CALLS], seconds, port=port, grpc__port=port, **settings)
-    what = f"{CONNECTIONS * CALLS} half-sent calls over gRPC: memory beyond that before"
-    return Row("B11", what, len(seen.latencies), seen.failed, growth(seen, began) / MIB, most["grpc"] / MIB, "MiB")
+    seen = observe([HALF_CALLS], seconds, port=port, grpc__port=port, **settings)
+    return seen.row(f"{CONNECTIONS * CALLS} half-sent calls over gRPC", "grpc")
 
 
 def terminations(kinds: list[str]) -> Row:
@@ -251,48 +253,3 @@ def terminations(kinds: list[str]) -> Row:
     return Row(
         "B11", f"SIGTERM under each: {', '.join(kinds)}", len(kinds), failed, slowest, END_SECONDS, "s until exit 0"
     )
-
-
-def plot(seen: Seen, began: float, most: int, path: Path) -> None:
-    """Memory above, latency of well-behaved callers below; the attack begins at the dotted line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
-    above.plot(*zip(*((when, count / MIB) for when, count in seen.resident), strict=True))
-    above.axhline(seen.resident[0][1] / MIB + most / MIB, linestyle="--", color="grey", label="stated most")
-    above.set_ylim(bottom=0)
-    above.set_ylabel("resident MiB")
-    above.legend()
-    starts = np.arange(0.0, seen.latencies[-1][0] - 1, 1.0)
-    for share in (50, 99):
-        below.plot(starts, [1e3 * seen.percentile(share, start, start + 2) for start in starts], label=f"p{share}")
-    below.set_ylim(bottom=0)
-    below.set_xlabel("s")
-    below.set_ylabel("ms")
-    below.legend()
-    for axes in (above, below):
-        axes.axvline(began, linestyle=":", color="black")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--out", type=Path, default=PLOT)
-    options = parser.parse_args()
-    seen, began, most = observe(list(KINDS), options.seconds)
-    plot(seen, began, most["total"], options.out)
-    figures = {
-        "memory_growth_mib": growth(seen, began) / MIB, "stated_most_mib": most["total"] / MIB, "failed": seen.failed,
-        "p50_ms": [1e3 * seen.percentile(50, before=began), 1e3 * seen.percentile(50, after=began)],
-        "p99_ms": [1e3 * seen.percentile(99, before=began), 1e3 * seen.percentile(99, after=began)], "plot": str(options.out),
-    }  # fmt: skip
-    print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()

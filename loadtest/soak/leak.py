@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ import numpy as np
 
 from loadtest.matrix import Row
 from loadtest.servers.launch import Server
-from loadtest.soak.oracle import NAMES, Checked, admin_settings, oracles, requests, swap, two_checkpoints
+from loadtest.soak.oracle import NAMES, Checked, admin_settings, learn, oracles, requests, swap, two_checkpoints
 from loadtest.soak.servers import fake, real
-from loadtest.soak.swaps import learn_from
 
 CLIENTS = 8
 SAMPLES = 60
@@ -33,71 +31,53 @@ class Usage:
     threads: int
 
 
-def usage(server: Server, answered: int) -> Usage:
+def usage(server: Server, answered: int = 0) -> Usage:
     """Read from /proc."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    values = dict(line.split(":", 1) for line in status.splitlines())
-    return Usage(
-        answered,
-        int(values["VmRSS"].split()[0]) * 1024,
-        len(os.listdir(f"/proc/{server.process.pid}/fd")),
-        int(values["Threads"]),
-    )
+    place = Path(f"/proc/{server.process.pid}")
+    values = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+    resident = int(values["VmRSS"].split()[0]) * 1024
+    return Usage(answered, resident, len(os.listdir(place / "fd")), int(values["Threads"]))
 
 
 def leak(seconds: float, *faults: str) -> Row:
     """Resident memory a request, around the fake engine; `--leak-bytes=1024` among the faults must turn it red."""
-    with fake(*faults, queue__max_wait_seconds=5) as server, asyncio.Runner() as runner:
-        payloads = requests(30)
-        traffic = Checked(runner.run(learn_from(server, payloads)), payloads)
-        seen = runner.run(_watched(traffic, server, seconds))
-    return _row("L4", "requests", seen, traffic)
+    with fake(*faults, queue__max_wait_seconds=5) as server:
+        callers = Checked(learn(server, requests(30)), server.port, CLIENTS)
+        return _watched("requests", callers, server, seconds)
 
 
 def reload_leak(seconds: float, every_seconds: float) -> list[Row]:
     """The real service with a reload every so often; memory is compared between reloads of the second half."""
-    payloads = requests(60)
     with two_checkpoints() as root:
-        known = oracles(root, payloads)
+        known = oracles(root, requests(60))
         settings = {**admin_settings(root), "cache__bytes": CACHE_BYTES, "queue__max_wait_seconds": 5}
-        with real(**settings) as server, asyncio.Runner() as runner:
-            traffic = Checked(known, payloads, cancel_share=0.02)
-            seen = runner.run(_watched(traffic, server, seconds, settings["admin__port"], every_seconds))
+        with real(**settings) as server:
+            callers = Checked(known, server.port, CLIENTS, vanishing=0.02)
+            what = f"requests, a reload every {every_seconds:.0f} s"
+            row = _watched(what, callers, server, seconds, settings["admin__port"], every_seconds)
             cache = server.metric("ranker_context_cache_bytes")
-    over = Row("L4", "context cache within its budget", 1, 0, cache / 2**20, CACHE_BYTES / 2**20, "MiB")
-    return [_row("L4", f"requests, a reload every {every_seconds:.0f} s", seen, traffic), over]
+    return [row, Row("L4", "context cache within its budget", 1, 0, cache / 2**20, CACHE_BYTES / 2**20, "MiB")]
 
 
-async def _watched(
-    traffic: Checked, server: Server, seconds: float, admin: object = None, every_seconds: float = 0.0
-) -> list[Usage]:
-    running = asyncio.create_task(traffic.run(server, CLIENTS))
-    began = reloaded = time.monotonic()
-    seen, turn = [], 0
-    while time.monotonic() < began + seconds:
-        await asyncio.sleep(seconds / SAMPLES)
-        seen.append(usage(server, traffic.answered))
-        if admin is not None and time.monotonic() > reloaded + every_seconds:
-            reloaded, turn = time.monotonic(), turn + 1
-            if await swap(admin, NAMES[turn % len(NAMES)]) != 200:
-                traffic.lost += 1
-    traffic.stop = True
-    await running
-    return seen
-
-
-def _row(name: str, what: str, seen: list[Usage], traffic: Checked) -> Row:
+def _watched(
+    what: str, callers: Checked, server: Server, seconds: float, admin: object = None, every_seconds: float = 0.0
+) -> Row:
     """The slope of memory over requests in the second half, when pools and caches have filled."""
+    seen, turn = [], 0
+    began = reloaded = time.monotonic()
+    with callers:
+        while time.monotonic() < began + seconds:
+            time.sleep(seconds / SAMPLES)
+            seen.append(usage(server, callers.answered))
+            if admin is not None and time.monotonic() > reloaded + every_seconds:
+                reloaded, turn = time.monotonic(), turn + 1
+                callers.lost += swap(admin, NAMES[turn % len(NAMES)]) != 200
     half = seen[len(seen) // 2 :]
     slope = float(np.polyfit([each.answered for each in half], [each.resident_bytes for each in half], 1)[0])
     first, last = half[0], half[-1]
     grown = max(last.descriptors - first.descriptors, last.threads - first.threads)
-    faults = {
-        "crossed": traffic.crossed,
-        "lost": traffic.lost,
-        "more descriptors or threads": grown * (grown > SPREAD_LIMIT),
-    }
+    beyond = grown if grown > SPREAD_LIMIT else 0
+    faults = {"crossed": callers.crossed, "lost": callers.lost, "more descriptors or threads": beyond}
     what += "".join(f", {count} {fault}" for fault, count in faults.items() if count)
-    return Row(
-        name, what, traffic.answered, sum(faults.values()), slope, BYTES_PER_REQUEST_LIMIT, "resident bytes a request"
-    )
+    failed = sum(faults.values())
+    return Row("L4", what, callers.answered, failed, slope, BYTES_PER_REQUEST_LIMIT, "resident bytes a request")

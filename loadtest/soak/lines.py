@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import tempfile
@@ -10,9 +9,8 @@ import time
 from collections.abc import Sequence
 from string import ascii_letters, digits
 
-from loadtest.generate.http_client import Client, Reply
 from loadtest.matrix import Row
-from loadtest.servers.launch import HOST
+from loadtest.soak.clients import Callers
 from loadtest.soak.servers import fake
 
 SECRET = 700_000_000_000_000_007  # an id of every history
@@ -37,10 +35,12 @@ def lines(seconds: float, style: str = "json") -> Row:
     """Asks until the time is over, then reads the log. The figure is the longest line. `style` "console" must turn it red."""
     settings = {"logs__level": "info", "logs__format": style, "logs__success_sample": 1, "queue__max_wait_seconds": 10}
     with tempfile.TemporaryFile() as log:
-        with fake(log=log, **settings) as server:
-            named, strangers = asyncio.run(_ask(server.port, seconds))
+        with fake(log=log, **settings) as server, Callers(server.port, IN_FLIGHT, call) as callers:
+            time.sleep(seconds)
         log.seek(0)
         written = log.read().decode("utf-8", "replace").split("\n")[:-1]
+    named = sum(b"x-request-id" in reply.headers for reply in callers.replies)  # by the application
+    strangers = len(callers.replies) - named
     faults = [fault for line in written if (fault := complaint(line))]
     requests = sum('"event":"request"' in (bare := line.replace(" ", "")) and "/readyz" not in bare for line in written)
     failed = len(faults) + abs(requests - named)
@@ -76,7 +76,7 @@ def call(draw: random.Random) -> bytes:
     odd = HEADER if draw.random() < 0.9 else REFUSED
     head = f"X-Request-ID: {evil(odd)}\r\nUser-Agent: {evil(odd)}\r\ntraceparent: {evil(odd)}\r\n".encode()
     if draw.random() < 0.4:
-        return f"GET /{evil(PATH)}?{evil(PATH)} HTTP/1.1\r\nHost: x\r\n".encode() + head + b"\r\n"
+        return f"GET /{evil(PATH)}?{evil(PATH)} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n"
     body = {
         "user_id": draw.choice(("1", evil(BODY))),
         "history": {"post_id": [str(SECRET)], "author_id": [SECRET]},
@@ -87,21 +87,5 @@ def call(draw: random.Random) -> bytes:
     if draw.random() < 0.3:
         body[evil(BODY)] = {evil(BODY): SECRET}
     content = json.dumps(body).encode()
-    start = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    start = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return start + head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
-
-
-async def _ask(port: int, seconds: float) -> tuple[int, int]:
-    """How many replies the application gave, and how many requests were refused before it."""
-    async with Client(HOST, port, max_connections=IN_FLIGHT) as client:
-        replies: list[Reply] = []
-        until = time.monotonic() + seconds
-
-        async def one(seed: int) -> None:
-            draw = random.Random(seed)
-            while time.monotonic() < until:
-                replies.append(await client.ask(call(draw)))
-
-        await asyncio.gather(*(one(seed) for seed in range(IN_FLIGHT)))
-    named = sum(b"x-request-id" in reply.headers for reply in replies)
-    return named, len(replies) - named

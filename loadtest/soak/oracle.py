@@ -1,23 +1,24 @@
-"""Expected replies, from a server without cache or batching, and closed-loop traffic that is checked against them."""
+"""Expected replies, from a server without cache or batching, and callers whose replies are held against them."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from loadtest.generate.http_client import Client, Reply
+from loadtest.generate.http_client import Reply
 from loadtest.generate.payload import rank_request
 from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, Server, free_port
+from loadtest.soak.clients import Callers, ask_all
 from loadtest.soak.servers import real
 from weights.checkpoint import load_manifest
 from weights.format.manifest import MANIFEST_NAME
@@ -26,10 +27,11 @@ from weights.synthetic.small_checkpoint import write_small_checkpoint
 NAMES = ("v0", "v1")
 TOKEN = "soak"
 
-Fingerprint = bytes
+Known = Mapping[str, Mapping[bytes, bytes]]
+"""By version and request, the fingerprint of the reply."""
 
 
-def fingerprint(reply: Reply) -> Fingerprint:
+def fingerprint(reply: Reply) -> bytes:
     """Names the part of a reply that must be the same bits each time: everything but the timings."""
     scored, _, _ = reply.body.partition(b'"timings_ms"')
     return hashlib.blake2b(scored, digest_size=16).digest()
@@ -70,63 +72,50 @@ def admin_settings(root: Path) -> dict[str, object]:
     return {"checkpoint": root / NAMES[0], "admin__port": free_port(), "admin__token_sha256": digest}
 
 
-async def swap(port: object, name: str) -> int:
-    """Ask the admin port for another checkpoint; returns the status."""
-    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
-        reply = await client.post(f"http://{HOST}:{port}/admin/reload", json={"checkpoint": name})
-        return reply.status_code
+def swap(port: object, name: str, seconds: float = 60.0) -> int:
+    """Ask the admin port for another checkpoint; its status, 0 without a reply in time."""
+    url, headers = f"http://{HOST}:{port}/admin/reload", {"Authorization": f"Bearer {TOKEN}"}
+    try:
+        return httpx.post(url, json={"checkpoint": name}, headers=headers, timeout=seconds).status_code
+    except httpx.HTTPError:
+        return 0
 
 
-async def learn(server: Server, payloads: list[bytes]) -> tuple[str, list[Fingerprint]]:
-    """The version that a server names, and the fingerprint of each payload's reply when it is asked alone."""
-    async with Client(HOST, server.port, max_connections=1, keep_bodies=True) as client:
-        replies = [await client.ask(each) for each in payloads]
+def learn(server: Server, payloads: Sequence[bytes]) -> Known:
+    """What a server says to each payload that is asked alone, while nothing else goes on."""
+    replies = ask_all(server.port, payloads, keep_bodies=True, timeout_seconds=60)
     bad = [reply.status for reply in replies if reply.status != 200]
     if bad:
         raise RuntimeError(f"the oracle answered {bad[0]}")
-    return replies[0].headers[b"x-model-version"].decode(), [fingerprint(reply) for reply in replies]
+    prints = {payload: fingerprint(reply) for payload, reply in zip(payloads, replies, strict=True)}
+    return {replies[0].headers[b"x-model-version"].decode(): prints}
 
 
-def oracles(root: Path, payloads: list[bytes]) -> dict[str, list[Fingerprint]]:
-    """Version → expected fingerprint of each payload, from servers of their own without cache, batching and swaps."""
-    known = {}
+def oracles(root: Path, payloads: Sequence[bytes]) -> Known:
+    """Of both checkpoints, from servers of their own without cache, batching and swaps."""
+    known: dict[str, Mapping[bytes, bytes]] = {}
     for name in NAMES:
         with real(checkpoint=root / name, cache__bytes=0, batching__enabled="false") as server:
-            version, expected = asyncio.run(learn(server, payloads))
-            known[version] = expected
+            known |= learn(server, payloads)
     return known
 
 
-@dataclass
-class Checked:
-    """Closed-loop traffic, each reply held against the oracle. `crossed` counts replies that belong to another request."""
+class Checked(Callers):
+    """They ask what the oracle knows. `crossed` counts replies that belong to another request; `versions` answered so often."""
 
-    known: Mapping[str, list[Fingerprint]]
-    payloads: list[bytes]
-    cancel_share: float = 0.0
-    answered: int = 0
-    refused: int = 0
-    cancelled: int = 0
-    crossed: int = 0
-    lost: int = 0
-    versions: dict[str, int] = field(default_factory=dict)
-    stop: bool = False
+    def __init__(self, known: Known, port: int, clients: int, **options: Any) -> None:
+        payloads = list(next(iter(known.values())))
 
-    async def run(self, server: Server, clients: int) -> None:
-        """Ask at random until `stop` is set."""
-        async with Client(HOST, server.port, max_connections=clients, keep_bodies=True, timeout_seconds=20) as client:
-            await asyncio.gather(*(self._ask_on(client, server.port, random.Random(seed)) for seed in range(clients)))
+        def payload(draw: random.Random) -> bytes:
+            return draw.choice(payloads)
 
-    async def _ask_on(self, client: Client, port: int, draw: random.Random) -> None:
-        while not self.stop:
-            row = draw.randrange(len(self.payloads))
-            if draw.random() < self.cancel_share:
-                await vanish(port, self.payloads[row], draw.random() * 0.01)
-                self.cancelled += 1
-            else:
-                self._check(row, await client.ask(self.payloads[row]))
+        super().__init__(port, clients, payload, keep_bodies=True, timeout_seconds=20, **options)
+        self.known = known
+        self.answered = self.refused = self.crossed = self.lost = 0
+        self.versions: Counter[str] = Counter()
 
-    def _check(self, row: int, reply: Reply) -> None:
+    def note(self, payload: bytes, reply: Reply) -> None:
+        """Hold it against the oracle; nothing is kept, for memory is watched meanwhile."""
         if reply.status in (429, 503):
             self.refused += 1
         elif reply.status != 200:
@@ -134,16 +123,5 @@ class Checked:
         else:
             version = reply.headers[b"x-model-version"].decode()
             self.answered += 1
-            self.versions[version] = self.versions.get(version, 0) + 1
-            self.crossed += self.known[version][row] != fingerprint(reply)
-
-
-async def vanish(port: int, request: bytes, after_seconds: float) -> None:
-    """Send a request and go away without waiting for the reply."""
-    try:
-        _, writer = await asyncio.open_connection(HOST, port)
-    except OSError:
-        return
-    writer.write(request)
-    await asyncio.sleep(after_seconds)
-    writer.transport.abort()
+            self.versions[version] += 1
+            self.crossed += self.known[version][payload] != fingerprint(reply)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loadtest.generate import wrk
-from loadtest.generate.arrivals import schedule
-from loadtest.generate.generator import OpenLoop, closed_samples
+from loadtest.generate.generator import closed_samples, open_loop, schedule
 from loadtest.generate.http_client import Client, precise_loop
 from loadtest.generate.payload import rank_request
 from loadtest.generate.samples import Samples
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
+from loadtest.soak.clients import ask_all
 from loadtest.soak.servers import fake
 
 FORWARD_SECONDS = 0.1  # long enough that the generator and the event loop are not what is measured
@@ -24,13 +26,13 @@ BATCH = 4  # requests a forward
 CANDIDATES = 16
 CAPACITY_RPS = BATCH / FORWARD_SECONDS
 ENGINE = (f"--forward-ms={FORWARD_SECONDS * 1e3}",)
-SETTINGS = {
+SETTINGS: dict[str, object] = {
     "batching__max_candidates": BATCH * CANDIDATES,
     "batching__chunk_candidates": BATCH * CANDIDATES,
     "queue__max_wait_seconds": 0.7 * FORWARD_SECONDS,  # a newcomer joins the next forward or is refused
     "queue__max_candidates": 16 * BATCH * CANDIDATES,
 }
-REJECTION_LIMIT_SECONDS = 0.020
+REJECTION_LIMIT_MS = 20.0
 STRETCH_LIMIT = 2.0
 GOODPUT_LIMIT = 0.95
 RECOVERY_SECONDS = 5.0
@@ -41,70 +43,63 @@ FEW, MANY = 32, 256  # impatient callers
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one offered load did: requests and replies a second, seconds at the 99th percentile."""
+    """What one offered load did: replies 200 a second, seconds at the 99th percentile."""
 
-    multiple: float
-    offered_rps: float
     goodput_rps: float
-    refused_rps: float
     admitted_p99: float
     rejected_p99: float
     tried: int
     broken: int  # neither 200 nor 429 with Retry-After
 
-
-async def offer(server: Server, multiple: float, seconds: float, seed: int = 1) -> Load:
-    """Poisson arrivals at a multiple of the capacity."""
-    async with Client(HOST, server.port, max_connections=256, timeout_seconds=10) as client:
-        due = schedule("poisson", multiple * CAPACITY_RPS, seconds, seed)
-        samples = await OpenLoop(client, [rank_request(row + 1, CANDIDATES) for row in range(len(due))], due).run()
-    return _load(multiple, samples, seconds)
-
-
-def _load(multiple: float, samples: Samples, seconds: float) -> Load:
-    took = samples.service_seconds
-    good = samples.status == 200
-    refused = (samples.status == 429) & samples.retry_after
-    return Load(
-        multiple,
-        len(samples) / seconds,
-        float(good.sum()) / max(seconds, float(samples.done[good].max(initial=0.0))),
-        float(refused.sum()) / seconds,
-        _p99(took[good]),
-        _p99(took[refused]),
-        len(samples),
-        int((~good & ~refused).sum()),
-    )
+    @classmethod
+    def of(cls, samples: Samples, seconds: float) -> Load:
+        """Of samples whose schedule took so long."""
+        good, refused = samples.status == 200, (samples.status == 429) & samples.retry_after
+        took, last = samples.service_seconds, float(samples.done[good].max(initial=0.0))
+        rate = float(good.sum()) / max(seconds, last)
+        return cls(rate, _p99(took[good]), _p99(took[refused]), len(samples), int((~good & ~refused).sum()))
 
 
 def _p99(seconds: NDArray[np.float64]) -> float:
     return float(np.percentile(seconds, 99)) if len(seconds) else 0.0
 
 
-async def unloaded(server: Server, requests: int) -> float:
+def offer(server: Server, multiple: float, seconds: float, seed: int = 1) -> Load:
+    """Poisson arrivals at a multiple of the capacity."""
+
+    async def main() -> Samples:
+        due = schedule("poisson", multiple * CAPACITY_RPS, seconds, seed)
+        async with Client(HOST, server.port, max_connections=256, timeout_seconds=10) as client:
+            return await open_loop(client, [rank_request(row + 1, CANDIDATES) for row in range(len(due))], due)
+
+    with asyncio.Runner(loop_factory=precise_loop) as runner:
+        return Load.of(runner.run(main()), seconds)
+
+
+def unloaded(server: Server, requests: int) -> float:
     """The 99th percentile of requests that come one by one, in seconds."""
-    async with Client(HOST, server.port, max_connections=1) as client:
-        took = []
-        for user in range(1, requests + 1):
-            reply = await client.ask(rank_request(user, CANDIDATES))
-            took.append(reply.done_at - reply.sent_at)
-    return _p99(np.array(took))
+    payloads = [rank_request(user, CANDIDATES) for user in range(1, requests + 1)]
+    replies = ask_all(server.port, payloads, timeout_seconds=60)
+    return _p99(np.array([reply.done_at - reply.sent_at for reply in replies]))
+
+
+def total(loads: Sequence[Load]) -> tuple[int, int]:
+    """How many were tried and broken in all of them."""
+    return sum(load.tried for load in loads), sum(load.broken for load in loads)
 
 
 def overload(seconds: float, settings: dict[str, object] | None = None) -> list[Row]:
     """L1: 1×, 5× and 10× of the capacity."""
-    with fake(*ENGINE, **(settings or SETTINGS)) as server, asyncio.Runner(loop_factory=precise_loop) as runner:
-        alone = runner.run(unloaded(server, max(20, int(seconds / 4 / FORWARD_SECONDS))))
-        loads = [runner.run(offer(server, multiple, seconds / 4)) for multiple in (1, 5, 10)]
-    peak = max(load.goodput_rps for load in loads)
-    tried = sum(load.tried for load in loads)
-    broken = sum(load.broken for load in loads)
+    with fake(*ENGINE, **(settings or SETTINGS)) as server:
+        alone = unloaded(server, max(20, int(seconds / 4 / FORWARD_SECONDS)))
+        loads = [offer(server, multiple, seconds / 4) for multiple in (1, 5, 10)]
+    tried, broken = total(loads)
     stretch = max(load.admitted_p99 for load in loads) / alone
-    least = min(load.goodput_rps for load in loads[1:]) / peak
+    least = min(load.goodput_rps for load in loads[1:]) / max(load.goodput_rps for load in loads)
     slowest = max(load.rejected_p99 for load in loads) * 1e3
     answers = "1×, 5×, 10×: 200, or 429 with Retry-After"
     return [
-        Row("L1", answers, tried, broken, slowest, 1e3 * REJECTION_LIMIT_SECONDS, "ms p99 of refusals"),
+        Row("L1", answers, tried, broken, slowest, REJECTION_LIMIT_MS, "ms p99 of refusals"),
         Row("L1", "latency of the admitted", tried, 0, stretch, STRETCH_LIMIT, "× unloaded p99"),
         Row("L1", "goodput at 5× and 10×", tried, 0, least, GOODPUT_LIMIT, "of peak", at_least=True),
     ]
@@ -144,7 +139,7 @@ async def _persistent(client: Client, due: float, row: int, *, patient: bool) ->
     return reply.status
 
 
-def impatience(seconds: float, rounds: int = 3, **settings: object) -> list[Row]:
+def impatience(seconds: float, rounds: int = 3, **settings: Any) -> list[Row]:
     """L5: callers who send again as soon as they are answered, few and many, around an engine that takes no time.
 
     wrk counts; our own generator, which is slower, adds the latency of the 200s alone.
@@ -154,46 +149,37 @@ def impatience(seconds: float, rounds: int = 3, **settings: object) -> list[Row]
     rates: dict[int, list[float]] = {FEW: [], MANY: []}
     loads: dict[int, list[Load]] = {FEW: [], MANY: []}
     with fake(**settings) as server:
+        address = (HOST, server.port)
         for _ in range(rounds):
             for callers in (FEW, MANY):
                 rates[callers].append(wrk.read(f"{server.url}/rank", [body], callers, each).good_per_s)
-                samples = closed_samples(
-                    (HOST, server.port), requests, clients=callers, seconds=each, warm_up=8 * callers
-                )
-                loads[callers].append(_load(callers / FEW, samples, float(samples.done.max())))
+                samples = closed_samples(address, requests, clients=callers, seconds=each, warm_up=8 * callers)
+                loads[callers].append(Load.of(samples, float(samples.done.max())))
     goodput = float(np.median(np.array(rates[MANY]) / rates[FEW]))
-    p99s = {callers: np.array([load.admitted_p99 for load in found]) for callers, found in loads.items()}
-    tried, broken = (sum(getattr(load, name) for load in loads[FEW] + loads[MANY]) for name in ("tried", "broken"))
+    few, many = (np.array([load.admitted_p99 for load in found]) for found in loads.values())
+    tried, broken = total(loads[FEW] + loads[MANY])
     what = f"200s a second of {MANY} impatient callers"
     return [
         Row("L5", what, tried, broken, goodput, 0.9, f"of those of {FEW}", at_least=True),
-        Row("L5", "p99 of their 200s", tried, 0, float(np.median(p99s[MANY] / p99s[FEW])), 3.0, f"× that of {FEW}"),
+        Row("L5", "p99 of their 200s", tried, 0, float(np.median(many / few)), 3.0, f"× that of {FEW}"),
     ]
 
 
 def deadlines(requests: int, settings: dict[str, object] | None = None) -> Row:
-    """L3: deadlines shorter than the queue. What was answered 504 must not have been computed."""
+    """L3: deadlines shorter than the queue. What was answered 504 must not have been computed.
+
+    Requests come in waves: more at once would overrun the event loop, which then answers 429 to what it has not read.
+    """
     loose = {"batching__max_candidates": CANDIDATES, "batching__chunk_candidates": CANDIDATES}
-    with (
-        fake("--forward-ms=2", **{**loose, "queue__max_wait_seconds": 0, **(settings or {})}) as server,
-        asyncio.Runner() as runner,
-    ):
-        statuses = runner.run(_hurried(server, requests))
+    statuses: list[int] = []
+    with fake("--forward-ms=2", **{**loose, "queue__max_wait_seconds": 0, **(settings or {})}) as server:
+        for first in range(1, requests + 1, WAVE):
+            users = range(first, min(first + WAVE, requests + 1))
+            hurried = [rank_request(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"}) for user in users]
+            statuses += [reply.status for reply in ask_all(server.port, hurried, together=WAVE)]
         computed = int(server.metric("ranker_candidates_scored_total")) // CANDIDATES
-    answered = statuses.count(200)
-    late = statuses.count(504)
-    odd = len(statuses) - answered - late
+    answered, late = statuses.count(200), statuses.count(504)
     wasted = computed - answered  # the reply to one that was in its forward at its deadline is late, and only that one
     what = f"deadline shorter than the queue: 504 ({late}), never computed"
-    return Row("L3", what, requests, odd, max(0, wasted) / max(1, late), 0.1, "computed in vain per 504")
-
-
-async def _hurried(server: Server, requests: int) -> list[int]:
-    """In waves: more at once would overrun the event loop, which then answers 429 to what it has not read."""
-    async with Client(HOST, server.port, max_connections=WAVE) as client:
-        statuses: list[int] = []
-        while len(statuses) < requests:
-            users = range(len(statuses) + 1, min(len(statuses) + WAVE, requests) + 1)
-            sent = (client.ask(rank_request(user, CANDIDATES, {"X-Request-Timeout-Ms": "40"})) for user in users)
-            statuses += [reply.status for reply in await asyncio.gather(*sent)]
-    return statuses
+    in_vain = max(0, wasted) / max(1, late)
+    return Row("L3", what, requests, len(statuses) - answered - late, in_vain, 0.1, "computed in vain per 504")

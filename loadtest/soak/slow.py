@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-import numpy as np
-
-from loadtest.generate.http_client import Client
-from loadtest.generate.payload import rank_request
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
+from loadtest.soak.clients import Callers, p99
 from loadtest.soak.servers import fake
 
 CLOSE_SECONDS = 10.0
@@ -19,9 +18,9 @@ STRETCH_LIMIT = 1.5
 OPENINGS = (
     b"",
     b"POST /ra",
-    b"POST /rank HTTP/1.1\r\nHost: x\r\nA: b\r\n",
-    b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n{",
-    b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+    b"POST /rank HTTP/1.1\r\nHost: localhost\r\nA: b\r\n",
+    b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n{",
+    b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
 )
 TRICKLE_SECONDS = 0.5
 WATCH_SECONDS = 5.0  # the slow ones are there for longer
@@ -29,33 +28,32 @@ WATCH_SECONDS = 5.0  # the slow ones are there for longer
 
 def slow(sockets: int, **settings: object) -> list[Row]:
     """`sockets` slow connections with the deadlines as they are out of the box."""
-    with fake("--forward-ms=5", **settings) as server, asyncio.Runner() as runner:
-        quiet, beside, seconds, left = runner.run(_beside(server, sockets))
+    with fake("--forward-ms=5", **settings) as server, ThreadPoolExecutor(1) as beside:
+        quiet = _p99(server)
+        holding = beside.submit(asyncio.run, _hold_all(server.port, sockets))
+        disturbed = _p99(server)
+        held = holding.result()
+    slowest, left = max(held, default=0.0), sockets - len(held)
     return [
-        Row("B4", f"{sockets} slow connections closed", sockets, left, seconds, LIMIT_SECONDS, "s until the last"),
-        Row("B4", "other clients' p99 beside them", sockets, 0, beside / quiet, STRETCH_LIMIT, "× without them"),
+        Row("B4", f"{sockets} slow connections closed", sockets, left, slowest, LIMIT_SECONDS, "s until the last"),
+        Row("B4", "other clients' p99 beside them", sockets, 0, disturbed / quiet, STRETCH_LIMIT, "× without them"),
     ]
 
 
-async def _beside(server: Server, sockets: int) -> tuple[float, float, float, int]:
-    async with Client(HOST, server.port, max_connections=1) as client:
-        quiet = await _p99(client, WATCH_SECONDS)
-        held = [asyncio.create_task(_hold(server.port, number)) for number in range(sockets)]
-        beside = await _p99(client, WATCH_SECONDS)
-        done, hanging = await asyncio.wait(held, timeout=2 * CLOSE_SECONDS)
-        for task in hanging:
-            task.cancel()
-    return quiet, beside, max((task.result() for task in done), default=0.0), len(hanging)
-
-
-async def _p99(client: Client, seconds: float) -> float:
+def _p99(server: Server) -> float:
     """Of one request after the other, in seconds."""
-    took: list[float] = []
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        reply = await client.ask(rank_request(len(took) + 1))
-        took.append(reply.done_at - reply.sent_at)
-    return float(np.percentile(took, 99))
+    with Callers(server.port, 1) as callers:
+        time.sleep(WATCH_SECONDS)
+    return p99(callers.replies)
+
+
+async def _hold_all(port: int, sockets: int) -> list[float]:
+    """After how many seconds the server ended each connection, of those that it ended in time."""
+    tasks = [asyncio.create_task(_hold(port, number)) for number in range(sockets)]
+    done, hanging = await asyncio.wait(tasks, timeout=2 * CLOSE_SECONDS)
+    for task in hanging:
+        task.cancel()
+    return [task.result() for task in done]
 
 
 async def _hold(port: int, number: int) -> float:
@@ -64,11 +62,9 @@ async def _hold(port: int, number: int) -> float:
     began = time.monotonic()
     writer.write(OPENINGS[number % len(OPENINGS)])
     trickling = asyncio.create_task(_trickle(writer)) if number % 2 else None
-    try:
+    with suppress(ConnectionError):
         while await reader.read(4096):
             pass
-    except ConnectionError:
-        pass
     if trickling is not None:
         trickling.cancel()
     writer.transport.abort()

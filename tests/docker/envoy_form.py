@@ -1,6 +1,6 @@
 """`python envoy_form.py < FILE`: reads a configuration of Envoy into Envoy's own messages; what they do not have is an error.
 
-With `.cache/envoy` on the path (`make envoy`), in a process of its own: what lies there has names that other packages have too.
+With `.cache/envoy` on the path (`.ci/fetch-types envoy`), in a process of its own: what lies there has names that other packages have too.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def refusal(text: str) -> str:
     return subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False).stderr
 
 
-@pytest.mark.skipif(not (MESSAGES / ".fetched").exists(), reason="Envoy's messages are not here: make envoy")
+@pytest.mark.skipif(not (MESSAGES / ".fetched").exists(), reason="Envoy's messages are not here: .ci/fetch-types envoy")
 def test_envoys_messages_take_the_file_and_refuse_a_field_a_type_and_a_value_that_do_not_exist() -> None:
     text = ENVOY.read_text()
     assert refusal(text) == ""
@@ -57,7 +57,9 @@ def test_envoys_messages_take_the_file_and_refuse_a_field_a_type_and_a_value_tha
         assert said in refusal(text.replace(right, wrong))
 
 
-@pytest.mark.skipif(not (TYPES / ".fetched").exists(), reason="the types of the objects are not here: make istio")
+@pytest.mark.skipif(
+    not (TYPES / ".fetched").exists(), reason="the types of the objects are not here: .ci/fetch-types istio"
+)
 def test_published_types_take_the_objects_and_refuse_fields_that_do_not_exist(tmp_path: Path) -> None:
     """The types are made of the schemas that Istio, the Gateway API and Envoy Gateway publish."""
 

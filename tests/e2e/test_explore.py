@@ -1,6 +1,6 @@
 """The pages in a real browser, on the real service with the demo: what they show is what the API says.
 
-Needs Debian's chromium (`make chromium`). `make screenshots` writes the pictures of docs/images.
+Needs Debian's chromium (`.ci/debian chromium`). With `SCREENSHOTS=docs/images` the test of pictures writes them there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 Image = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: make chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: .ci/debian chromium")
 
 Json = dict[str, Any]
 EXAMPLE: Json = json.loads((DEMO / "example.json").read_text())
@@ -626,7 +626,7 @@ def test_what_breaks_the_policy_is_seen(browser: Any, server: Server) -> None:
     tab.context.close()
 
 
-@pytest.mark.skipif("SCREENSHOTS" not in os.environ, reason="writes pictures: make screenshots")
+@pytest.mark.skipif("SCREENSHOTS" not in os.environ, reason="writes pictures where SCREENSHOTS says")
 @pytest.mark.parametrize("look", SIZES)
 def test_pictures(browser: Any, server: Server, look: str) -> None:
     width, height = SIZES[look]

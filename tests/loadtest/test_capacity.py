@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadtest.capacity import DAY_SECONDS, Day, main, plan
+from loadtest.capacity import DAY_SECONDS, Day, plan, plans
 
 SMALL = Day(
     requests=2000 * DAY_SECONDS, peak=1.0, cache_bytes=20_000, context_bytes=1, page_seconds=5.0, cores=4, use=0.5
@@ -55,8 +55,9 @@ def test_more_work_or_smaller_machines_take_more_of_them(name: str, factor: floa
     assert plan(changed, keyed=True).machines > plan(Day(), keyed=True).machines
 
 
-def test_the_command_prints_both_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--requests", "1e8", "--cores", "32"]) == 0
-    said = capsys.readouterr().out
-    assert "by user" in said
+def test_both_plans_are_told_for_ones_own_figures() -> None:
+    said = plans(Day.of({"requests": "1e8", "cores": "32"}))
+    assert "| by user | 0." in said
     assert "machines of 32 cores" in said
+    with pytest.raises(ValueError, match="no figure is named shoes; there are requests, peak"):
+        Day.of({"shoes": "2"})

@@ -54,7 +54,7 @@ def test_an_open_loop_run_sees_what_the_server_sees(target):
     assert run.summary["statuses"] == {"200": len(run.samples)}
     server = run.meta["server"]
     assert server["requests"] == len(run.samples)
-    assert set(server["request_ms"]) == {"p50", "p90", "p95", "p99"}
+    assert server["stages_ms"]["forward"] > 0
     assert sum(server["cache_lookups"].values()) == len(run.samples)
     assert not np.isnan(run.samples.stages_ms).any()
     hit = run.samples.cache == 1
@@ -69,10 +69,10 @@ def test_an_open_loop_run_retrieves(target, path):
     assert run.summary["statuses"] == {"200": len(run.samples)}
     assert run.meta["server"]["requests"] == len(run.samples)
     stages = run.meta["server"]["stages_ms"]
-    assert {stage for stage in ("encode", "search", "forward") if stages[stage]} >= {"encode", "search"}
+    assert stages.keys() >= {"encode", "search"}
 
 
-@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed (make wrk)")
+@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed (.ci/debian wrk)")
 def test_wrk_reads_the_stages_that_replies_name(target):
     request = json.loads(Traffic(TrafficSettings()).first_visit().body)
     del request["candidates"]

@@ -167,7 +167,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     compiler, *target = request.param
     for command in (compiler, "aarch64-linux-gnu-g++", QEMU[0]):  # clang links with what comes with the cross g++
         if shutil.which(command) is None:
-            pytest.skip(f"there is no {command} here: `make emulators` installs it on Debian")
+            pytest.skip(f"there is no {command} here: make test installs it on Debian")
     built: Path = tmp_path_factory.mktemp("aarch64") / "driver"
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
     command = [compiler, *target, *flags, "-O1", f"-I{SOURCES}", str(DRIVER), "-o", str(built)]
@@ -202,7 +202,7 @@ def test_on_aarch64(driver: Path, dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="clang is tried on x86-64 here, and on aarch64 by emulation")
 def test_clang_builds_the_same(tmp_path: Path) -> None:
     if shutil.which("clang++") is None:
-        pytest.skip("there is no clang++ here: `make emulators` installs it on Debian")
+        pytest.skip("there is no clang++ here: make test installs it on Debian")
     library = tmp_path / "kernel.so"
     command = ["clang++", *FLAGS, "-O1", "-march=x86-64-v3", str(SOURCES / "kernel.cpp"), "-o", str(library)]
     subprocess.run(command, check=True, timeout=110)

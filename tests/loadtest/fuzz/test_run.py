@@ -28,10 +28,10 @@ from app.request import protobuf
 from app.service.service import RankingService
 from app.settings import Admin, Grpc, Logs, Queue, Settings
 from app.telemetry.metrics import Metrics
-from loadtest.fuzz.__main__ import DIGEST, TOKEN, Watch
 from loadtest.fuzz.calls import JSON_TYPE, MARK, REQUEST_ID, Answer, Call, complaint
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.run import NAME, SHARES, Tally, fuzz, learn, plain, random_paths, series_by_route, sources
+from loadtest.fuzz.session import DIGEST, TOKEN, Watch
 from loadtest.fuzz.sources import apart, corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
 from loadtest.soak.fake_engine import FakeEngine, loader

@@ -6,8 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from loadtest.generate.arrivals import schedule
-from loadtest.generate.generator import ClosedLoop, OpenLoop, measured
+from loadtest.generate.generator import closed_loop, measured, open_loop, schedule
 from loadtest.generate.http_client import FAILURES, Client, precise_loop
 from loadtest.generate.payload import post
 from loadtest.generate.samples import server_timing
@@ -30,7 +29,7 @@ async def load(server, make_loop, **options):
 
 
 def open_run(server, due, **options):
-    return load(server, lambda client: OpenLoop(client, payloads(len(due)), due), **options)
+    return load(server, lambda client: open_loop(client, payloads(len(due)), due), **options)
 
 
 def failures(samples):
@@ -85,9 +84,9 @@ def test_a_stall_is_hidden_by_a_closed_loop_and_shown_by_the_open_one():
         samples, _ = run(load(server, make))
         return 1e3 * np.percentile(samples.latency_seconds, [50, 95])
 
-    closed = stalled(lambda client: ClosedLoop(client, payloads(20_000), clients=1, seconds=2))
+    closed = stalled(lambda client: closed_loop(client, payloads(20_000), clients=1, seconds=2))
     due = schedule("constant", 200, 2)
-    opened = stalled(lambda client: OpenLoop(client, payloads(len(due)), due))
+    opened = stalled(lambda client: open_loop(client, payloads(len(due)), due))
     assert closed[1] < 50  # one slow request among hundreds: the closed loop's p95 knows nothing of it
     assert opened[1] > 400  # a third of the users waited, up to 600 ms
     assert opened[0] < 100
@@ -108,7 +107,7 @@ def test_timeouts_resets_and_refusals_are_samples():
         async with server.serving():
             pass
         async with Client("127.0.0.1", server.port) as client:
-            return await OpenLoop(client, payloads(len(due)), due).run()
+            return await open_loop(client, payloads(len(due)), due)
 
     assert failures(run(nobody())) == {"connect"}
 
@@ -121,7 +120,7 @@ def test_rejections_carry_their_retry_after():
 
 def test_a_closed_loop_heeds_the_retry_after():
     server = ToyServer(status=429, headers=["Retry-After: 0.2"])
-    samples, _ = run(load(server, lambda client: ClosedLoop(client, payloads(1_000), clients=2, seconds=0.5)))
+    samples, _ = run(load(server, lambda client: closed_loop(client, payloads(1_000), clients=2, seconds=0.5)))
     assert 4 <= len(samples) <= 6
 
 
@@ -129,8 +128,28 @@ def test_a_lagging_generator_says_so():
     """Negative control: a loop that is blocked for 30 ms at a time cannot keep the schedule."""
     due = schedule("constant", 200, 0.2)
     blocked = {"on_done": lambda row: time.sleep(0.03)}
-    _, busy = run(load(ToyServer(), lambda client: OpenLoop(client, payloads(len(due)), due, **blocked)))
+    _, busy = run(load(ToyServer(), lambda client: open_loop(client, payloads(len(due)), due, **blocked)))
     assert busy.is_bottleneck
+
+
+def test_a_pipelining_client_gets_each_reply_on_few_connections_and_one_without_keep_alive_opens_many():
+    async def ask(**options):
+        server = ToyServer(delay_seconds=0.05)
+        async with server.serving(), Client("127.0.0.1", server.port, **options) as client:
+            replies = await asyncio.gather(*(client.ask(payload) for payload in payloads(32)))
+            return {reply.status for reply in replies}, client.opened, len({reply.port for reply in replies})
+
+    assert run(ask(max_connections=2, depth=16)) == ({200}, 2, 2)
+    assert run(ask(max_connections=4, keep_alive=False)) == ({200}, 32, 32)
+
+
+def test_what_is_pipelined_behind_a_lost_connection_fails():
+    async def ask():
+        server = ToyServer(close_after=1)
+        async with server.serving(), Client("127.0.0.1", server.port, max_connections=1, depth=4) as client:
+            return [reply.failure for reply in await asyncio.gather(*(client.ask(each) for each in payloads(4)))]
+
+    assert run(ask()).count("reset") >= 2
 
 
 def test_server_timing_reads_what_is_there():

@@ -8,7 +8,7 @@ from loadtest.generate import wrk
 from loadtest.servers.bare import bare_server
 
 
-@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed (make wrk)")
+@pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed (.ci/debian wrk)")
 def test_replies_and_latencies_are_read() -> None:
     with bare_server(100) as server:
         reading = wrk.read(f"{server.url}/rank", [b'{"a": 1}', b'{"a": 2}'], 2, 1)

@@ -21,7 +21,7 @@ from tests.loadtest.toy_server import ToyServer
 
 @pytest.fixture(scope="module")
 def bodies():
-    settings = TrafficSettings(objects_share=0.5, max_candidates=64)
+    settings = TrafficSettings(objects_share=0.0, max_candidates=64)
     return [RankBody.model_validate(orjson.loads(request.body)) for request in Traffic(settings).take(6)]
 
 
@@ -51,7 +51,7 @@ def test_the_dense_reference_in_batches_and_our_engine_score_alike(dense, bodies
 
 def test_a_plain_reply_ranks_by_score(dense, monkeypatch):
     environment(monkeypatch, "dense")
-    body = Traffic(TrafficSettings()).first_visit().body
+    body = Traffic(TrafficSettings(objects_share=0.0)).first_visit().body
 
     async def ask():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app()), base_url="http://peer") as client:
@@ -75,17 +75,17 @@ def toy(probability):
 def test_a_peer_with_another_model_ends_the_run():
     """Negative control of the check that every table starts with."""
     with toy(0.5) as first, toy(0.5004) as alike, toy(0.6) as other:
-        assert run._check_alike({"a": first, "b": alike}, 64, 127, 0.001) == pytest.approx(0.0004, abs=1e-6)
+        assert run.largest_difference({"a": first, "b": alike}, [b"{}"], 0.001) == pytest.approx(0.0004, abs=1e-6)
         with pytest.raises(TargetError, match="c scores otherwise than a"):
-            run._check_alike({"a": first, "c": other}, 64, 127, 0.001)
+            run.largest_difference({"a": first, "c": other}, [b"{}"], 0.001)
 
 
 def test_names_are_checked_and_what_is_not_installed_is_said(monkeypatch):
     said = []
     with pytest.raises(ValueError, match="no such peer: Foo"):
-        run._chosen(["Foo"], said.append)
+        run.chosen(["Foo"], said.append)
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
-    assert {peer.needs for peer in run._chosen([], said.append)} == {""}
+    assert {peer.needs for peer in run.chosen([], said.append)} == {""}
     assert len(said) == 3
 
 
@@ -93,9 +93,9 @@ def test_rows_are_medians_with_their_spread():
     block = {"p50_ms": 5.0, "p99_ms": 9.0, "single_p50_ms": 2.0, "failed": 0.0}
     rates = {run.PEERS[0].name: (10, 30, 20), run.PEERS[1].name: (40,)}
     measured = {name: [block | {"throughput_rps": rate} for rate in given] for name, given in rates.items()}
-    rows = run._rows(list(run.PEERS[:2]), measured)
+    rows = run.table(list(run.PEERS[:2]), measured)
     assert (rows[0]["throughput_rps"], rows[0]["throughput_spread_rps"], rows[1]["ratio"]) == (20, 10, 2)
-    assert "| plain FastAPI | dense reference | 20 | 10 |" in run._markdown(rows, "float32", 2, 64)
+    assert "| plain FastAPI | dense reference | 20 | 10 |" in run.markdown(rows, "float32", 2, 64)
 
 
 def test_what_ranks_nothing_is_no_fastest_server():
@@ -103,4 +103,4 @@ def test_what_ranks_nothing_is_no_fastest_server():
         {"name": name, "engine": engine, "throughput_rps": rate, "ratio": rate / 10}
         for name, engine, rate in (("plain", "dense", 10.0), ("ours", "ours", 50.0), ("bare", run.NOTHING, 90.0))
     ]
-    assert run._verdict(rows).startswith("ours: 50 requests")
+    assert run.verdict(rows).startswith("ours: 50 requests")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from loadtest.machine import commit
-from loadtest.measure.sides import _worktree
+from loadtest.measure.compare import worktree
 from loadtest.servers.launch import free_port, process
 from loadtest.servers.target import TargetError
 
@@ -78,12 +78,12 @@ def test_a_log_is_read_while_the_server_runs():
         assert server.stop() == -signal.SIGTERM
 
 
-def test_a_commit_is_checked_out_beside_this_tree(tmp_path):
+def test_a_commit_is_checked_out_beside_this_tree():
     if commit() == "unknown":
         pytest.skip("not a git checkout")
-    with _worktree("HEAD", tmp_path / "checkout") as root:
+    with worktree("HEAD") as root:
         assert (root / "pyproject.toml").exists()
         assert commit(root) == commit().rstrip("+")
-    assert not (tmp_path / "checkout").exists()
-    with pytest.raises(TargetError, match="worktree"), _worktree("no-such-commit", tmp_path / "other"):
+    assert not root.exists()
+    with pytest.raises(TargetError, match="worktree"), worktree("no-such-commit"):
         pass

@@ -1,4 +1,4 @@
-"""`python -m loadtest.fuzz`: fuzz the service around a checkpoint, one JSON line a row of the reliability matrix."""
+"""One run of the fuzzer: the service around a checkpoint, in this process or in one of its own, and its memory meanwhile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import grpc
 import httpx
-import typer
 import uvloop
 
 from app.assembly import build_service, create_reloader
@@ -33,6 +31,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.fuzz.run import Tally, fuzz, learn, series_by_route, sources
 from loadtest.fuzz.sources import corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
+from loadtest.machine import ROOT
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, free_port, ranking_server
 from weights.checkpoint import load_manifest
@@ -40,7 +39,7 @@ from weights.checkpoint import load_manifest
 PROGRESS_SECONDS = 10.0
 TOKEN = "fuzz"  # noqa: S105
 DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()
-TOWERS, POSTS = Path("weights/demo-towers"), Path("weights/demo-posts")
+TOWERS, POSTS = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
 GROWTH_LIMIT, SLACK_BYTES = 16.0, 16 * 2**20  # a leaked object of each request would be more
 CACHE_BYTES = 8 * 2**20  # of contexts: they come and go with reloads, and memory is compared
 
@@ -55,29 +54,20 @@ class Fuzzed:
     document: dict[str, object]
 
 
-def main(
-    requests: Annotated[int, typer.Option(help="Stop after this many.")] = 1_000_000,
-    seconds: Annotated[float, typer.Option(help="Stop after this time, whatever was sent.")] = 3600.0,
-    checkpoint: Annotated[Path, typer.Option(help="What to serve.")] = Path("weights/demo"),
-    seed: Annotated[int, typer.Option(help="Another seed, other requests.")] = 0,
-    sockets: Annotated[
-        bool, typer.Option("--sockets", help="A server of its own, over pipelined connections.")
-    ] = False,
-    only_paths: Annotated[
-        bool, typer.Option("--only-paths", help="Paths that nobody serves, and nothing else.")
-    ] = False,
-) -> None:
-    """Exit code 1 when a promise was broken; the calls that broke it go to standard error."""
+def session(
+    checkpoint: Path, requests: int, seconds: float, seed: int, *, sockets: bool = False, only_paths: bool = False
+) -> list[Row]:
+    """Rows of the matrix after so many odd requests, or so long. `sockets`: to a server of its own, with what ends a connection.
+
+    `only_paths`: paths that nobody serves. The first calls that broke a promise go to standard error.
+    """
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
         posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written beside it
         where = server(checkpoint, posts) if sockets else in_process(checkpoint, posts)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             rows = runner.run(_run(where, requests, seconds, checkpoint, seed, only_paths))
-    rows = [row for row in rows if not only_paths or row.row == "B9"]
-    for row in rows:
-        print(row.to_json(), flush=True)
-    raise typer.Exit(0 if all(row.ok for row in rows) else 1)
+    return [row for row in rows if not only_paths or row.row == "B9"]
 
 
 @asynccontextmanager
@@ -193,7 +183,3 @@ class Watch:
         grown = max(0, last - half[1] - SLACK_BYTES) / max(1, sent - half[0])
         what = f"resident memory in the second half: {half[1] >> 20} to {last >> 20} MiB"
         return Row("L4", what, sent, 0, grown, GROWTH_LIMIT, "bytes a request")
-
-
-if __name__ == "__main__":
-    typer.run(main)

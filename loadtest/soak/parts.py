@@ -1,11 +1,9 @@
-"""`python -m loadtest.soak --seconds 1800`: every long form in a bounded time, one JSON line a row, then a Markdown table."""
+"""Every long form of the reliability matrix, by name, with its share of a bounded time."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from loadtest.matrix import Row, table
 from loadtest.soak import (
@@ -76,18 +74,13 @@ def run(seconds: float, names: list[str]) -> Iterator[Row]:
             yield Row(name, f"broke: {type(error).__name__}: {error}"[:200], 1, 1, 0, 0, "")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1800.0, help="time for all parts together")
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="these parts alone")
-    options = parser.parse_args()
+def soak(seconds: float, only: Sequence[str]) -> bool:
+    """Print each row as JSON, then all as a table; whether all held. Raises ValueError for a part that is not there."""
+    if unknown := set(only) - PARTS.keys():
+        raise ValueError(f"no part is named {', '.join(unknown)}; there are {', '.join(PARTS)}")
     began, rows = time.monotonic(), []
-    for row in run(options.seconds, options.only):
+    for row in run(seconds, list(only) or list(PARTS)):
         rows.append(row)
         print(row.to_json(), flush=True)
     print(f"\n{table(rows)}\n\n{time.monotonic() - began:.0f} s in all")
-    return int(not all(row.ok for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return all(row.ok for row in rows)

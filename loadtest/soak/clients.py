@@ -1,0 +1,132 @@
+"""Clients of the soak, over the one HTTP client: some requests and their replies, or callers in a thread beside what is done."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from loadtest.generate.http_client import Client, Reply
+from loadtest.generate.payload import rank_request
+from loadtest.servers.launch import HOST
+
+PAUSE_SECONDS = 0.02  # before a client tries again
+
+
+def ask_all(port: int, payloads: Sequence[bytes], together: int = 1, **options: Any) -> list[Reply]:
+    """The replies in the order of the payloads, so many in flight; `options` of `Client`."""
+
+    async def main() -> list[Reply]:
+        async with Client(HOST, port, max_connections=together, **options) as client:
+            return await asyncio.gather(*(client.ask(payload) for payload in payloads))
+
+    return asyncio.run(main())
+
+
+def any_size(draw: random.Random) -> bytes:
+    """A request of some user with few or many candidates."""
+    return rank_request(draw.randrange(1, 10**6), draw.choice((1, 16, 64)))
+
+
+def p99(replies: Sequence[Reply]) -> float:
+    """Of the seconds from asking to the last byte, 0 without a reply."""
+    return float(np.percentile([reply.done_at - reply.asked_at for reply in replies], 99)) if replies else 0.0
+
+
+async def vanish(port: int, request: bytes, after_seconds: float) -> None:
+    """Send a request and go away without waiting for the reply."""
+    try:
+        _, writer = await asyncio.open_connection(HOST, port)
+    except OSError:
+        return
+    writer.write(request)
+    await asyncio.sleep(after_seconds)
+    writer.transport.abort()
+
+
+class Callers:
+    """Closed-loop clients in a thread of their own, from the start of a `with` block to its end; all their attempts are in `replies`.
+
+    A client whose attempt is not answered 200 makes up to `tries` in all; `given_up` counts those that failed each time. With
+    `until_gone` a client ends when the server does: at a request that was sent in vain, or could not be sent. The share
+    `vanishing` of the requests is not waited for.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        clients: int,
+        payload: Callable[[random.Random], bytes] = any_size,
+        *,
+        tries: int = 1,
+        until_gone: bool = False,
+        vanishing: float = 0.0,
+        **options: Any,
+    ) -> None:
+        self.port, self.clients, self.payload = port, clients, payload
+        self.tries, self.until_gone, self.vanishing = tries, until_gone, vanishing
+        self.options = options
+        self.replies: list[Reply] = []
+        self.given_up = self.vanished = self.hanging = 0
+        self.stop = False
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop = not self.until_gone
+        self._thread.join()
+
+    def ended(self, seconds: float) -> bool:
+        """Whether all clients came to their end in time; whoever has not is cut off."""
+        self._thread.join(seconds)
+        is_over = not self._thread.is_alive()
+        self.until_gone, self.stop = False, True
+        return is_over
+
+    def ends(self) -> Counter[str]:
+        """How often each status, or loss, came."""
+        sent = (reply for reply in self.replies if reply.status or reply.sent_at)
+        return Counter(str(reply.status or f"lost: {reply.failure}") for reply in sent)
+
+    def since(self, row: int) -> list[Reply]:
+        """The attempts that were over after so many."""
+        return self.replies[row:]
+
+    def note(self, payload: bytes, reply: Reply) -> None:
+        """An attempt is over."""
+        self.replies.append(reply)
+
+    async def _run(self) -> None:
+        async with Client(HOST, self.port, max_connections=8 * self.clients, **self.options) as client:
+            await asyncio.gather(*(self._client(client, random.Random(seed)) for seed in range(self.clients)))
+
+    async def _client(self, client: Client, draw: random.Random) -> None:
+        while not self.stop:
+            payload = self.payload(draw)
+            if draw.random() < self.vanishing:
+                await vanish(self.port, payload, draw.random() * 0.01)
+                self.vanished += 1
+            elif not await self._ask(client, payload):
+                return
+
+    async def _ask(self, client: Client, payload: bytes) -> bool:
+        """Whether the client goes on."""
+        for attempt in range(self.tries):
+            reply = await client.ask(payload)
+            self.note(payload, reply)
+            if self.until_gone and reply.failure:
+                return False
+            if reply.status == 200 or self.stop:
+                break
+            self.given_up += attempt == self.tries - 1
+            if self.tries > 1:
+                await asyncio.sleep(PAUSE_SECONDS)
+        return True
