@@ -66,22 +66,23 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
         app = create_app(SETTINGS, service)
         admin = create_admin_app(SETTINGS.admin, cast(Reloads, Refusing()), service)
         server = create_grpc_server(app, SETTINGS)
-        async with app.router.lifespan_context(app):
-            await service.wait_ready()
-            await server.start()
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[attr-defined]
-                sound = InProcess(app, admin, channel, app.endpoints)
-                target = sound if plant is nothing else InProcess(plant(app), admin, channel, {})
-                calls = sources(app.openapi(), 1, service.model.manifest, TOKEN)
-                tally = await fuzz(
-                    around(target),
-                    calls if only is None else {only: calls[only]},
-                    lambda: series_by_route(service.metrics.render()),
-                    requests=requests,
-                    seconds=60,
-                    known=await learn(sound, corpus(1)),
-                )
-            await server.stop(1.0)
+        service.start()
+        await service.wait_ready()
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[attr-defined]
+            sound = InProcess(app, admin, channel, app.endpoints)
+            target = sound if plant is nothing else InProcess(plant(app), admin, channel, {})
+            calls = sources(app.pages.openapi(), 1, service.model.manifest, TOKEN)
+            tally = await fuzz(
+                around(target),
+                calls if only is None else {only: calls[only]},
+                lambda: series_by_route(service.metrics.render()),
+                requests=requests,
+                seconds=60,
+                known=await learn(sound, corpus(1)),
+            )
+        await server.stop(1.0)
+        await service.stop(1.0)
         return tally
 
     return lambda requests, plant=nothing, only=None, around=lambda target: target: asyncio.run(
