@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import InternalError, NotReady
-from app.explore.pages import pages
+from app.explore.pages import Kept, pages
 from app.http import operations
 from app.http.asgi import HeadAsGet
 from app.http.direct import DirectEndpoint, RankEndpoint
@@ -131,6 +132,7 @@ def _application(
         description=DESCRIPTION,
         routes=[Route(path, _not_reached, methods=["POST"]) for path in ranking_paths],  # for 405
         lifespan=lifespan,
+        openapi_url=None,  # below, made once
         docs_url=None,  # app.explore has it, without a CDN
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge
@@ -138,6 +140,12 @@ def _application(
     )
     for router in routers:
         app.include_router(router)
+    described = Kept(lambda names: orjson.dumps(app.openapi()), "application/json")
+
+    async def openapi(request: Request) -> Response:
+        return await described.reply(_action_names(service), request)
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)
     app.state.service, app.state.metrics = service, service.metrics
     known = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = {path for route in known if (path := getattr(route, "path", None))}
