@@ -94,13 +94,13 @@ def create_app(settings: Settings, service: Service) -> Application:
         "/retrieve": PostsEndpoint(ranking, app.recorder, settings, "/retrieve", RetrieveCall),
         "/recommend": PostsEndpoint(ranking, app.recorder, settings, "/recommend", RecommendCall),
     }
+    if settings.explores:
+        explain = ExplainEndpoint(ranking, app.recorder, settings.batching, settings.explore)
+        app.direct = {**app.direct, "/explain": explain}
     app.endpoints = {
         **{("POST", path): endpoint for path, endpoint in app.direct.items()},
         ("POST", "/rank/batch"): batch,
     }
-    if settings.explores:
-        explain = ExplainEndpoint(ranking, settings.batching, settings.explore)
-        app.endpoints["POST", "/explain"] = Observe(explain, app.recorder)
     app.openapi = lambda: describe_app(app, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
     return app
 

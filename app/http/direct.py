@@ -39,12 +39,16 @@ class DirectEndpoint(ABC):
     def begin(self, headers: Fields, reply: Reply) -> DirectCall:
         """The headers have arrived; `reply` is called once, at once perhaps, unless the call is abandoned before."""
 
+    def enter(self, headers: Headers, exchange: Exchange) -> None:
+        """Raises the refusal of a request that need not be read."""
+        self.ranking.enter(headers, exchange)
+
     def refuse(self, headers: Fields) -> tuple[int, Fields, bytes, bool] | None:
         """The reply to a request with these headers that is refused unread; None where it has to be read."""
         fields = dict(headers)
         exchange = self.recorder.begin("POST", self.path, fields)
         try:
-            self.ranking.enter(fields, exchange)
+            self.enter(fields, exchange)
         except ServiceError as error:
             return self._refusal(error, exchange, fields)
         return None

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.types import Receive, Scope, Send
 
 from app.budgets import Budget
 from app.errors import Overloaded
-from app.http.asgi import Watching, exchange_of, send_reply
+from app.http.asgi import Headers
+from app.http.direct import DirectCall, DirectEndpoint, Fields, Reply
 from app.http.negotiation import BATCH, check_accept
-from app.http.rank import Ranking, Terms
+from app.http.observe import Recorder
+from app.http.rank import Ranking
 from app.http.rank_batch import JSON_HEADER
 from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
@@ -42,36 +44,85 @@ class Asked:
     deadline: float
 
 
-class ExplainEndpoint:
+class ExplainEndpoint(DirectEndpoint):
     """Each context is a request of its own to the ranker, with a place in the queue like any other."""
 
-    def __init__(self, ranking: Ranking, batching: Batching, explore: Explore) -> None:
-        self.ranking = ranking
-        self.service = ranking.service
+    def __init__(self, ranking: Ranking, recorder: Recorder, batching: Batching, explore: Explore) -> None:
+        super().__init__(ranking, recorder, "/explain")
         self.batching = batching
         self.explore = explore
         self.running = ranking.metrics.watch_budget("explanations", Budget(explore.concurrent))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ranking, exchange, headers = self.ranking, exchange_of(scope), dict(scope["headers"])
-        terms = ranking.open(headers, exchange, BATCH)
-        check_accept(headers, JSON)
-        raw = await ranking.receive(headers, receive)
-        asked = self._ask(ranking.plain(raw, terms), terms, exchange)
-        if not self.running.take(1):
-            raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)
-        try:
-            with Watching(receive):
-                body, result = await self._answer(asked, exchange)
-        finally:
-            self.running.give(1)
-        await send_reply(send, 200, [JSON_HEADER, *ranking.headers(asked.model, [result], exchange)], body)
+    def begin(self, headers: Fields, reply: Reply) -> ExplainCall:
+        """As `DirectEndpoint.begin`."""
+        return ExplainCall(self, dict(headers), reply)
 
-    def _ask(self, raw: bytes | bytearray, terms: Terms, exchange: Exchange) -> Asked:
+    def enter(self, headers: Headers, exchange: Exchange) -> None:
+        """As `DirectEndpoint.enter`, with a look whether there is a place."""
+        super().enter(headers, exchange)
+        self.check_room()
+
+    def check_room(self) -> None:
+        """Raises Overloaded where all places are taken."""
+        if self.running.used >= self.running.limit:
+            self.running.refused += 1
+            wait = "As many explanations as may run at once are running."
+            raise Overloaded(wait, retry_after_seconds=1.0, may_wait=True)
+
+
+class Running:
+    """An explanation with its place, which a call gives back as it does a ticket."""
+
+    def __init__(self, running: Budget, work: Coroutine[Any, Any, None]) -> None:
+        self._running = running
+        self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(work)
+
+    def release(self) -> None:
+        """Once or more often."""
+        if self._task is not None:
+            self._running.give(1)
+            if self._task is not asyncio.current_task():
+                self._task.cancel()
+            self._task = None
+
+
+class ExplainCall(DirectCall):
+    """One question."""
+
+    __slots__ = ("_endpoint", "_terms")
+
+    def __init__(self, endpoint: ExplainEndpoint, headers: Headers, reply: Reply) -> None:
+        super().__init__(endpoint, headers, reply)
+        self._endpoint = endpoint
+        try:
+            self._terms = self.ranking.open(headers, self.exchange, BATCH)
+            check_accept(headers, JSON)
+            endpoint.check_room()  # the place is taken with the body: who sends none holds none
+        except Exception as error:
+            self.fail(error)
+
+    def finish(self, body: bytes | bytearray) -> None:
+        """As `DirectCall.finish`."""
+        running = self._endpoint.running
+        try:
+            self._endpoint.check_room()
+            running.take(1)
+            try:
+                asked = self._ask(self.ranking.plain(body, self._terms))
+            except BaseException:
+                running.give(1)
+                raise
+            self._tickets = (Running(running, self._run(asked)),)
+        except Exception as error:
+            self.fail(error)
+
+    def _ask(self, raw: bytes | bytearray) -> Asked:
         """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
-        ranking, started = self.ranking, time.perf_counter()
-        limits, most = ranking.limits, self.explore.max_candidates
-        body = ranking.decode(lambda words: decode_explain(raw, limits, most, words), exchange, terms.wanted)
+        ranking, exchange, terms, started = self.ranking, self.exchange, self._terms, time.perf_counter()
+        limits, explore = ranking.limits, self._endpoint.explore
+        body = ranking.decode(
+            lambda words: decode_explain(raw, limits, explore.max_candidates, words), exchange, terms.wanted
+        )
         model = ranking.arms.model(body.user_id, terms.wanted)
         vocabulary, form = ranking.words_of(model.manifest)
         request, explained = check_explain(body, vocabulary)
@@ -79,17 +130,25 @@ class ExplainEndpoint:
         config = model.manifest.config
         if request.history_length > config.history_length:
             ranking.metrics.history_truncated.inc()
-        until = self.service.clock() + self.explore.deadline_seconds
+        until = ranking.service.clock() + explore.deadline_seconds
         exchange.stages["parse"] = time.perf_counter() - started
         return Asked(
             model,
             form,
-            Question.of(request, explained, config, self.explore.max_events),
+            Question.of(request, explained, config, explore.max_events),
             until if terms.deadline is None else min(until, terms.deadline),
         )
 
-    async def _answer(self, asked: Asked, exchange: Exchange) -> tuple[bytes, Ranked]:
+    async def _run(self, asked: Asked) -> None:
+        try:
+            body, result = await self._explain(asked)
+            self._answer(200, [JSON_HEADER, *self.ranking.headers(asked.model, [result], self.exchange)], body)
+        except Exception as error:
+            self.fail(error)
+
+    async def _explain(self, asked: Asked) -> tuple[bytes, Ranked]:
         """The reply, and the ranking that is explained."""
+        exchange = self.exchange
         config, question = asked.model.manifest.config, asked.question
         context, everyone = (
             features.context_of(question.request, config),
@@ -99,7 +158,7 @@ class ExplainEndpoint:
         explained = question.candidates(config, slots_matter=slots_matter)
         without = ((other, some) for other in question.contexts(config) for some in explained)
         started = time.perf_counter()
-        own, *others = await self._ranked(asked, chain([(context, everyone)], without), exchange)
+        own, *others = await self._ranked(asked, chain([(context, everyone)], without))
         exchange.requests = 1 + len(others)
         exchange.stages |= {"queue": own.queue_seconds, "forward": time.perf_counter() - started}
         started = time.perf_counter()
@@ -123,23 +182,21 @@ class ExplainEndpoint:
         self.ranking.metrics.stage["attention"].observe(exchange.stages["attention"])
         return b"".join(written), own
 
-    async def _ranked(
-        self, asked: Asked, work: Iterable[tuple[Context, Candidates]], exchange: Exchange
-    ) -> list[Ranked]:
+    async def _ranked(self, asked: Asked, work: Iterable[tuple[Context, Candidates]]) -> list[Ranked]:
         """Each of them through the queue and the engine."""
-        window, tasks = Window(self.batching), []
+        service, window, tasks = self.ranking.service, Window(self._endpoint.batching), []
         try:
             for context, candidates in work:
                 admit = partial(
-                    self.service.admit,
+                    service.admit,
                     asked.model,
                     candidates=len(candidates),
                     history=len(context),
                     deadline=asked.deadline,
-                    key=exchange.key,
+                    key=self.exchange.key,
                 )
                 ticket = await window.admit(admit)
-                ranking = ranked(self.service, ticket, context, candidates)
+                ranking = ranked(service, ticket, context, candidates)
                 tasks.append(window.begin(ranking, len(candidates), 1 + len(context)))
                 await asyncio.sleep(0)  # lets other requests in between
             return [await task for task in tasks]
@@ -148,7 +205,7 @@ class ExplainEndpoint:
 
     async def _attention(self, asked: Asked, context: Context, explained: Sequence[Candidates]) -> NDArray[np.float32]:
         """`[L, N, n, 1 + h + 1]`."""
-        service, model, deadline = self.service, asked.model, asked.deadline
+        service, model, deadline = self.ranking.service, asked.model, asked.deadline
         return np.concatenate([await service.attention(model, context, each, deadline) for each in explained], 2)
 
 

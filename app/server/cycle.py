@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+import types
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any, cast
 
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
@@ -19,6 +23,37 @@ def disconnect(cycle: RequestResponseCycle, answered: tuple[int, str] | None = N
     cast(_Receive, cycle.receive).answered = answered
     cycle.disconnected = True
     cycle.message_event.set()
+
+
+class Steps:
+    """How long the longest step of an application's coroutine has held the event loop, in processor time of its thread."""
+
+    def __init__(self, app: ASGI3Application) -> None:
+        self._app = app
+        self._longest = self._began = 0.0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application."""
+        await self._taken(cast(Coroutine[Any, Any, None], self._app(scope, receive, send)))
+
+    def held(self) -> float:
+        """Called by the application, it counts the present step as well."""
+        return max(self._longest, time.thread_time() - self._began)
+
+    @types.coroutine
+    def _taken(self, work: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
+        step: Callable[[], Any] = partial(work.send, None)
+        while True:
+            self._began = time.thread_time()
+            try:
+                waits_for = step()
+            except StopIteration:
+                return
+            self._longest = self.held()
+            try:
+                step = partial(work.send, (yield waits_for))
+            except BaseException as error:
+                step = partial(work.throw, error)
 
 
 class _ReplyTransport:

@@ -36,7 +36,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
-from app.server.cycle import disconnect, fit
+from app.server.cycle import Steps, disconnect, fit
 from app.server.deadline import Deadline
 from app.server.direct import SHORT_BYTES, Call, Routes
 from app.server.leftover import Leftover
@@ -238,8 +238,8 @@ class StrictProtocol(HttpToolsProtocol):
         self._enter(State.BODY)
         self.body_bytes = 0
         if endpoint is not None:
-            if (before is None or before.response_complete) and not self.is_resting:
-                self.cycle.start()
+            if before is None or before.response_complete:
+                self._start_asgi_task(self.cycle, self.app)
             else:
                 self.flow.pause_reading()
                 self.pipeline.appendleft((self.cycle, self.app))
@@ -253,10 +253,14 @@ class StrictProtocol(HttpToolsProtocol):
         fit(self.cycle, self.end_with_reply, self._is_ending)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
-        if isinstance(cycle, Call):
+        if self.is_resting:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, app))
+        elif isinstance(cycle, Call):
             cycle.start()
         else:
-            super()._start_asgi_task(cycle, app)
+            cycle.steps = Steps(app)
+            super()._start_asgi_task(cycle, cycle.steps)
 
     def _watch(self) -> None:
         """A request has begun, or its body has, and what was read does not end it."""
@@ -308,6 +312,8 @@ class StrictProtocol(HttpToolsProtocol):
         for cycle in self.pending:
             if cycle.response_complete:
                 self.release(cycle)
+                if not isinstance(cycle, Call):
+                    self.rest(cycle.steps.held())
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:
