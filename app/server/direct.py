@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
+from app.budgets import REFUSED_SECONDS
+
 if TYPE_CHECKING:
     from app.server.protocol import StrictProtocol
 
@@ -61,8 +63,8 @@ class Call:
     """One such request, as the protocol knows it in place of uvicorn's cycle."""
 
     __slots__ = (
-        "_body", "_bytes", "_endpoint", "_expects_continue", "_fields", "_handler", "_is_read", "_protocol", "_size",
-        "disconnected", "is_refused", "keep_alive", "response_complete", "response_started",
+        "_body", "_bytes", "_endpoint", "_expects_continue", "_fields", "_handler", "_is_read", "_is_wrong", "_protocol",
+        "_size", "disconnected", "is_refused", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +79,7 @@ class Call:
         self._handler: Handler | None = None
         self._body: list[bytes] = []
         self._size = 0
-        self._is_read = False
+        self._is_read = self._is_wrong = False
         self._bytes = b""  # of a reply that waits
 
     def start(self) -> None:
@@ -155,6 +157,7 @@ class Call:
         fields = b"".join([b"%b: %b\r\n" % field for field in (*protocol.server_state.default_headers, *headers)])
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
         self.response_started, self.is_refused = True, may_wait
+        self._is_wrong = 400 <= status < 500 and status != 429
         self._handler = None  # what the request held would else stay until the connection's next one
         self._bytes = b"".join((STATUS_LINE[status], fields, end, body))
         is_impatient = may_wait and protocol.is_impatient()
@@ -168,6 +171,8 @@ class Call:
         self.response_complete = True
         protocol.transport.write(self._bytes)
         self._bytes = b""
+        if self._is_wrong:
+            protocol.rest_with_others(REFUSED_SECONDS)
         if not self.keep_alive:
             protocol.end_with_reply()
         protocol.on_response_complete()

@@ -23,6 +23,7 @@ class Observer:
 
     def __init__(self, metrics: Metrics, budgets: Budgets, held_refusals: int) -> None:
         self.draining = False
+        self.resting = 0  # connections, whose next requests wait for those of others
         self.refusals = Refusals(held_refusals, metrics)
         self.connections = metrics.watch_budget("connections", Budget(budgets.connections))
         self.body_bytes = metrics.watch_budget("body_bytes", Budget(budgets.body_bytes))

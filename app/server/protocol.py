@@ -35,7 +35,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
+from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
 from app.server.cycle import Steps, disconnect, fit
 from app.server.deadline import Deadline
 from app.server.direct import SHORT_BYTES, Call, Routes
@@ -100,7 +100,7 @@ class StrictProtocol(HttpToolsProtocol):
         self.held: dict[Any, int] = {}  # bytes of bodies that are being read, by cycle, as they were counted
         self.body_bytes = 0  # received of the present body
         self.body_until = 0.0
-        self.is_resting = False  # other connections come first for a while
+        self.rests = 0  # that are not over: other connections come first for a while
         self.refused_at = -float("inf")
         self.refused = b""  # the bytes of the last request, where it was refused and nothing else came with it
         self.begun_count = 0  # requests that have begun in what was read last
@@ -253,7 +253,7 @@ class StrictProtocol(HttpToolsProtocol):
         fit(self.cycle, self.end_with_reply, self._is_ending)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
-        if self.is_resting:
+        if self.rests:
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, app))
         elif isinstance(cycle, Call):
@@ -313,7 +313,7 @@ class StrictProtocol(HttpToolsProtocol):
             if cycle.response_complete:
                 self.release(cycle)
                 if not isinstance(cycle, Call):
-                    self.rest(cycle.steps.held())
+                    self.rest_with_others(cycle.steps.held())
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:
@@ -322,19 +322,31 @@ class StrictProtocol(HttpToolsProtocol):
     def rest(self, seconds: float) -> None:
         """A request has held the event loop for so long: other connections come first for a while."""
         if rest := rest_seconds(seconds):
-            self.is_resting = True
-            self.flow.pause_reading()
-            self.loop.call_later(rest, self._rest_ends)
+            self._rest_for(rest)
+
+    def rest_with_others(self, seconds: float) -> None:
+        """A request that ranks nothing, an ASGI application's or a wrong one, has held the event loop for so long."""
+        if not self.is_counted:
+            self.rest(seconds)  # an operator's, whom no crowd delays
+        elif rest := shared_rest_seconds(seconds, self.observer.resting):
+            self._rest_for(rest)
+
+    def _rest_for(self, seconds: float) -> None:
+        self.rests += 1
+        self.observer.resting += 1
+        self.flow.pause_reading()
+        self.loop.call_later(seconds, self._rest_ends)
 
     def _rest_ends(self) -> None:
-        self.is_resting = False
+        self.rests -= 1
+        self.observer.resting -= 1
         self._go_on()
 
     def _go_on(self) -> None:
         """Begin the next request of the pipeline, unless the client leaves replies unread or the connection rests."""
         if self.state in (State.LINGERING, State.CLOSED):
             return
-        if self.flow.write_paused or self.is_resting:
+        if self.flow.write_paused or self.rests:
             self.flow.pause_reading()
             return
         self.flow.resume_reading()
