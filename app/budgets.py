@@ -22,7 +22,7 @@ CALL_AHEAD_BYTES = 16 * 1024  # what a client may send of a call before anybody 
 
 REST_FROM_SECONDS = 0.002  # a caller whose request held the event loop for longer
 REST_TIMES = 4.0  # rests for so many times as long before the next one
-MOST_REST_SECONDS = 1.0
+MOST_REST_SECONDS = 0.25
 REFUSED_SECONDS = 0.00025  # about what reading and refusing a wrong request takes
 
 

@@ -26,15 +26,23 @@ def disconnect(cycle: RequestResponseCycle, answered: tuple[int, str] | None = N
 
 
 class Steps:
-    """How long the longest step of an application's coroutine has held the event loop, in processor time of its thread."""
+    """How long the longest step of an application's coroutine has held the event loop, in processor time of its thread, and whether it has
+    ranked."""
 
     def __init__(self, app: ASGI3Application) -> None:
+        self.has_ranked = False
         self._app = app
         self._longest = self._began = 0.0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """The application."""
-        await self._taken(cast(Coroutine[Any, Any, None], self._app(scope, receive, send)))
+
+        async def told(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.has_ranked = scope["method"] == "POST" and message["status"] < 400
+            await send(message)
+
+        await self._taken(cast(Coroutine[Any, Any, None], self._app(scope, receive, told)))
 
     def held(self) -> float:
         """Called by the application, it counts the present step as well."""

@@ -145,7 +145,8 @@ class Call:
         handler.finish(whole)
         self._protocol.release(self)
         if not is_short:
-            self._protocol.rest(time.thread_time() - started)
+            rest = self._protocol.rest_with_others if self._is_wrong else self._protocol.rest
+            rest(time.thread_time() - started)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
         """Write head and body at once. Raises RuntimeError for a value that would break the head."""

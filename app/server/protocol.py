@@ -313,7 +313,8 @@ class StrictProtocol(HttpToolsProtocol):
             if cycle.response_complete:
                 self.release(cycle)
                 if not isinstance(cycle, Call):
-                    self.rest_with_others(cycle.steps.held())
+                    rest = self.rest if cycle.steps.has_ranked else self.rest_with_others
+                    rest(cycle.steps.held())
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import re
 import statistics
 import tempfile
@@ -31,9 +32,10 @@ from loadtest.servers.launch import HOST
 from loadtest.soak.corpora import Oracle
 from loadtest.soak.hostile import DEAR
 from loadtest.soak.oracle import TOKEN, admin_settings
-from loadtest.soak.servers import fake
+from loadtest.soak.servers import fake, real
 
 COUNTS = (1, 4)
+DEMO = Path(__file__).parents[2] / "weights" / "demo"
 P50_TIMES, P99_TIMES = 2.0, 4.0
 PAUSE_SECONDS = (0.001, 0.005)  # of the ranker, from a reply to the next request
 RETRIES = 2  # of what is beyond a limit: then the median counts
@@ -70,6 +72,19 @@ def asks(request: bytes, port: str = "main") -> Act:
     return act
 
 
+def once(request: bytes) -> Act:
+    """A connection for each request."""
+
+    async def act(ports: Ports, seen: Counter[int]) -> None:
+        while True:
+            reader, writer = await asyncio.open_connection(HOST, ports["main"])
+            with contextlib.closing(writer):
+                writer.write(request.replace(b"Host", b"Connection: close\r\nHost"))
+                seen[int((await reader.read())[9:12])] += 1
+
+    return act
+
+
 def _get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
@@ -90,6 +105,9 @@ def _admin(route: str, content: Any, expected: int, token: str = TOKEN) -> Attac
 SMALL = orjson.loads(rank_body(7))
 ASKED = orjson.loads(rank_body(8, history=16)) | {"explain": [80_001, 80_002]}
 MODEL, VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+EXAMPLE = orjson.loads((DEMO / "example.json").read_bytes())
+DEMO_EXPLAINED = "/explain of the demo"
+EXPLAINED = EXAMPLE | {"explain": [each["post_id"] for each in EXAMPLE["candidates"]]}
 ATTACKERS: dict[str, Attacker] = {
     **_gets(
         "/", "/docs", "/explore", "/explore/checkpoint.json", "/info", "/livez", "/metrics", "/openapi.json", "/readyz"
@@ -103,6 +121,7 @@ ATTACKERS: dict[str, Attacker] = {
     "GET a model's state": Attacker(f"{MODEL}/ready", asks(_get("/v2/models/fake/ready"))),
     "GET a version": Attacker(VERSION, asks(_get("/v2/models/fake/versions/v1"))),
     "GET a version's state": Attacker(f"{VERSION}/ready", asks(_get("/v2/models/fake/versions/v1/ready"))),
+    "GET /livez, a connection each": Attacker("/livez", once(_get("/livez"))),
     "GET nothing": Attacker("unmatched", asks(_get("/nothing")), 404),
     "GET /rank": Attacker("/rank", asks(_get("/rank")), 405),
     "POST /info": Attacker("/info", asks(post("x", "/info", b"{}")), 405),
@@ -125,17 +144,7 @@ ATTACKERS: dict[str, Attacker] = {
 }
 
 
-def _once(request: bytes) -> Act:
-    """A connection for each request."""
-
-    async def act(ports: Ports, seen: Counter[int]) -> None:
-        while True:
-            reader, writer = await asyncio.open_connection(HOST, ports["main"])
-            with contextlib.closing(writer):
-                writer.write(request.replace(b"Host", b"Connection: close\r\nHost"))
-                seen[int((await reader.read())[9:12])] += 1
-
-    return act
+BESIDE_THE_DEMO = {DEMO_EXPLAINED: _posts("/explain", EXPLAINED)}
 
 
 async def _client(act: Act, ports: Ports, seen: Counter[int]) -> None:
@@ -148,11 +157,16 @@ async def _client(act: Act, ports: Ports, seen: Counter[int]) -> None:
 def _attack(ports: Ports, orders: Connection) -> None:
     """Until it is told None: the clients of a name, so many, until the next message."""
 
+    os.nice(5)  # it is not the processor that they are to take from the others
+
     async def main() -> None:
         while (order := await asyncio.to_thread(orders.recv)) is not None:
             name, count = order
             seen: Counter[int] = Counter()
-            clients = [asyncio.ensure_future(_client(ATTACKERS[name].act, ports, seen)) for _ in range(count)]
+            clients = [
+                asyncio.ensure_future(_client((ATTACKERS | BESIDE_THE_DEMO)[name].act, ports, seen))
+                for _ in range(count)
+            ]
             await asyncio.to_thread(orders.recv)
             for client in clients:
                 client.cancel()
@@ -176,9 +190,11 @@ class Felt:
 class Crowd:
     """A ranker at a server, and a process of attackers that are there when it is measured beside them."""
 
-    def __init__(self, ports: Ports, orders: Connection, runner: asyncio.Runner, high: float) -> None:
+    def __init__(
+        self, ports: Ports, orders: Connection, runner: asyncio.Runner, high: float, request: Callable[[int], bytes]
+    ) -> None:
         self._ports, self._orders, self._runner = ports, orders, runner
-        self._high = high  # percentile
+        self._high, self._request = high, request  # high: a percentile
         self._draw = np.random.default_rng(1)
 
     def measure(self, name: str, count: int, seconds: float) -> Felt:
@@ -216,7 +232,7 @@ class Crowd:
             until = loop.time() + seconds
             async with Client(HOST, self._ports["main"], max_connections=1, timeout_seconds=10) as client:
                 while (now := loop.time()) < until:
-                    refused += (await client.ask(rank_request(len(took) + 1))).status != 200
+                    refused += (await client.ask(self._request(len(took) + 1))).status != 200
                     took.append(loop.time() - now)
                     await asyncio.sleep(self._draw.uniform(*PAUSE_SECONDS))
             return took, refused
@@ -231,16 +247,35 @@ def crowded(*faults: str, high: float = 99.0) -> Iterator[Crowd]:
         oracle, admin = Oracle("own", Path(folder), 1), admin_settings(Path(folder))
         del admin["checkpoint"]
         settings = {"retrieval__checkpoint": oracle.towers, "retrieval__corpus": oracle.corpus, **admin}
-        with fake("--forward-ms=5", *faults, **settings) as server, asyncio.Runner() as runner:
+        with fake("--forward-ms=5", *faults, **settings) as server:
             ports = {"main": server.port, "admin": int(str(admin["admin__port"]))}
-            ours, theirs = multiprocessing.Pipe()
-            clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(ports, theirs), daemon=True)
-            clients.start()
-            try:
-                yield Crowd(ports, ours, runner, high)
-            finally:
-                clients.kill()
-                clients.join()
+            with _crowd(ports, high, lambda number: rank_request(number)) as crowd:
+                yield crowd
+
+
+@contextmanager
+def explained() -> Iterator[Crowd]:
+    """The demo checkpoint, a ranker of its example, and callers who want that explained."""
+    with (
+        real(checkpoint=DEMO) as server,
+        _crowd(
+            {"main": server.port}, 90.0, lambda number: post("x", "/rank", orjson.dumps(EXAMPLE | {"user_id": number}))
+        ) as crowd,
+    ):
+        yield crowd
+
+
+@contextmanager
+def _crowd(ports: Ports, high: float, request: Callable[[int], bytes]) -> Iterator[Crowd]:
+    ours, theirs = multiprocessing.Pipe()
+    clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(ports, theirs), daemon=True)
+    clients.start()
+    try:
+        with asyncio.Runner() as runner:
+            yield Crowd(ports, ours, runner, high, request)
+    finally:
+        clients.kill()
+        clients.join()
 
 
 def crowds(seconds: float) -> list[Row]:

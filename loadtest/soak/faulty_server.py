@@ -10,11 +10,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app import assembly, budgets
 from app.engine import searches
 from app.engine.loading import LoadedModel, LoadedRetrieval, Loader, RetrievalLoader, Steps, retrieval_loader
+from app.explore import pages
 from app.fronts.role import Role
 from app.server import process
 from app.service.service import RankingService
@@ -108,6 +111,11 @@ def stock_protocol(
     return HttpToolsProtocol(*arguments, **named)
 
 
+async def made_anew(kept: pages.Kept[Any], key: Any, request: Request) -> Response:
+    """In place of a reply that is kept."""
+    return Response(kept._make(key))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forward-ms", type=float, default=0.0)
@@ -124,10 +132,13 @@ def main() -> int:
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
     parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
     parser.add_argument("--no-rest", action="store_true", help="no connection rests after a request that held the loop")
+    parser.add_argument("--nothing-kept", action="store_true", help="what is made once is made for each who asks")
     parser.add_argument("--no-budgets", action="store_true", help="there is room for whatever comes")
     options = parser.parse_args()
     if options.no_rest:
         vars(budgets)["REST_TIMES"] = 0.0
+    if options.nothing_kept:
+        pages.Kept.reply = made_anew  # type: ignore[method-assign]
     if options.searches_in_loop:
         vars(searches)["SHORT_SECONDS"] = math.inf
     if options.no_loop_watch:
