@@ -208,7 +208,7 @@ class ExplainCall(DirectCall):
                     await asyncio.wait(tasks[turn:])
                     took, turn = time.perf_counter() - begun, len(tasks)
                     together = max(1, together // 2 if took > TURN_SECONDS else together * 2)
-                    await asyncio.sleep(REST_TIMES * took if service.clock() < rests_until else 0)
+                    await asyncio.sleep(min(REST_TIMES * took, rests_until - service.clock()))
                     begun = time.perf_counter()
             return [await task for task in tasks]
         finally:

@@ -150,8 +150,8 @@ class Histograms(Collector):
         """The lines of a series: a format of its running counts, all of them, and their sum."""
         found = self._lines.get(values)
         if found is None:
-            named = [f'{name}="{_escaped(value)}"' for name, value in zip(self.label_names, values, strict=True)]
-            buckets = [",".join([f'le="{edge}"', *named]) for edge in self.edges]
+            named = sorted(f'{name}="{_escaped(value)}"' for name, value in zip(self.label_names, values, strict=True))
+            buckets = [",".join(sorted([f'le="{edge}"', *named])) for edge in self.edges]
             labels = f"{{{','.join(named)}}}" if named else ""
             lines = [f"{self.name}_bucket{{{bucket}}} %d.0\n" for bucket in buckets]
             lines += [f"{self.name}_count{labels} %d.0\n", f"{self.name}_sum{labels} %r\n"]

@@ -38,6 +38,7 @@ COUNTS = (1, 4)
 DEMO = Path(__file__).parents[2] / "weights" / "demo"
 P50_TIMES, P99_TIMES = 2.0, 4.0
 PAUSE_SECONDS = (0.001, 0.005)  # of the ranker, from a reply to the next request
+START_SECONDS = 5.0  # for the first reply that is expected
 RETRIES = 2  # of what is beyond a limit: then the median counts
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
@@ -162,11 +163,12 @@ def _attack(ports: Ports, orders: Connection) -> None:
     async def main() -> None:
         while (order := await asyncio.to_thread(orders.recv)) is not None:
             name, count = order
-            seen: Counter[int] = Counter()
-            clients = [
-                asyncio.ensure_future(_client((ATTACKERS | BESIDE_THE_DEMO)[name].act, ports, seen))
-                for _ in range(count)
-            ]
+            seen, attacker = Counter[int](), (ATTACKERS | BESIDE_THE_DEMO)[name]
+            clients = [asyncio.ensure_future(_client(attacker.act, ports, seen)) for _ in range(count)]
+            until = asyncio.get_running_loop().time() + START_SECONDS
+            while not seen[attacker.expected] and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            orders.send(dict(seen))
             await asyncio.to_thread(orders.recv)
             for client in clients:
                 client.cancel()
@@ -217,7 +219,7 @@ class Crowd:
     def _once(self, name: str, count: int, seconds: float) -> Felt:
         before, _ = self._rank(seconds / 2)
         self._orders.send((name, count))
-        self._runner.run(asyncio.sleep(0.05))  # until they are there
+        self._orders.recv()  # they are there
         beside, refused = self._rank(seconds)
         self._orders.send(None)
         answered = self._orders.recv()

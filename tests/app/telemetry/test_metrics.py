@@ -135,7 +135,7 @@ def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
         assert await asyncio.gather(*(scrapes.get() for _ in range(50))) == [b"2"] * 50
         assert loop.time() - began >= 0.8 * SCRAPE_SECONDS
         third = asyncio.ensure_future(scrapes.get())
-        while begun < 3:
+        while begun < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         fourth = asyncio.ensure_future(scrapes.get())  # what the third holds may be older than this question
         with pytest.raises(OSError, match="planted"):
