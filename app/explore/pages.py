@@ -75,7 +75,9 @@ def pages(service: Service, settings: Settings) -> APIRouter:
     """
     packages = [("fastapi_swagger", "resources"), (ROOM, "docs"), *([(ROOM, "assets")] if settings.explores else [])]
     kept = {path.name: _file(path) for package, folder in packages for path in _files(package, folder)}
-    beside = Kept(lambda digest: orjson.dumps(carried(settings.checkpoint, digest)), "application/json", HEADERS)
+    beside: Kept[str] = Kept(
+        lambda digest: orjson.dumps(carried(settings.checkpoint, digest)), "application/json", HEADERS
+    )
 
     async def page(name: str, request: Request) -> Response:
         if name not in kept:

@@ -140,7 +140,7 @@ def _application(
     )
     for router in routers:
         app.include_router(router)
-    described = Kept(lambda names: orjson.dumps(app.openapi()), "application/json")
+    described: Kept[Any] = Kept(lambda names: orjson.dumps(app.openapi()), "application/json")
 
     async def openapi(request: Request) -> Response:
         return await described.reply(_action_names(service), request)

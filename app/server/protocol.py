@@ -252,7 +252,7 @@ class StrictProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         fit(self.cycle, self.end_with_reply, self._is_ending)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle | Call, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: Any, app: ASGI3Application) -> None:
         if self.rests:
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, app))
@@ -313,26 +313,28 @@ class StrictProtocol(HttpToolsProtocol):
             if cycle.response_complete:
                 self.release(cycle)
                 if not isinstance(cycle, Call):
-                    rest = self.rest if cycle.steps.has_ranked else self.rest_with_others
-                    rest(cycle.steps.held())
+                    self._rest_after(cycle)
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:
             self._rest()
 
+    def _rest_after(self, cycle: Any) -> None:
+        rest = self.rest if cycle.steps.has_ranked else self.rest_with_others
+        rest(cycle.steps.held())
+
     def rest(self, seconds: float) -> None:
         """A request has held the event loop for so long: other connections come first for a while."""
-        if rest := rest_seconds(seconds):
-            self._rest_for(rest)
+        self._rest_for(rest_seconds(seconds))
 
     def rest_with_others(self, seconds: float) -> None:
         """A request that ranks nothing, an ASGI application's or a wrong one, has held the event loop for so long."""
-        if not self.is_counted:
-            self.rest(seconds)  # an operator's, whom no crowd delays
-        elif rest := shared_rest_seconds(seconds, self.observer.resting):
-            self._rest_for(rest)
+        resting = self.observer.resting if self.is_counted else 1  # no crowd delays an operator
+        self._rest_for(shared_rest_seconds(seconds, resting))
 
     def _rest_for(self, seconds: float) -> None:
+        if not seconds:
+            return
         self.rests += 1
         self.observer.resting += 1
         self.flow.pause_reading()

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import orjson
 
-from app.http.openapi import example_tensors
 from loadtest.generate.http_client import Client
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.matrix import Row
@@ -109,6 +108,12 @@ MODEL, VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
 EXAMPLE = orjson.loads((DEMO / "example.json").read_bytes())
 DEMO_EXPLAINED = "/explain of the demo"
 EXPLAINED = EXAMPLE | {"explain": [each["post_id"] for each in EXAMPLE["candidates"]]}
+TENSORS = {
+    "inputs": [
+        {"name": name, "datatype": "UINT64", "shape": [1], "data": [7]}
+        for name in ("user_id", "candidates.post_id", "candidates.author_id")
+    ]
+}
 ATTACKERS: dict[str, Attacker] = {
     **_gets(
         "/", "/docs", "/explore", "/explore/checkpoint.json", "/info", "/livez", "/metrics", "/openapi.json", "/readyz"
@@ -135,8 +140,8 @@ ATTACKERS: dict[str, Attacker] = {
     "/explain, refused": _posts("/explain", SMALL, expected=422),
     "/retrieve": _posts("/retrieve", {"user_id": 7, "k": 20}),
     "/recommend": _posts("/recommend", {"user_id": 7, "k": 20}),
-    "infer": _posts(f"{MODEL}/infer", example_tensors(), "/v2/models/fake/infer"),
-    "infer by a version": _posts(f"{VERSION}/infer", example_tensors(), "/v2/models/fake/versions/v1/infer"),
+    "infer": _posts(f"{MODEL}/infer", TENSORS, "/v2/models/fake/infer"),
+    "infer by a version": _posts(f"{VERSION}/infer", TENSORS, "/v2/models/fake/versions/v1/infer"),
     "a stranger at /admin/reload": _admin("/admin/reload", {}, 401, "nobody"),
     "a stranger at /admin/posts": _admin("/admin/posts", {}, 401, "nobody"),
     "a stranger at /admin/posts/compact": _admin("/admin/posts/compact", {}, 401, "nobody"),
@@ -230,7 +235,8 @@ class Crowd:
 
     def _rank(self, seconds: float) -> tuple[list[float], int]:
         async def main() -> tuple[list[float], int]:
-            loop, took, refused = asyncio.get_running_loop(), [], 0
+            loop, refused = asyncio.get_running_loop(), 0
+            took: list[float] = []
             until = loop.time() + seconds
             async with Client(HOST, self._ports["main"], max_connections=1, timeout_seconds=10) as client:
                 while (now := loop.time()) < until:

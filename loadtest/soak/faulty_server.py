@@ -138,7 +138,7 @@ def main() -> int:
     if options.no_rest:
         vars(budgets)["REST_TIMES"] = 0.0
     if options.nothing_kept:
-        pages.Kept.reply = made_anew  # type: ignore[method-assign]
+        pages.Kept.reply = made_anew  # type: ignore[assignment, method-assign]
     if options.searches_in_loop:
         vars(searches)["SHORT_SECONDS"] = math.inf
     if options.no_loop_watch:
