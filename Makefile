@@ -51,7 +51,7 @@ emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests t
 	  || echo "the emulators could not be installed"
 
 # What compares speeds, and so needs the machine to itself; everything else runs several files at a time.
-ALONE := $(addprefix tests/reliability/test_,b11_budgets.py b3_long_bodies.py b4_slow.py rows.py)
+ALONE := $(addprefix tests/reliability/test_,b11_budgets.py b12_crowds.py b3_long_bodies.py b4_slow.py rows.py)
 
 # A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
 WORKERS ?= 3
