@@ -22,6 +22,8 @@ CALL_AHEAD_BYTES = 16 * 1024  # what a client may send of a call before anybody 
 
 REST_FROM_SECONDS = 0.002  # a caller whose request held the event loop for longer
 REST_TIMES = 4.0  # rests for so many times as long before the next one
+MOST_REST_SECONDS = 0.25
+REFUSED_SECONDS = 0.00025  # about what reading and refusing a wrong request takes
 
 
 class Budget:
@@ -50,6 +52,12 @@ class Budget:
 def rest_seconds(held_seconds: float) -> float:
     """How long a caller's next request waits for those of others when one has held the event loop for so long."""
     return REST_TIMES * held_seconds if held_seconds > REST_FROM_SECONDS else 0.0
+
+
+def shared_rest_seconds(held_seconds: float, resting: int) -> float:
+    """The same for a request that ranks nothing, while so many connections rest: all of them together leave four fifths of the event loop
+    to who ranks, however cheap each request is."""
+    return min(REST_TIMES * held_seconds * max(1, resting), MOST_REST_SECONDS)
 
 
 def attention_bytes(config: ModelConfig, candidates: int) -> int:

@@ -1,19 +1,26 @@
-"""Serves the pages from files of the packages, and the example and the names that a checkpoint may carry. Not for what a page shows."""
+"""Serves the pages from files of the packages, and the example and the names that a checkpoint may carry, each read once. Not for what a
+page shows."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import mimetypes
+import os
+import stat
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-import anyio
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.staticfiles import StaticFiles
 
+from app.errors import NotFound
 from app.interface import Service
 from app.settings import Settings
 from weights.format.manifest import MANIFEST_NAME
@@ -25,22 +32,40 @@ POLICY = (
 )
 HEADERS = {
     "content-security-policy": POLICY,
-    "cache-control": "no-cache",  # kept, and asked for again by its ETag
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
 }
 WHAT_THERE_IS = {"rank": "/rank", "info": "/info", "docs": "/docs", "openapi": "/openapi.json"}
+MOST_CARRIED_BYTES = 2**20  # of a file beside a manifest; those of the demo are 38 kB
+
+Key = TypeVar("Key", bound=Hashable)
 
 
-class Files(StaticFiles):
-    """Files with ETags, under a policy by which a page loads nothing from elsewhere and runs no script but its files."""
+class Kept(Generic[Key]):
+    """Bytes of the last key, made in a thread, with an ETag."""
 
-    def file_response(self, *args: Any, **options: Any) -> Response:
-        """As StaticFiles: 304 where the caller has the file."""
-        response = super().file_response(*args, **options)
-        response.headers.update(HEADERS)
-        return response
+    def __init__(self, make: Callable[[Key], bytes], media_type: str, headers: Mapping[str, str] | None = None) -> None:
+        self._make = make
+        self._headers = {"content-type": media_type, "cache-control": "no-cache", **(headers or {})}
+        self._found: tuple[Key, asyncio.Future[tuple[bytes, str]]] | None = None
+
+    async def reply(self, key: Key, request: Request) -> Response:
+        """What is made of this key, or 304 to a caller who has it. Raises what making it raises."""
+        if self._found is None or self._found[0] != key or _has_failed(self._found[1]):
+            self._found = key, asyncio.ensure_future(asyncio.to_thread(self._tagged, key))
+        body, tag = await asyncio.shield(self._found[1])
+        headers = {**self._headers, "etag": tag}
+        known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
+        return Response(status_code=304, headers=headers) if tag in known else Response(body, headers=headers)
+
+    def _tagged(self, key: Key) -> tuple[bytes, str]:
+        body = self._make(key)
+        return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def _has_failed(made: asyncio.Future[tuple[bytes, str]]) -> bool:
+    return made.done() and (made.cancelled() or made.exception() is not None)
 
 
 def pages(service: Service, settings: Settings) -> APIRouter:
@@ -48,21 +73,22 @@ def pages(service: Service, settings: Settings) -> APIRouter:
 
     Every address in the pages is relative, so that they work below a path of a proxy.
     """
-    packages: list[str | tuple[str, str]] = [("fastapi_swagger", "resources"), (ROOM, "docs")]
-    if settings.explores:
-        packages.append((ROOM, "assets"))
-    files = Files(packages=packages)
-
-    async def asset(request: Request) -> Response:
-        return await files.get_response(request.path_params["name"], request.scope)
+    packages = [("fastapi_swagger", "resources"), (ROOM, "docs"), *([(ROOM, "assets")] if settings.explores else [])]
+    kept = {path.name: _file(path) for package, folder in packages for path in _files(package, folder)}
+    beside: Kept[str] = Kept(
+        lambda digest: orjson.dumps(carried(settings.checkpoint, digest)), "application/json", HEADERS
+    )
 
     async def page(name: str, request: Request) -> Response:
-        return await files.get_response(name, request.scope)
+        if name not in kept:
+            raise NotFound
+        return await kept[name].reply(name, request)
+
+    async def asset(request: Request) -> Response:
+        return await page(request.path_params["name"], request)
 
     async def checkpoint(request: Request) -> Response:
-        digest = service.model.manifest.digest
-        found = await anyio.to_thread.run_sync(carried, settings.checkpoint, digest)  # a disk may be slow
-        return Response(orjson.dumps(found), headers=HEADERS, media_type="application/json")
+        return await beside.reply(service.model.manifest.digest, request)
 
     async def root(request: Request) -> Response:
         if settings.explores:
@@ -83,7 +109,7 @@ def pages(service: Service, settings: Settings) -> APIRouter:
 
 
 def carried(directory: Path, digest: str) -> dict[str, Any]:
-    """The example and the names beside a checkpoint's manifest, each None where there is none that can be read.
+    """The example and the names beside a checkpoint's manifest, each None where there is none, or no file that can be read and kept.
 
     Both are None where the directory holds another checkpoint than the one of this digest: names of one world must not label another.
     """
@@ -94,6 +120,24 @@ def carried(directory: Path, digest: str) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     try:
-        return orjson.loads(path.read_bytes())
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:  # a FIFO would wait
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            found = file.read(MOST_CARRIED_BYTES + 1) if is_file else b""
+        return orjson.loads(found) if len(found) <= MOST_CARRIED_BYTES else None
     except (OSError, ValueError):
         return None
+
+
+def _files(package: str, folder: str) -> list[Path]:
+    return [
+        path for path in Path(str(files(package))).joinpath(folder).iterdir() if path.is_file() and path.suffix != ".py"
+    ]
+
+
+def _file(path: Path) -> Kept[str]:
+    """Under a policy by which a page loads nothing from elsewhere and runs no script but its files."""
+    return Kept(
+        lambda name: path.read_bytes(), mimetypes.guess_type(path.name)[0] or "application/octet-stream", HEADERS
+    )

@@ -23,6 +23,7 @@ from app.interface import PostChange
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Settings
+from app.telemetry.metrics import Scrapes
 from app.telemetry.sums import Sums
 
 LOOK_SECONDS = 0.005  # how often it is looked whether a queue that is full still is
@@ -51,6 +52,7 @@ class EngineHost:
         self._state: frames.State | None = None
         self._told = 0.0  # when fronts were last told how it is
         self._sums = Sums()
+        self._scrapes = Scrapes(self._exposition)
         self._flushes = 0
         self._ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,8 +200,11 @@ class EngineHost:
         )
 
     async def _scrape(self, front: Front, frame: frames.Scrape) -> None:
+        front.link.send(frames.Exposition(frame.id, await self._scrapes.get()))
+
+    async def _exposition(self) -> bytes:
         await self._flush()
-        front.link.send(frames.Exposition(frame.id, self._sums.render(self.service.metrics.registry)))
+        return self._sums.render(self.service.metrics.registry)
 
     async def _tell(self, front: Front, asked: Any, work: Coroutine[Any, Any, Any]) -> None:
         """The answer to a question about models or posts, once every front has heard what has changed."""

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+import orjson
 from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from app.errors import InternalError, NotReady
-from app.explore.pages import pages
+from app.explore.pages import Kept, pages
 from app.http import operations
 from app.http.asgi import Guest, PagesEndpoint
 from app.http.call import Endpoint
@@ -106,6 +107,12 @@ def create_app(settings: Settings, service: Service) -> Application:
     paths += ["/explain"] if settings.explores else []
     fastapi = create_pages(routers, paths)
     fastapi.openapi = lambda: describe_app(fastapi, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
+    described: Kept[Any] = Kept(lambda names: orjson.dumps(fastapi.openapi()), "application/json")
+
+    async def openapi(request: Request) -> Response:
+        return await described.reply(_action_names(service), request)
+
+    fastapi.add_route("/openapi.json", openapi, include_in_schema=False)
     recorder = _recorder(fastapi, routers, service, settings, tracer)
     ranking = Ranking(service, settings)
     endpoints: dict[str, Endpoint] = {
@@ -133,6 +140,7 @@ def create_pages(routers: Sequence[APIRouter] = (), ranking_paths: Sequence[str]
         version=version("phoenix-ranking-server"),
         description=DESCRIPTION,
         routes=[Route(path, _not_reached, methods=["POST"]) for path in ranking_paths],  # for 405
+        openapi_url=None,  # made once, by `create_app`
         docs_url=None,  # app.explore has it, without a CDN
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the Host header, which anyone may forge

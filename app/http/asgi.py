@@ -45,6 +45,7 @@ class PagesEndpoint(Endpoint):
 class PageCall(TaskCall):
     """A page. HEAD is answered as GET, with the same headers and no body."""
 
+    ranks = False
     __slots__ = ()
     _endpoint: PagesEndpoint
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from app.errors import Overloaded
 from app.http.negotiation import Headers, too_long
@@ -16,7 +20,36 @@ from app.telemetry.exchange import Exchange
 Fields = Sequence[tuple[bytes, bytes]]
 Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impatient caller's reply may be written later
 Answer = tuple[int, Fields, bytes]
+T = TypeVar("T")
 BODILESS = (204, 304)  # replies without a content-length
+
+
+class Steps:
+    """Runs a coroutine and knows how long its longest step has held the event loop, in processor time of its thread."""
+
+    def __init__(self) -> None:
+        self._longest = self._began = 0.0
+
+    def held_seconds(self) -> float:
+        """Called by the coroutine, it counts the present step as well."""
+        return max(self._longest, time.thread_time() - self._began)
+
+    @types.coroutine
+    def run(self, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+        """What the coroutine returns."""
+        step: Callable[[], Any] = partial(work.send, None)
+        while True:
+            self._began = time.thread_time()
+            try:
+                waits_for = step()
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            self._longest = max(self._longest, time.thread_time() - self._began)
+            try:
+                step = partial(work.send, (yield waits_for))
+            except BaseException as error:
+                step = partial(work.throw, error)
 
 
 class Endpoint(ABC):
@@ -36,6 +69,7 @@ class Endpoint(ABC):
 class Call(ABC):
     """One request, from its headers to its reply: `finish` with its body, `fail` or `abandon`. Belongs to the event loop."""
 
+    ranks = True
     __slots__ = ("_endpoint", "_reply", "_tickets", "exchange", "headers", "max_body_bytes", "recorder")
 
     def __init__(self, endpoint: Endpoint, headers: Headers, reply: Reply) -> None:
@@ -50,6 +84,10 @@ class Call(ABC):
     @abstractmethod
     def finish(self, body: bytes | bytearray) -> None:
         """The body has arrived."""
+
+    def held_seconds(self) -> float:
+        """As `server.cycle.Handler.held_seconds`; 0 where `finish` was the last step."""
+        return 0.0
 
     def too_long(self) -> None:
         """More of the body has arrived than `max_body_bytes`."""
@@ -110,10 +148,11 @@ class Call(ABC):
 class TaskCall(Call):
     """A request that takes a task to answer."""
 
-    __slots__ = ("_task",)
+    __slots__ = ("_steps", "_task")
 
     def __init__(self, endpoint: Endpoint, headers: Headers, reply: Reply) -> None:
         super().__init__(endpoint, headers, reply)
+        self._steps: Steps | None = None
         self._task: asyncio.Task[None] | None = None
         try:
             self.open()
@@ -130,7 +169,16 @@ class TaskCall(Call):
     def finish(self, body: bytes | bytearray) -> None:
         """As `Call.finish`."""
         if self._reply is not None:
-            self._task = asyncio.get_running_loop().create_task(self._run(body))
+            self._steps = Steps()
+            self._task = asyncio.get_running_loop().create_task(self._measured(self._run(body)))
+
+    async def _measured(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._steps is not None
+        await self._steps.run(work)
+
+    def held_seconds(self) -> float:
+        """As `Call.held_seconds`."""
+        return 0.0 if self._steps is None else self._steps.held_seconds()
 
     @property
     def is_begun(self) -> bool:

@@ -31,6 +31,9 @@ from app.settings import Batching, Explore
 from app.telemetry.exchange import Exchange, milliseconds
 from model.inputs import Candidates, Context, Scores
 
+TURN_SECONDS = 0.0025  # about what an explanation ranks at a time takes
+REST_TIMES = 2.0  # after which it rests for so many times as long, until half of its time is over
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -56,6 +59,13 @@ class ExplainEndpoint(Endpoint):
     def begin(self, headers: Fields, reply: Reply) -> Call:
         """As `Endpoint.begin`."""
         return ExplainCall(self, dict(headers), reply)
+
+    def check_room(self) -> None:
+        """Raises Overloaded where all places are taken."""
+        if self.running.used >= self.running.limit:
+            self.running.refused += 1
+            wait = "As many explanations as may run at once are running."
+            raise Overloaded(wait, retry_after_seconds=1.0, may_wait=True)
 
     def ask(self, raw: bytes | bytearray, terms: Terms, exchange: Exchange) -> Asked:
         """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
@@ -116,12 +126,14 @@ class ExplainEndpoint(Endpoint):
     async def _ranked(
         self, asked: Asked, work: Iterable[tuple[Context, Candidates]], exchange: Exchange
     ) -> list[Ranked]:
-        """Each of them through the queue and the engine."""
-        window, tasks = Window(self.batching), []
+        """Each of them through the queue and the engine, some at a time, with rests in which others find the engine free."""
+        service, window, tasks = self.service, Window(self.batching), []
+        begun, turn, together = time.perf_counter(), 0, 1
+        rests_until = (service.clock() + asked.deadline) / 2
         try:
             for context, candidates in work:
                 admit = partial(
-                    self.service.admit,
+                    service.admit,
                     asked.model,
                     candidates=len(candidates),
                     history=len(context),
@@ -129,9 +141,15 @@ class ExplainEndpoint(Endpoint):
                     key=exchange.key,
                 )
                 ticket = await window.admit(admit)
-                ranking = ranked(self.service, ticket, context, candidates)
+                ranking = ranked(service, ticket, context, candidates)
                 tasks.append(window.begin(ranking, len(candidates), 1 + len(context)))
                 await asyncio.sleep(0)  # lets other requests in between
+                if len(tasks) - turn >= together:
+                    await asyncio.wait(tasks[turn:])
+                    took, turn = time.perf_counter() - begun, len(tasks)
+                    together = max(1, together // 2 if took > TURN_SECONDS else together * 2)
+                    await asyncio.sleep(min(REST_TIMES * took, rests_until - service.clock()))
+                    begun = time.perf_counter()
             return [await task for task in tasks]
         finally:
             await window.close()
@@ -153,12 +171,13 @@ class ExplainCall(TaskCall):
         """As `TaskCall.open`."""
         self._terms = self._endpoint.ranking.open(self.headers, self.exchange, BATCH)
         check_accept(self.headers, JSON)
+        self._endpoint.check_room()  # the place is taken with the body: who sends none holds none
 
     async def reply_to(self, body: bytes | bytearray) -> Answer:
         """As `TaskCall.reply_to`. It takes its place before anything is read."""
         endpoint, exchange, terms = self._endpoint, self.exchange, self._terms
-        if not endpoint.running.take(1):
-            raise Overloaded("As many explanations as may run at once are running.", retry_after_seconds=1.0)
+        endpoint.check_room()
+        endpoint.running.take(1)
         try:
             asked = endpoint.ask(endpoint.ranking.plain(body, terms), terms, exchange)
             written, result = await endpoint.answer(asked, exchange)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -24,6 +25,7 @@ NO_MODEL: dict[int | str, dict[str, Any]] = {
 }
 
 
+@cache
 def describe_server() -> dict[str, Any]:
     """The protocol's metadata of the server."""
     return {"name": NAME, "version": version_of(NAME), "extensions": ["binary_tensor_data"]}

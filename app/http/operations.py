@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -15,7 +16,7 @@ from app.errors import CorpusNotLoaded, Draining, EngineDown, NotReady, ServiceE
 from app.interface import Service
 from app.request.contract import Problem
 from app.settings import Settings
-from app.telemetry.metrics import CONTENT_TYPE
+from app.telemetry.metrics import CONTENT_TYPE, Scrapes
 
 PROBE_RETRY_SECONDS = 2.0
 PRIVATE = (
@@ -70,24 +71,24 @@ def check_ready(service: Service) -> None:
 
 def metrics(service: Service) -> APIRouter:
     """Prometheus exposition."""
-    router = APIRouter(tags=["operations"])
+    router, scrapes = APIRouter(tags=["operations"]), Scrapes(service.exposition)
 
     @router.get("/metrics", summary="Prometheus exposition", response_class=Response)
     async def scrape() -> Response:
         """All series, prefix `ranker_`."""
-        return Response(await service.exposition(), headers={"content-type": CONTENT_TYPE})
+        return Response(await scrapes.get(), headers={"content-type": CONTENT_TYPE})
 
     return router
 
 
 def info(service: Service, settings: Settings) -> APIRouter:
     """What runs here, for people and tools."""
-    router = APIRouter(tags=["operations"])
+    router, constant = APIRouter(tags=["operations"]), cache(lambda: of_settings(settings))
 
     @router.get("/info", summary="What runs here", responses=NOT_NOW, response_model=dict[str, Any])
     async def info() -> Response:
         """Model, checkpoint, architecture, action names, limits, device, dtype, build."""
-        return Response(orjson.dumps(describe(service, settings)), media_type="application/json")
+        return Response(orjson.dumps(describe(service, settings) | constant()), media_type="application/json")
 
     return router
 
@@ -110,8 +111,14 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
         "engine": engine.notes,
         "second": _second(service, settings),
         "retrieval": _retrieval(service),
-        "limits": settings.limits.model_dump(mode="json"),
         "memory_bytes": _most_bytes(service, settings),
+    }
+
+
+def of_settings(settings: Settings) -> dict[str, Any]:
+    """What of it stays as long as the process."""
+    return {
+        "limits": settings.limits.model_dump(mode="json"),
         "settings": {name: value for name, value in settings.effective().items() if name not in PRIVATE},
         "build": {
             "version": version("phoenix-ranking-server"),

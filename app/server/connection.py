@@ -31,7 +31,7 @@ from typing import cast
 import httptools
 import structlog
 
-from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds
+from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
 from app.server.cycle import Cycle, Routes
 from app.server.deadline import Deadline
 from app.server.leftover import Leftover
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
         self.held: dict[Cycle, int] = {}  # bytes of bodies that are being read, as they were counted
         self.body_bytes = 0  # received of the present body
         self.body_until = 0.0
-        self.is_resting = False  # other connections come first for a while
+        self.rests = 0  # that are not over: other connections come first for a while
         self.is_unread = False  # the client leaves replies unread
         self.is_paused = False  # nothing is read
         self.refused_at = -float("inf")
@@ -235,7 +235,7 @@ class Connection(asyncio.Protocol):
             self._close_after_last()
         self._enter(State.BODY)
         self.body_bytes = 0
-        if (before is None or before.response_complete) and not self.is_resting:
+        if (before is None or before.response_complete) and not self.rests:
             cycle.start()
         else:
             self._pause()
@@ -301,10 +301,19 @@ class Connection(asyncio.Protocol):
 
     def rest(self, seconds: float) -> None:
         """A request has held the event loop for so long: other connections come first for a while."""
-        if rest := rest_seconds(seconds):
-            self.is_resting = True
+        self._rest_for(rest_seconds(seconds))
+
+    def rest_with_others(self, seconds: float) -> None:
+        """A request that ranks nothing, or a wrong one, has held the event loop for so long."""
+        resting = self.observer.resting if self.is_counted else 1  # no crowd delays an operator
+        self._rest_for(shared_rest_seconds(seconds, resting))
+
+    def _rest_for(self, seconds: float) -> None:
+        if seconds:
+            self.rests += 1
+            self.observer.resting += 1
             self._pause()
-            self.loop.call_later(rest, self._rest_ends)
+            self.loop.call_later(seconds, self._rest_ends)
 
     def end_with_reply(self) -> None:
         """The last reply is written."""
@@ -319,14 +328,15 @@ class Connection(asyncio.Protocol):
         return self.refused_at - before < REPEAT_SECONDS
 
     def _rest_ends(self) -> None:
-        self.is_resting = False
+        self.rests -= 1
+        self.observer.resting -= 1
         self._go_on()
 
     def _go_on(self) -> None:
         """Begin the next request of the pipeline, unless the client leaves replies unread or the connection rests."""
         if self.state in (State.LINGERING, State.CLOSED):
             return
-        if self.is_unread or self.is_resting:
+        if self.is_unread or self.rests:
             self._pause()
             return
         self._resume()

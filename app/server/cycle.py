@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Protocol
 
+from app.budgets import REFUSED_SECONDS
 from app.server.observer import Observer
 
 Fields = Sequence[tuple[bytes, bytes]]
 Reply = Callable[[int, Fields, bytes, bool], None]
 """Status, headers, body, and whether the reply may be written later to a caller who is impatient: see `patience`."""
 
+COPY_SECONDS = 5e-10  # about what the kernel takes to copy a byte of a reply, behind the step that writes it
 SHORT_BYTES = 2**13  # no body of that length holds the event loop; asking for processor time is a system call
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -24,6 +26,11 @@ class Handler(Protocol):
     """One request in the endpoint's hands."""
 
     max_body_bytes: int
+    ranks: bool  # else connections with such requests share a fifth of the event loop
+
+    def held_seconds(self) -> float:
+        """How long the longest step since `finish` has held the event loop, in processor time of its thread."""
+        ...
 
     def finish(self, body: bytes) -> None:
         """The body has arrived."""
@@ -65,6 +72,8 @@ class Connection(Protocol):
 
     def rest(self, seconds: float) -> None: ...
 
+    def rest_with_others(self, seconds: float) -> None: ...
+
     def is_impatient(self) -> bool: ...
 
     def end_with_reply(self) -> None: ...
@@ -76,8 +85,8 @@ class Cycle:
     """One request, as its connection knows it."""
 
     __slots__ = (
-        "_body", "_bytes", "_connection", "_endpoint", "_expects_continue", "_fields", "_handler", "_is_read", "_size",
-        "disconnected", "keep_alive", "response_complete", "response_started",
+        "_body", "_bytes", "_connection", "_endpoint", "_expects_continue", "_fields", "_handler", "_held", "_is_read",
+        "_is_wrong", "_ranks", "_size", "disconnected", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +101,8 @@ class Cycle:
         self._handler: Handler | None = None
         self._body: list[bytes] = []
         self._size = 0
-        self._is_read = False
+        self._is_read = self._is_wrong = self._ranks = False
+        self._held = 0.0
         self._bytes = b""  # of a reply that waits
 
     def start(self) -> None:
@@ -148,7 +158,8 @@ class Cycle:
         handler.finish(whole)
         self._connection.release(self)
         if not is_short:
-            self._connection.rest(time.thread_time() - started)
+            rest = self._connection.rest_with_others if self._is_wrong else self._connection.rest
+            rest(time.thread_time() - started)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
         """Write head and body at once. Raises RuntimeError for a value that would break the head."""
@@ -160,6 +171,10 @@ class Cycle:
         fields = b"".join([b"%b: %b\r\n" % field for field in headers])
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
         self.response_started = True
+        self._is_wrong = 400 <= status < 500 and status != 429
+        if self._handler is not None:
+            self._ranks = self._handler.ranks and status < 400
+            self._held = self._handler.held_seconds() + (0.0 if self._ranks else len(body) * COPY_SECONDS)
         self._handler = None  # what the request held would else stay until the connection's next one
         self._bytes = b"".join((STATUS_LINES[status], connection.observer.date, fields, end, body))
         is_impatient = may_wait and connection.is_impatient()
@@ -173,6 +188,10 @@ class Cycle:
         self.response_complete = True
         data, self._bytes = self._bytes, b""
         connection.write(data)
+        if self._is_wrong:
+            connection.rest_with_others(max(self._held, REFUSED_SECONDS))
+        elif self._held:
+            (connection.rest if self._ranks else connection.rest_with_others)(self._held)
         if not self.keep_alive:
             connection.end_with_reply()
         connection.on_response_complete()

@@ -28,6 +28,7 @@ class Observer:
 
     def __init__(self, metrics: Metrics, budgets: Budgets, held_refusals: int) -> None:
         self.draining = False
+        self.resting = 0  # connections, whose next requests wait for those of others
         self.open: set[Reader] = set()
         self.date = b""  # a header line, written anew by `tick`
         self.tick()

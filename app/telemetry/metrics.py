@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
@@ -15,10 +17,11 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from app.telemetry.distributions import Histograms, ReplyProbabilities
+from app.telemetry.distributions import Histograms, ReplyProbabilities, write
 from app.telemetry.sink import Sink
 from model.engine import CacheStats
 
+SCRAPE_SECONDS = 0.05  # from one scrape to the next
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LATENCY_SECONDS = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .075, .1, .15, .25, .5, 1, 2.5)  # fmt: skip
 SIZES = tuple(2.0**power for power in range(13))
@@ -165,7 +168,32 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition, of type CONTENT_TYPE."""
-        return generate_latest(self.registry)
+        return write(self.registry.collect())
+
+
+class Scrapes:
+    """One at a time, `SCRAPE_SECONDS` apart: whoever asks before it is begun gets the same, which is never older than the question."""
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
+        self._make = make
+        self._next: asyncio.Task[bytes] | None = None
+        self._made = asyncio.Lock()
+        self._free_at = 0.0  # of the monotonic clock
+
+    async def get(self) -> bytes:
+        """Raises what making it raises."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._run())
+        return await asyncio.shield(self._next)
+
+    async def _run(self) -> bytes:
+        async with self._made:
+            await asyncio.sleep(self._free_at - time.monotonic())
+            self._next = None
+            try:
+                return await self._make()
+            finally:
+                self._free_at = time.monotonic() + SCRAPE_SECONDS
 
 
 class _SnapshotCollector(Collector):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-COUNTED = ("counter", "histogram")
+from app.telemetry.distributions import Distribution, Rows, added, write
+
 GAUGES = ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds")  # which may be added up
 
 Sample = tuple[str, dict[str, str], float]
@@ -16,12 +17,13 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Family(msgspec.Struct, array_like=True):
-    """Samples of one family: name, type and help as the client library has them."""
+    """Samples of one family: name, type and help as the client library has them. `rows` in the place of samples of a histogram."""
 
     name: str
     kind: str
     text: str
     samples: list[Sample]
+    rows: Rows = {}
 
 
 class Deltas:
@@ -30,12 +32,13 @@ class Deltas:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._last: dict[Key, float] = {}
-        self._told: set[Key] = set()
+        self._last_rows: dict[str, Rows] = {}
+        self._told: set[Key | tuple[str, tuple[str, ...]]] = set()
 
     def take(self) -> list[Family]:
         """Counters and histograms as the difference to the last call, gauges as they are; a new series also where it is 0."""
         families = (self._family(metric) for metric in self._registry.collect())
-        return [family for family in families if family.samples]
+        return [family for family in families if family.samples or family.rows]
 
     def tell_all(self) -> None:
         """The next `take` names every series: who adds up is a new process."""
@@ -43,7 +46,9 @@ class Deltas:
 
     def _family(self, metric: Metric) -> Family:
         family = Family(metric.name, metric.type, metric.documentation, [])
-        if metric.type in COUNTED:
+        if isinstance(metric, Distribution):
+            return msgspec.structs.replace(family, rows=self._rows(metric))
+        if metric.type == "counter":
             for sample in metric.samples:
                 key = _key(sample.name, sample.labels)
                 delta = sample.value - self._last.get(key, 0.0)
@@ -55,23 +60,37 @@ class Deltas:
             family.samples = [(sample.name, sample.labels, sample.value) for sample in metric.samples]
         return family
 
+    def _rows(self, metric: Distribution) -> Rows:
+        last, found = self._last_rows.get(metric.name, {}), Rows()
+        for values, (counts, total) in metric.rows.items():
+            key = metric.name, values
+            before, sum_before = last.get(values, ([0] * len(counts), 0.0))
+            if counts != before or key not in self._told:
+                self._told.add(key)
+                found[values] = [one - other for one, other in zip(counts, before, strict=True)], total - sum_before
+        self._last_rows[metric.name] = metric.rows
+        return found
+
 
 class Sums:
     """What other processes have told, beside the registry of this one. What a process has counted stays when it has gone."""
 
     def __init__(self) -> None:
         self._families: dict[str, tuple[Family, dict[Key, Sample]]] = {}
+        self._rows: dict[str, Rows] = {}  # of histograms, which are the same in every process
         self._gauges: dict[Hashable, list[Family]] = {}  # of the processes that live
 
     def add(self, process: Hashable, families: Iterable[Family]) -> None:
         """What `Deltas.take` gave in that process."""
         self._gauges[process] = []
         for family in families:
-            if family.kind not in COUNTED:
+            if family.rows:
+                self._rows[family.name] = added(self._rows.get(family.name, {}), family.rows)
+            elif family.kind != "counter":
                 self._gauges[process].append(family)
-                continue
-            _, samples = self._families.setdefault(family.name, (family, {}))
-            _add(samples, family.samples)
+            else:
+                _, samples = self._families.setdefault(family.name, (family, {}))
+                _add(samples, family.samples)
 
     def forget(self, process: Hashable) -> None:
         """It has gone, and its gauges with it."""
@@ -79,26 +98,21 @@ class Sums:
 
     def render(self, registry: CollectorRegistry) -> bytes:
         """The exposition of the registry and all that was told, of type CONTENT_TYPE."""
-        return generate_latest(_Collected(list(self._summed(registry))))
+        return write(self._summed(registry))
 
     def _summed(self, registry: CollectorRegistry) -> Iterator[Metric]:
         rest = {name: (family, list(samples.values())) for name, (family, samples) in self._families.items()}
         for family in (family for families in self._gauges.values() for family in families):
             rest.setdefault(family.name, (family, []))[1].extend(family.samples)
         for metric in registry.collect():
+            if isinstance(metric, Distribution):
+                yield metric.plus(self._rows.get(metric.name, {}))
+                continue
             _, samples = rest.pop(metric.name, (None, []))
             own = [(sample.name, sample.labels, sample.value) for sample in metric.samples]
             yield _metric(metric.name, metric.documentation, metric.type, own + samples)
         for name, (family, samples) in rest.items():
             yield _metric(name, family.text, family.kind, samples)
-
-
-class _Collected:
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._metrics)
 
 
 def _metric(name: str, text: str, kind: str, samples: Iterable[Sample]) -> Metric:

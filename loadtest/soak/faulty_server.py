@@ -8,12 +8,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
 
 from app import assembly, budgets
 from app.engine import runners
 from app.engine.loading import LoadedModel, LoadedRetrieval, Loader, RetrievalLoader, Steps, retrieval_loader
+from app.explore import pages
 from app.fronts.role import Role
 from app.http.application import create_app
 from app.service.service import RankingService
@@ -106,6 +110,11 @@ def stock_server(settings: Settings, service: RankingService) -> int:
     return 0
 
 
+async def made_anew(kept: pages.Kept[Any], key: Any, request: Request) -> Response:
+    """In place of a reply that is kept."""
+    return Response(kept._make(key))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forward-ms", type=float, default=0.0)
@@ -122,10 +131,13 @@ def main() -> int:
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
     parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
     parser.add_argument("--no-rest", action="store_true", help="no connection rests after a request that held the loop")
+    parser.add_argument("--nothing-kept", action="store_true", help="what is made once is made for each who asks")
     parser.add_argument("--no-budgets", action="store_true", help="there is room for whatever comes")
     options = parser.parse_args()
     if options.no_rest:
         vars(budgets)["REST_TIMES"] = 0.0
+    if options.nothing_kept:
+        pages.Kept.reply = made_anew  # type: ignore[assignment, method-assign]
     if options.searches_in_loop:
         vars(runners)["SHORT_SEARCH_SECONDS"] = math.inf
     if options.no_loop_watch:

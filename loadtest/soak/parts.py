@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from loadtest.matrix import Row, table
 from loadtest.soak import (
     cluster,
+    crowds,
     endings,
     excess,
     fronts,
@@ -47,6 +48,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "slow": (0.02, lambda seconds: slow.slow(_count(seconds, 20, 200))),
     "dear": (0.03, lambda seconds: [hostile.dear(seconds)]),
     "hostile": (0.05, lambda seconds: [hostile.memory(seconds), hostile.terminations(list(hostile.KINDS))]),
+    "crowds": (0.06, lambda seconds: crowds.crowds(seconds)),
     "calls": (0.02, lambda seconds: [hostile.calls(seconds)]),
     "protocol": (0.03, lambda seconds: [protocol.protocol(seconds)]),
     "lines": (0.03, lambda seconds: [lines.lines(seconds)]),

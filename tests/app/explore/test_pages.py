@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,9 +12,12 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from app.explore.pages import POLICY, WHAT_THERE_IS, carried
+from app.explore import pages
+from app.explore.pages import MOST_CARRIED_BYTES, POLICY, WHAT_THERE_IS, Kept, carried
+from app.http import application
 from app.settings import Explore, Settings
 
 serving = pytest.importorskip("tests.app.serving", reason="needs torch")
@@ -124,6 +129,60 @@ def test_names_of_another_checkpoint_are_not_shown(tmp_path: Path) -> None:
     assert carried(tmp_path, digest) == nothing | {"example": own["example"]}
     (tmp_path / "manifest.json").write_text("[]")
     assert carried(tmp_path, digest) == nothing
+
+
+def test_only_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
+    """A FIFO would wait for its writer, and a large file would be kept; the demo's own are the control."""
+    for name in ("manifest.json", "example.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    digest = json.loads((DEMO / "manifest.json").read_text())["digest"]
+    os.mkfifo(tmp_path / "names.json")
+    assert carried(tmp_path, digest)["names"] is None
+    os.remove(tmp_path / "names.json")
+    for size, is_kept in ((MOST_CARRIED_BYTES, True), (MOST_CARRIED_BYTES + 1, False)):
+        (tmp_path / "names.json").write_text('"' + "x" * (size - 2) + '"')
+        assert (carried(tmp_path, digest)["names"] is not None) == is_kept
+    (tmp_path / "names.json").unlink()
+    (tmp_path / "names.json").mkdir()
+    assert carried(tmp_path, digest) == {"example": json.loads((DEMO / "example.json").read_text()), "names": None}
+
+
+def test_what_a_checkpoint_carries_and_what_describes_it_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    described = application.describe_app
+    monkeypatch.setattr(pages, "carried", lambda directory, digest: made.append(digest) or {})
+    monkeypatch.setattr(
+        application, "describe_app", lambda *args, **named: made.append("described") or described(*args, **named)
+    )
+    with serving.served() as (client, service):
+        for path in ("/explore/checkpoint.json", "/openapi.json") * 3:
+            reply = client.get(path)
+            again = client.get(path, headers={"if-none-match": f'"other", W/{reply.headers["etag"]}'})
+            assert (reply.status_code, again.status_code, again.content) == (200, 304, b"")
+            assert again.headers["etag"] == reply.headers["etag"]
+        assert made == [service.model.manifest.digest, "described"]
+
+
+def test_what_could_not_be_made_is_made_again_and_of_another_key_anew() -> None:
+    made: list[str] = []
+
+    def make(key: str) -> bytes:
+        made.append(key)
+        if len(made) == 1:
+            raise OSError("planted")
+        return key.encode()
+
+    kept, request = Kept(make, "text/plain"), Request({"type": "http", "headers": []})
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="planted"):
+            await kept.reply("a", request)
+        replies = await asyncio.gather(*(kept.reply("a", request) for _ in range(5)))
+        assert {reply.body for reply in replies} == {b"a"}
+        assert (await kept.reply("b", request)).body == b"b"
+
+    asyncio.run(main())
+    assert made == ["a", "a", "b"]
 
 
 def test_a_checkpoint_without_names_has_none(client: TestClient) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 
 from app.assembly import build_app
 from app.errors import InvalidRequest, TooLarge
+from app.http import explain
 from app.request.body import decode_explain
 from app.request.explanation_contract import ExplainReply, ExplainRequest
 from app.request.validate import check_explain
@@ -24,6 +26,7 @@ from tests.app import serving
 from tests.app.fakes import FakeEngine, Gate
 from tests.app.serving import good, served, value_of
 from tests.goldens import imported
+from tests.reliability.live import connect, live, one_reply, statuses, wait_until
 
 JSON = {"content-type": "application/json"}
 
@@ -247,7 +250,7 @@ def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
         await gate.reached()
         for _ in range(100):
             await asyncio.sleep(0)
-        assert service.admission.requests == len(serving.GOOD["history"]) + 3
+        assert service.admission.requests == 1, "the first of its contexts"
         second = await serving.ask(app, [serving.chunk(body, False)], path="/explain")
         assert second[0]["status"] == 429
         gate.opened.set()
@@ -257,6 +260,42 @@ def test_as_many_run_as_are_allowed_and_all_work_is_admitted() -> None:
         await service.stop(1.0)
 
     asyncio.run(main())
+
+
+def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
+    """Neither the body nor its end: one that sends its headers alone is told at once, and holds no place before."""
+
+    def head(length: int) -> bytes:
+        return (
+            b"POST /explain HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            % length
+        )
+
+    gate, whole = Gate(), json.dumps(question()).encode()
+    with live(FakeEngine(before=gate)) as server, connect(server.port) as silent, connect(server.port) as first:
+        silent.sendall(head(100))
+        first.sendall(head(len(whole)) + whole)
+        wait_until(lambda: server.sample("ranker_budget_used", budget="explanations") == 1)
+        with connect(server.port, 2.0) as late:
+            late.sendall(head(100))
+            assert statuses(one_reply(late)) == [429]
+        silent.sendall(b"{".ljust(100))
+        assert statuses(one_reply(silent)) == [429], "its place is looked for before its body is"
+        gate.opened.set()
+        assert statuses(one_reply(first)) == [200]
+        wait_until(lambda: server.sample("ranker_budget_used", budget="explanations") == 0)
+        first.sendall(head(100) + b"{".ljust(100))
+        assert statuses(one_reply(first)) == [400]
+        assert server.sample("ranker_budget_used", budget="explanations") == 0
+
+
+def test_an_explanation_rests_between_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen contexts without any rest would take a fraction of the time."""
+    monkeypatch.setattr(explain, "REST_TIMES", 1e3)
+    with served() as (client, _):
+        began = time.monotonic()
+        assert client.post("/explain", json=question(), headers={"x-request-timeout-ms": "900"}).status_code == 200
+        assert 0.45 <= time.monotonic() - began < 0.9, "it rests until half of its time is over, and no longer"
 
 
 def test_a_client_that_disconnects_drops_all_of_it() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from app import budgets
 from app.http.rank import RankCall, RankEndpoint
 from app.scheduling.loop_lag import LoopLag
 from app.server import connection, cycle
@@ -253,6 +254,7 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body, rests = post("x", "/retrieve", b'{"user_id":1}'), []
     monkeypatch.setattr(connection, "rest_seconds", lambda held: rests.append(held) or 0.05)
+    monkeypatch.setattr(connection, "shared_rest_seconds", lambda held, resting: rests.append(held) or 0.05)
     monkeypatch.setattr(cycle, "SHORT_BYTES", 0)
     with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port, 30) as sock:
         began = time.monotonic()
@@ -260,7 +262,7 @@ def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.Mo
             sock.sendall(sent)
             assert statuses(one_reply(sock)) == [status]
         assert time.monotonic() - began > 2 * 0.05
-    assert len(rests) == 3, "a refused one rests as well"
+    assert len(rests) == 4, "a refused one rests as well: for its refusal, and for its body"
 
 
 def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +280,53 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
             assert statuses(read_all(sock)) == [200] * 10
             took[rest[0]] = time.monotonic() - began
     assert took[0.0] < 18 * 0.05 < took[0.05]
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"GET /no HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (rank_request(-1), 422),
+    ],
+)
+def test_who_ranks_nothing_rests_the_longer_the_more_there_are(
+    monkeypatch: pytest.MonkeyPatch, request_: bytes, status: int
+) -> None:
+    """Also within one read; a ranking in between waits on its own connection, and on no other."""
+    told: list[tuple[float, int]] = []
+    rests = [0.05]
+
+    def rest(held: float, resting: int) -> float:
+        told.append((held, resting))
+        return rests[0]
+
+    monkeypatch.setattr(connection, "shared_rest_seconds", rest)
+    with live(FakeEngine()) as server, connect(server.port, 5) as one, connect(server.port, 5) as other:
+        began = time.monotonic()
+        one.sendall(request_ * 3 + rank_request(1, headers={"Connection": "close"}))
+        other.sendall(rank_request(2))
+        assert statuses(one_reply(other)) == [200]
+        assert time.monotonic() - began < 0.12
+        assert statuses(read_all(one)) == [status] * 3 + [200]
+        assert time.monotonic() - began > 3 * 0.05
+        assert [resting for _, resting in told] == [0, 0, 0]
+        assert all(0 < held < 0.02 for held, _ in told)
+        wait_until(lambda: server.server.observer.resting == 0)
+        rests[0] = 1.0
+        with connect(server.port, 5) as third:
+            for number, sock in enumerate((other, third), 4):
+                sock.sendall(request_)
+                assert statuses(one_reply(sock)) == [status]
+                wait_until(lambda number=number: len(told) == number)
+            assert [resting for _, resting in told[3:]] == [0, 1]
+        wait_until(lambda: server.server.observer.resting == 0)
+
+
+def test_all_who_rest_leave_four_fifths_of_the_loop_to_others() -> None:
+    assert budgets.shared_rest_seconds(0.001, 0) == budgets.shared_rest_seconds(0.001, 1) == 0.004
+    assert budgets.shared_rest_seconds(0.001, 8) == 0.032
+    assert budgets.shared_rest_seconds(0.01, 1000) == budgets.MOST_REST_SECONDS
 
 
 def test_a_fault_of_ours_while_a_request_is_read_is_no_fault_of_its_caller(
@@ -309,4 +358,4 @@ def test_upgrades_in_one_read_are_declined_one_after_another(count: int) -> None
         reply = exchange(server.port, asking * count + asking.replace(b"upgrade\r", b"close, upgrade\r"))
         *others, last = statuses(reply)
         assert set(others) == {415}
-        assert (len(others), last) == (count, 415) or (count > connection.MAX_PIPELINED and last == 400)
+        assert (len(others), last) == (count, 415) or count > connection.MAX_PIPELINED

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from app.engine.worker import BatchReport
-from app.telemetry.metrics import LATENCY_SECONDS, Metrics, add_stats
+from app.telemetry.metrics import LATENCY_SECONDS, SCRAPE_SECONDS, Metrics, Scrapes, add_stats
 from app.telemetry.sink import Sink
 from model.engine import CacheStats
 from tests.app.fakes import FakeEngine, rank, run, running
@@ -71,6 +76,78 @@ def test_the_buckets_are_those_of_the_contract() -> None:
     assert value("ranker_batch_candidates_bucket", {"le": "4.0"}) == 0
     assert value("ranker_batch_padding_ratio_sum") == pytest.approx(0.2)  # 2 of 10 slots
     assert value("ranker_stage_duration_seconds_count", {"stage": "queue"}) == 2
+
+
+def full() -> Metrics:
+    """As many series as a month of every path leaves."""
+    metrics, actions = Metrics(), tuple(f"action_{number}" for number in range(22))
+    metrics.reply_probabilities.record(actions, np.random.default_rng(1).random((5, 22), np.float32))
+    for route in range(14):
+        for method in ("GET", "POST"):
+            metrics.http_seconds.labels(method, f'/{route}%"\\').observe(0.01)
+            metrics.http_requests.labels(method, str(route), "200").inc()
+    return metrics
+
+
+def test_the_lines_of_histograms_are_those_of_the_client_library() -> None:
+    metrics = full()
+
+    def lines(text: bytes) -> list[str]:
+        return sorted(line for line in text.decode().splitlines() if "ranker_" in line)
+
+    assert lines(metrics.render()) == lines(generate_latest(metrics.registry))
+
+
+def test_a_scrape_costs_the_loop_little() -> None:
+    """As a share of what the client library takes, so that no machine is too slow for it: 3 ms where that takes 34."""
+    metrics = full()
+
+    def seconds(render: Callable[[], bytes]) -> float:
+        took = []
+        for _ in range(9):
+            began = time.thread_time()
+            render()
+            took.append(time.thread_time() - began)
+        return min(took)
+
+    assert seconds(metrics.render) < 0.2 * seconds(lambda: generate_latest(metrics.registry))
+
+
+def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
+    begun, running = 0, 0
+
+    async def make() -> bytes:
+        nonlocal begun, running
+        begun, running = begun + 1, running + 1
+        assert running == 1
+        number = b"%d" % begun
+        await asyncio.sleep(0.02)
+        running -= 1
+        if begun == 3:
+            raise OSError("planted")
+        return number
+
+    async def main() -> None:
+        scrapes = Scrapes(make)
+        assert await scrapes.get() == b"1"
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert await asyncio.gather(*(scrapes.get() for _ in range(50))) == [b"2"] * 50
+        assert loop.time() - began >= 0.8 * SCRAPE_SECONDS
+        third = asyncio.ensure_future(scrapes.get())
+        while begun < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        fourth = asyncio.ensure_future(scrapes.get())  # what the third holds may be older than this question
+        with pytest.raises(OSError, match="planted"):
+            await third
+        assert await fourth == b"4"
+        gone = asyncio.ensure_future(scrapes.get())
+        stays = asyncio.ensure_future(scrapes.get())
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert await stays == b"5"
+
+    run(main())
 
 
 def test_registries_are_apart() -> None:

@@ -1,0 +1,322 @@
+"""B12: one path in a closed loop, by one and by four clients: what a ranker who keeps to a moderate pace feels of it, path by path.
+
+`python -m loadtest.soak.crowds --seconds 120` prints every path. A path that is served needs a row in `ATTACKERS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import re
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from loadtest.generate.http_client import Client
+from loadtest.generate.payload import post, rank_body, rank_request
+from loadtest.matrix import Row
+from loadtest.servers.launch import HOST
+from loadtest.soak.corpora import Oracle
+from loadtest.soak.hostile import DEAR
+from loadtest.soak.oracle import TOKEN, admin_settings
+from loadtest.soak.servers import fake, real
+
+COUNTS = (1, 4)
+DEMO = Path(__file__).parents[2] / "weights" / "demo"
+P50_TIMES, P99_TIMES = 2.0, 4.0
+PAUSE_SECONDS = (0.001, 0.005)  # of the ranker, from a reply to the next request
+START_SECONDS = 5.0  # for the first reply that is expected
+RETRIES = 2  # of what is beyond a limit: then the median counts
+LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+
+Ports = Mapping[str, int]
+Act = Callable[[Ports, "Counter[int]"], Awaitable[None]]
+"""One client, until it is cancelled or cut off; it counts the statuses of its replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attacker:
+    """`route` is the server's name of the path, `expected` a status without which nothing was attacked."""
+
+    route: str
+    act: Act
+    expected: int = 200
+
+
+def asks(request: bytes, port: str = "main") -> Act:
+    """The same request again and again on one connection, each as soon as the one before is answered."""
+
+    async def act(ports: Ports, seen: Counter[int]) -> None:
+        reader, writer = await asyncio.open_connection(HOST, ports[port], limit=2**22)
+        with contextlib.closing(writer):
+            while True:
+                writer.write(request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = LENGTH.search(head)
+                if length is not None and not request.startswith(b"HEAD"):
+                    await reader.readexactly(int(length[1]))
+                seen[int(head[9:12])] += 1
+
+    return act
+
+
+def once(request: bytes) -> Act:
+    """A connection for each request."""
+
+    async def act(ports: Ports, seen: Counter[int]) -> None:
+        while True:
+            reader, writer = await asyncio.open_connection(HOST, ports["main"])
+            with contextlib.closing(writer):
+                writer.write(request.replace(b"Host", b"Connection: close\r\nHost"))
+                seen[int((await reader.read())[9:12])] += 1
+
+    return act
+
+
+def _get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+
+
+def _gets(*routes: str) -> dict[str, Attacker]:
+    return {f"GET {route}": Attacker(route, asks(_get(route))) for route in routes}
+
+
+def _posts(route: str, content: Any, path: str = "", expected: int = 200) -> Attacker:
+    return Attacker(route, asks(post("x", path or route, orjson.dumps(content))), expected)
+
+
+def _admin(route: str, content: Any, expected: int, token: str = TOKEN) -> Attacker:
+    request = post("localhost", route, orjson.dumps(content) if content else b"", {"Authorization": f"Bearer {token}"})
+    return Attacker(route, asks(request, "admin"), expected)
+
+
+SMALL = orjson.loads(rank_body(7))
+ASKED = orjson.loads(rank_body(8, history=16)) | {"explain": [80_001, 80_002]}
+MODEL, VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+EXAMPLE = orjson.loads((DEMO / "example.json").read_bytes())
+DEMO_EXPLAINED = "/explain of the demo"
+EXPLAINED = EXAMPLE | {"explain": [each["post_id"] for each in EXAMPLE["candidates"]]}
+TENSORS = {
+    "inputs": [
+        {"name": name, "datatype": "UINT64", "shape": [1], "data": [7]}
+        for name in ("user_id", "candidates.post_id", "candidates.author_id")
+    ]
+}
+ATTACKERS: dict[str, Attacker] = {
+    **_gets(
+        "/", "/docs", "/explore", "/explore/checkpoint.json", "/info", "/livez", "/metrics", "/openapi.json", "/readyz"
+    ),
+    **_gets("/startupz", "/v2", "/v2/health/live", "/v2/health/ready"),
+    "GET /": Attacker("/", asks(_get("/")), 307),
+    "GET an asset": Attacker("/assets/{name}", asks(_get("/assets/explore.js"))),
+    "GET the largest asset": Attacker("/assets/{name}", asks(_get("/assets/swagger-ui-bundle.js"))),
+    "GET an asset that is not there": Attacker("/assets/{name}", asks(_get("/assets/none.js")), 404),
+    "GET a model": Attacker(MODEL, asks(_get("/v2/models/fake"))),
+    "GET a model's state": Attacker(f"{MODEL}/ready", asks(_get("/v2/models/fake/ready"))),
+    "GET a version": Attacker(VERSION, asks(_get("/v2/models/fake/versions/v1"))),
+    "GET a version's state": Attacker(f"{VERSION}/ready", asks(_get("/v2/models/fake/versions/v1/ready"))),
+    "GET /livez, a connection each": Attacker("/livez", once(_get("/livez"))),
+    "GET nothing": Attacker("unmatched", asks(_get("/nothing")), 404),
+    "GET /rank": Attacker("/rank", asks(_get("/rank")), 405),
+    "POST /info": Attacker("/info", asks(post("x", "/info", b"{}")), 405),
+    "HEAD /openapi.json": Attacker("/openapi.json", asks(_get("/openapi.json").replace(b"GET", b"HEAD"))),
+    "/rank": _posts("/rank", SMALL),
+    "/rank, refused": _posts("/rank", {}, expected=422),
+    "/rank, dear": Attacker("/rank", asks(DEAR), 422),
+    "/rank/batch": _posts("/rank/batch", [SMALL] * 3),
+    "/explain": _posts("/explain", ASKED),
+    "/explain, refused": _posts("/explain", SMALL, expected=422),
+    "/retrieve": _posts("/retrieve", {"user_id": 7, "k": 20}),
+    "/recommend": _posts("/recommend", {"user_id": 7, "k": 20}),
+    "infer": _posts(f"{MODEL}/infer", TENSORS, "/v2/models/fake/infer"),
+    "infer by a version": _posts(f"{VERSION}/infer", TENSORS, "/v2/models/fake/versions/v1/infer"),
+    "a stranger at /admin/reload": _admin("/admin/reload", {}, 401, "nobody"),
+    "a stranger at /admin/posts": _admin("/admin/posts", {}, 401, "nobody"),
+    "a stranger at /admin/posts/compact": _admin("/admin/posts/compact", {}, 401, "nobody"),
+    "/admin/reload": _admin("/admin/reload", {"checkpoint": "none"}, 404),
+    "/admin/posts": _admin("/admin/posts", {"delete": [1]}, 200),
+}
+
+
+BESIDE_THE_DEMO = {DEMO_EXPLAINED: _posts("/explain", EXPLAINED)}
+
+
+async def _client(act: Act, ports: Ports, seen: Counter[int]) -> None:
+    while True:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            await act(ports, seen)
+        await asyncio.sleep(0.01)
+
+
+def _attack(ports: Ports, orders: Connection) -> None:
+    """Until it is told None: the clients of a name, so many, until the next message."""
+
+    os.nice(5)  # it is not the processor that they are to take from the others
+
+    async def main() -> None:
+        while (order := await asyncio.to_thread(orders.recv)) is not None:
+            name, count = order
+            seen, attacker = Counter[int](), (ATTACKERS | BESIDE_THE_DEMO)[name]
+            clients = [asyncio.ensure_future(_client(attacker.act, ports, seen)) for _ in range(count)]
+            until = asyncio.get_running_loop().time() + START_SECONDS
+            while not seen[attacker.expected] and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            orders.send(dict(seen))
+            await asyncio.to_thread(orders.recv)
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+            orders.send(dict(seen))
+
+    asyncio.run(main())
+
+
+@dataclass
+class Felt:
+    """What the ranker saw beside one kind of callers, as multiples of what it saw alone right before and after."""
+
+    p50: float
+    p99: float
+    tried: int
+    refused: int
+    answered: Mapping[int, int] = field(default_factory=dict)  # the attackers, by status
+
+
+class Crowd:
+    """A ranker at a server, and a process of attackers that are there when it is measured beside them."""
+
+    def __init__(
+        self, ports: Ports, orders: Connection, runner: asyncio.Runner, high: float, request: Callable[[int], bytes]
+    ) -> None:
+        self._ports, self._orders, self._runner = ports, orders, runner
+        self._high, self._request = high, request  # high: a percentile
+        self._draw = np.random.default_rng(1)
+
+    def measure(self, name: str, count: int, seconds: float) -> Felt:
+        """Alone, beside them, alone; again where it is beyond a limit, and then the median."""
+        found = [self._once(name, count, seconds)]
+        while len(found) <= RETRIES and (
+            statistics.median(each.p50 for each in found) >= P50_TIMES or self._high_of(found) >= P99_TIMES
+        ):
+            found.append(self._once(name, count, seconds * 2))
+        answered = sum((Counter(each.answered) for each in found), Counter[int]())
+        return Felt(
+            statistics.median(each.p50 for each in found), self._high_of(found),
+            sum(each.tried for each in found), sum(each.refused for each in found), answered,
+        )  # fmt: skip
+
+    @staticmethod
+    def _high_of(found: Sequence[Felt]) -> float:
+        return statistics.median(each.p99 for each in found)
+
+    def _once(self, name: str, count: int, seconds: float) -> Felt:
+        before, _ = self._rank(seconds / 2)
+        self._orders.send((name, count))
+        self._orders.recv()  # they are there
+        beside, refused = self._rank(seconds)
+        self._orders.send(None)
+        answered = self._orders.recv()
+        after, more = self._rank(seconds / 2)
+        alone = before + after
+        p50, p99 = (float(np.percentile(beside, share) / np.percentile(alone, share)) for share in (50, self._high))
+        return Felt(p50, p99, len(beside), refused + more, answered)
+
+    def _rank(self, seconds: float) -> tuple[list[float], int]:
+        async def main() -> tuple[list[float], int]:
+            loop, refused = asyncio.get_running_loop(), 0
+            took: list[float] = []
+            until = loop.time() + seconds
+            async with Client(HOST, self._ports["main"], max_connections=1, timeout_seconds=10) as client:
+                while (now := loop.time()) < until:
+                    refused += (await client.ask(self._request(len(took) + 1))).status != 200
+                    took.append(loop.time() - now)
+                    await asyncio.sleep(self._draw.uniform(*PAUSE_SECONDS))
+            return took, refused
+
+        return self._runner.run(main())
+
+
+@contextmanager
+def crowded(*faults: str, high: float = 99.0) -> Iterator[Crowd]:
+    """A server with every port and path, and who attacks it."""
+    with tempfile.TemporaryDirectory() as folder:
+        oracle, admin = Oracle("own", Path(folder), 1), admin_settings(Path(folder))
+        del admin["checkpoint"]
+        settings = {"retrieval__checkpoint": oracle.towers, "retrieval__corpus": oracle.corpus, **admin}
+        with fake("--forward-ms=5", *faults, **settings) as server:
+            ports = {"main": server.port, "admin": int(str(admin["admin__port"]))}
+            with _crowd(ports, high, lambda number: rank_request(number)) as crowd:
+                yield crowd
+
+
+@contextmanager
+def explained() -> Iterator[Crowd]:
+    """The demo checkpoint, a ranker of its example, and callers who want that explained."""
+    with (
+        real(checkpoint=DEMO) as server,
+        _crowd(
+            {"main": server.port}, 90.0, lambda number: post("x", "/rank", orjson.dumps(EXAMPLE | {"user_id": number}))
+        ) as crowd,
+    ):
+        yield crowd
+
+
+@contextmanager
+def _crowd(ports: Ports, high: float, request: Callable[[int], bytes]) -> Iterator[Crowd]:
+    ours, theirs = multiprocessing.Pipe()
+    clients = multiprocessing.get_context("spawn").Process(target=_attack, args=(ports, theirs), daemon=True)
+    clients.start()
+    try:
+        with asyncio.Runner() as runner:
+            yield Crowd(ports, ours, runner, high, request)
+    finally:
+        clients.kill()
+        clients.join()
+
+
+def crowds(seconds: float) -> list[Row]:
+    """B12: of each number of clients the worst path, at both percentiles."""
+    with crowded() as crowd:
+        window = max(0.5, seconds / (2.5 * len(COUNTS) * len(ATTACKERS)))
+        felt = {(name, count): crowd.measure(name, count, window) for count in COUNTS for name in ATTACKERS}
+    rows = []
+    for count in COUNTS:
+        found = {name: each for (name, number), each in felt.items() if number == count}
+        missed = sum(not each.answered.get(ATTACKERS[name].expected) for name, each in found.items())
+        for what, limit in (("p50", P50_TIMES), ("p99", P99_TIMES)):
+            worst = max(found, key=lambda name: getattr(found[name], what))
+            tried, failed = sum(each.tried for each in found.values()), sum(each.refused for each in found.values())
+            told = f"{count} beside a ranker, on each of {len(found)} paths; worst: {worst}: {what}"
+            rows.append(Row("B12", told, tried, failed + missed, getattr(found[worst], what), limit, "× alone"))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--only", nargs="*", choices=ATTACKERS, default=list(ATTACKERS))
+    options = parser.parse_args()
+    with crowded() as crowd:
+        window = max(0.4, options.seconds / (2.5 * len(COUNTS) * len(options.only)))
+        for name in options.only:
+            for count in COUNTS:
+                felt = crowd.measure(name, count, window)
+                print(
+                    f"{name:40} {count} p50 {felt.p50:5.2f} p99 {felt.p99:5.2f} refused {felt.refused} of {felt.tried}; {felt.answered}"
+                )
+
+
+if __name__ == "__main__":
+    main()
