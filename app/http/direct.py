@@ -170,14 +170,13 @@ class RankEndpoint(DirectEndpoint):
 class RankCall(DirectCall):
     """One request to rank."""
 
-    __slots__ = ("_endpoint", "_job", "_terms")
+    __slots__ = ("_job", "_terms")
 
     def __init__(self, endpoint: RankEndpoint, headers: Headers, reply: Reply) -> None:
         super().__init__(endpoint, headers, reply)
-        self._endpoint = endpoint
         self._job: Prepared | None = None
         try:
-            self._terms = self.ranking.open(headers, self.exchange, endpoint.wires)
+            self._terms = self.ranking.open(headers, self.exchange, endpoint.wires, endpoint.wanted)
         except Exception as error:
             self.fail(error)
 
@@ -191,8 +190,7 @@ class RankCall(DirectCall):
         try:
             typed = ranking.decode(read, exchange, terms.wanted)
             check_accept(self.headers, media_type(typed))
-            wanted = terms.wanted if self._endpoint.wanted is ANY else self._endpoint.wanted
-            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, wanted)
+            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, terms.wanted)
             self._tickets = (job.ticket,)
             exchange.name(job.request.request_id)
             ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)
