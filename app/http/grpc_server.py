@@ -76,7 +76,10 @@ class InferenceServer:
                     settings.limits.max_body_bytes,
                 ),  # and once inflated: since 1.85 at least
                 ("grpc.max_concurrent_streams", calls_of_a_connection(settings)),  # further ones wait, or are reset
-                ("grpc.http2.max_deallocating_streams", settings.grpc.max_calls),  # else also those of who waits for replies
+                (
+                    "grpc.http2.max_deallocating_streams",
+                    settings.grpc.max_calls,
+                ),  # else also those of who waits for replies
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
                 (
                     "grpc.http2.settings_timeout",

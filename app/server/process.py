@@ -35,6 +35,7 @@ from app.server.direct import Routes
 from app.server.listener import Listener
 from app.server.observer import Observer
 from app.server.protocol import StrictProtocol
+from app.server.refusals import Hosts
 from app.settings import Settings
 from app.telemetry import logs
 
@@ -240,6 +241,7 @@ def _config(
         StrictProtocol,
         limits=settings.connections,
         observer=observer,
+        hosts=Hosts(settings.names_of(host, is_main=routes is not None)),
         routes=routes or (lambda method, target: None),
         is_counted=routes is not None,
     )

@@ -42,7 +42,16 @@ from app.server.direct import SHORT_BYTES, Call, Routes
 from app.server.leftover import Leftover
 from app.server.observer import Observer
 from app.server.patience import REPEAT_SECONDS
-from app.server.refusals import MAX_HEADERS, REFUSALS, Refused, check_head, refusal_reply, without_upgrade
+from app.server.refusals import (
+    ANY_HOST,
+    MAX_HEADERS,
+    REFUSALS,
+    Hosts,
+    Refused,
+    check_head,
+    refusal_reply,
+    without_upgrade,
+)
 from app.server.sockets import has_unread, set_write_deadline
 from app.settings import Connections
 
@@ -82,11 +91,13 @@ class StrictProtocol(HttpToolsProtocol):
         limits: Connections,
         observer: Observer,
         routes: Routes,
+        hosts: Hosts = ANY_HOST,
         is_counted: bool = True,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.limits = limits
         self.routes = routes
+        self.hosts = hosts
         self.observer = observer
         self.is_counted = is_counted  # has a place among the connections of the process
         self.state = State.IDLE
@@ -218,7 +229,7 @@ class StrictProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
+        check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers, self.hosts)
         if len(self.pending) >= MAX_PIPELINED:
             raise Refused("bad_request")
         if self.parser.should_upgrade():
