@@ -171,7 +171,7 @@ class Pipeline(asyncio.Protocol):
 
 def written(call: Call) -> bytes:
     """A call as the bytes of a request; it may bring a length of its own."""
-    needed = {b"host": b"x", b"content-length": b"%d" % len(call.body)}
+    needed = {b"host": b"localhost", b"content-length": b"%d" % len(call.body)}
     for name, _ in call.headers:
         needed.pop(name, None)
     head = b"%b %b HTTP/1.1" % (call.method.encode(), call.path.encode())

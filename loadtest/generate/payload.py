@@ -29,4 +29,4 @@ def rank_body(user: int, candidates: int = 16, history: int = 3) -> bytes:
 
 def rank_request(user: int, candidates: int = 16, headers: Mapping[str, str] | None = None) -> bytes:
     """The whole request with that body."""
-    return post("x", "/rank", rank_body(user, candidates), headers)
+    return post("localhost", "/rank", rank_body(user, candidates), headers)

@@ -40,7 +40,7 @@ END_SECONDS = (
 )
 CALLS = 50  # on each connection
 MESSAGE_BYTES = 950_000
-HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+HEAD = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
 
 
 def _columns(count: int) -> dict[str, list[int]]:
@@ -56,8 +56,8 @@ def dear_body() -> bytes:
     )
 
 
-BATCH = post("x", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 30))
-DEAR = post("x", "/rank", dear_body())
+BATCH = post("localhost", "/rank/batch", orjson.dumps([{"user_id": 1, "candidates": _columns(4096)}] * 30))
+DEAR = post("localhost", "/rank", dear_body())
 CALL_HEADERS = [
     (":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer"), (":authority", "x"),
     ("content-type", "application/grpc"), ("te", "trailers"),

@@ -76,7 +76,7 @@ def call(draw: random.Random) -> bytes:
     odd = HEADER if draw.random() < 0.9 else REFUSED
     head = f"X-Request-ID: {evil(odd)}\r\nUser-Agent: {evil(odd)}\r\ntraceparent: {evil(odd)}\r\n".encode()
     if draw.random() < 0.4:
-        return f"GET /{evil(PATH)}?{evil(PATH)} HTTP/1.1\r\nHost: x\r\n".encode() + head + b"\r\n"
+        return f"GET /{evil(PATH)}?{evil(PATH)} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n"
     body = {
         "user_id": draw.choice(("1", evil(BODY))),
         "history": {"post_id": [str(SECRET)], "author_id": [SECRET]},
@@ -87,7 +87,7 @@ def call(draw: random.Random) -> bytes:
     if draw.random() < 0.3:
         body[evil(BODY)] = {evil(BODY): SECRET}
     content = json.dumps(body).encode()
-    start = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    start = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return start + head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
 
 

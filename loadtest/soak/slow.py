@@ -19,9 +19,9 @@ STRETCH_LIMIT = 1.5
 OPENINGS = (
     b"",
     b"POST /ra",
-    b"POST /rank HTTP/1.1\r\nHost: x\r\nA: b\r\n",
-    b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n{",
-    b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+    b"POST /rank HTTP/1.1\r\nHost: localhost\r\nA: b\r\n",
+    b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n{",
+    b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
 )
 TRICKLE_SECONDS = 0.5
 WATCH_SECONDS = 5.0  # the slow ones are there for longer

@@ -164,6 +164,16 @@ def test_the_path_of_a_model_takes_a_version_from_the_header(http: httpx.Client)
         assert tuple(reply.status_code for reply in asked) == wanted
 
 
+def test_a_body_without_a_type_is_not_taken_from_a_page_elsewhere(http: httpx.Client) -> None:
+    """A browser names the page's origin in each such request, and asks first before it sends one of these types."""
+    body, _ = ASKED.body(binary=False)
+    path, page = "/v2/models/fake/infer", {"origin": "http://evil.example"}
+    assert http.post(path, content=body).status_code == 200  # as clients of the protocol send it
+    for sort, status in (("", 415), ("text/plain", 415), ("application/json", 200)):
+        named = {"content-type": sort} if sort else {}
+        assert http.post(path, content=body, headers=page | named).status_code == status, sort
+
+
 def test_a_timeout_of_its_own_is_a_deadline(client: triton.InferenceServerClient) -> None:
     client.infer("fake", inputs(ASKED), timeout=5_000_000)
     with pytest.raises(InferenceServerException) as caught:
