@@ -30,11 +30,13 @@ from app.scheduling import loop_lag
 from app.settings import Admin, Cache, Grpc, Logs, Queue, Retrieval, Settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
+from loadtest.fuzz.frames import linked
 from loadtest.fuzz.run import Tally, fuzz, learn, series_by_route, sources
 from loadtest.fuzz.sources import corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, free_port, ranking_server
+from model.native import build
 from weights.checkpoint import load_manifest
 
 PROGRESS_SECONDS = 10.0
@@ -67,7 +69,9 @@ def main(
         bool, typer.Option("--only-paths", help="Paths that nobody serves, and nothing else.")
     ] = False,
 ) -> None:
-    """Exit code 1 when a promise was broken; the calls that broke it go to standard error."""
+    """Exit code 1 when a promise was broken; the calls that broke it go to standard error. In process, native code ends it by itself
+    where it is given what it must not be."""
+    build.FLAGS = (*build.FLAGS, "-DRANKER_CHECKS")
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
         posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written beside it
@@ -95,13 +99,16 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     loop_lag.STANDING_SECONDS = math.inf  # making the calls would be taken for answering them
     service = build_service(settings, Metrics())
     app = create_app(settings, service)
-    admin = create_admin_app(settings.admin, create_reloader(service, settings), service)
+    reloads = create_reloader(service, settings)
+    admin = create_admin_app(settings.admin, reloads, service)
     async with app.router.lifespan_context(app):
         await service.wait_ready()
         listener = create_grpc_server(app, settings)
         await listener.start()
-        async with grpc.aio.insecure_channel(f"{HOST}:{listener.port}") as channel:
-            yield Fuzzed(InProcess(app, admin, channel, app.direct), os.getpid(), service.metrics.render, app.openapi())
+        channel = grpc.aio.insecure_channel(f"{HOST}:{listener.port}")
+        async with channel, linked(service, reloads, settings) as link:
+            target = InProcess(app, admin, channel, app.direct, link)
+            yield Fuzzed(target, os.getpid(), service.metrics.render, app.openapi())
         await listener.stop(1.0)
 
 
@@ -141,6 +148,8 @@ async def _run(
     async with where as fuzzed:
         watch = Watch(fuzzed.process)
         calls = sources(fuzzed.document, seed, load_manifest(checkpoint), TOKEN)
+        if isinstance(fuzzed.target, Sockets):
+            del calls["frames"]  # one process has no such link
         tally = await fuzz(
             fuzzed.target,
             {"paths": calls["paths"]} if only_paths else calls,
