@@ -281,7 +281,7 @@ class Grpc(Group):
     """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
 
     max_calls: int = Field(default=64, ge=1)
-    """Calls at once; further ones are refused unread."""
+    """Calls at once, and on one connection a quarter of it; further ones are refused unread."""
     max_connections: int = Field(default=256, ge=1)
     """Connections at once; further ones are closed as they come."""
 
@@ -424,7 +424,7 @@ class Settings(BaseSettings):
         return is_loopback(self.host)
 
     def names_of(self, host: str, *, is_main: bool = True) -> list[str]:
-        """The names that a port on this address answers to, none for any. HOSTS are those of the main port, and of others on loopback."""
+        """The names that a port on this address answers to, none for any. HOSTS are the main port's, and more for others on loopback."""
         names = [name for name in self.hosts.split(",") if name and (is_main or is_loopback(host))]
         if "*" in names:
             return []
