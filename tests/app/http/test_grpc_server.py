@@ -378,8 +378,8 @@ def test_silent_connections_go_within_five_seconds(sent: bytes) -> None:
             for _ in range(4):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)).sendall(sent)
             started = time.monotonic()
-            assert isinstance(call(server, message(), timeout=8, wait_for_ready=True)[0], bytes)
-            assert 1 < time.monotonic() - started < 8  # until then there was no room
+            wait_until(lambda: isinstance(call(server, message(), timeout=1)[0], bytes))
+            assert 1 < time.monotonic() - started < 12  # a busy machine's 5 s; until then there was no room
 
 
 def test_a_call_without_a_message_is_a_bad_request(server: RankingServer) -> None:
