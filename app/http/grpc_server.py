@@ -37,7 +37,7 @@ CODES = {
 METHODS = ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelInfer")
 ROUTES = tuple(f"/{protobuf.SERVICE}/{name}" for name in METHODS)
 
-HANDSHAKE_MS = 5000
+GREETING_MS = 5000
 
 Answer = Callable[[Any, "Call"], Awaitable[bytes]]
 
@@ -76,15 +76,9 @@ class InferenceServer:
                     settings.limits.max_body_bytes,
                 ),  # and once inflated: since 1.85 at least
                 ("grpc.max_concurrent_streams", calls_of_a_connection(settings)),  # further ones wait, or are reset
-                (
-                    "grpc.http2.max_deallocating_streams",
-                    settings.grpc.max_calls,
-                ),  # else also those of who waits for replies
-                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-                (
-                    "grpc.http2.settings_timeout",
-                    HANDSHAKE_MS,
-                ),  # for one who never says that he has read the number above
+                # else a client that keeps to it is refused as well: calls that are answered count until all of them is freed
+                ("grpc.http2.max_deallocating_streams", settings.grpc.max_calls),
+                ("grpc.http2.settings_timeout", GREETING_MS),  # also for one who says nothing at all
                 ("grpc.http2.lookahead_bytes", CALL_AHEAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),  # it would let a fast client send megabytes of each call
                 ("grpc.max_allowed_incoming_connections", settings.grpc.max_connections),
