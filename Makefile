@@ -53,7 +53,7 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 	@.ci/fetch-prometheus .cache/prometheus
 
 # What compares speeds, and so needs the machine to itself; everything else runs several files at a time.
-ALONE := $(addprefix tests/reliability/test_,b11_budgets.py b12_crowds.py b3_long_bodies.py b4_slow.py rows.py)
+ALONE := $(addprefix tests/reliability/test_,b11_budgets.py b15_crowds.py b3_long_bodies.py b4_slow.py rows.py)
 
 # A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
 WORKERS ?= 3

@@ -60,6 +60,11 @@ def shared_rest_seconds(held_seconds: float, resting: int) -> float:
     return min(REST_TIMES * held_seconds * max(1, resting), MOST_REST_SECONDS)
 
 
+def calls_of_a_connection(settings: Settings) -> int:
+    """Most calls over gRPC on one connection: a quarter of all, so that no caller takes every place with one."""
+    return max(1, settings.grpc.max_calls // 4)
+
+
 def attention_bytes(config: ModelConfig, candidates: int) -> int:
     """The most that attention of so many candidates takes on the plain path: four copies of a layer's fp32 logits, the activations of
     one layer or, where they are more, the embeddings under way, and the rows that come of it."""
@@ -121,7 +126,8 @@ def most_bytes(
         "changes": 0 if towers is None or settings.admin.port is None
         else budgets.changes * MAX_CHANGED * (POST_BYTES + 8 * towers.width) + MAX_CHANGE_VALUES * VALUE_BYTES,
         "grpc": 0 if settings.grpc.port is None
-        else settings.grpc.max_calls * (CALL_COPIES * limits.max_body_bytes + settings.grpc.max_connections * CALL_AHEAD_BYTES),
+        else settings.grpc.max_calls * CALL_COPIES * limits.max_body_bytes
+        + settings.grpc.max_connections * calls_of_a_connection(settings) * CALL_AHEAD_BYTES,
         "explanations": settings.explores * settings.explore.concurrent * _explanation_bytes(settings, config, reply),
         "second": 0 if settings.shadow.checkpoint is None
         else _shadow_bytes(settings, token, 1 + config.history_length, reply),

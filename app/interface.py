@@ -88,6 +88,13 @@ class PostChange:
     delete: Ids
     upsert: PostRows
 
+    def check(self) -> None:
+        """Raises ValueError where nothing changes, for a post that comes twice or is none, and for a time before 1970."""
+        rows = self.upsert
+        ids = np.concatenate((rows.post_ids, self.delete))
+        if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all() or (rows.created_at < 0).any():
+            raise ValueError("no change of different posts")
+
 
 @dataclass(frozen=True, slots=True)
 class Changed:

@@ -25,6 +25,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 PREFIX = "RANKER_"
 MIB = 2**20
 HIDDEN = "**********"  # as pydantic shows a secret
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_ADDRESS = {"0.0.0.0", "::", ""}  # noqa: S104  # compared with, not bound
 
 
@@ -280,7 +281,7 @@ class Grpc(Group):
     """The Open Inference Protocol over gRPC; needs the `grpc` extra."""
 
     max_calls: int = Field(default=64, ge=1)
-    """Calls at once; further ones are refused unread."""
+    """Calls at once, and on one connection a quarter of it; further ones are refused unread."""
     max_connections: int = Field(default=256, ge=1)
     """Connections at once; further ones are closed as they come."""
 
@@ -348,6 +349,8 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     """Address to bind."""
+    hosts: str = Field(default="", pattern=r"^[^\s/@]*$")
+    """Names in `Host` that the service answers to, separated by commas; `*`: any. Empty: loopback's where HOST is one, else any."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the service; 0 takes a free one and logs it."""
     checkpoint: Path = Path("weights/demo")
@@ -418,11 +421,25 @@ class Settings(BaseSettings):
         """Whether /explore and what explains a ranking are served."""
         if self.explore.enabled is not None:
             return self.explore.enabled
-        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+        return is_loopback(self.host)
+
+    def names_of(self, host: str, *, is_main: bool = True) -> list[str]:
+        """The names that a port on this address answers to, none for any. HOSTS are the main port's, and more for others on loopback."""
+        names = [name for name in self.hosts.split(",") if name and (is_main or is_loopback(host))]
+        if "*" in names:
+            return []
+        if names and is_main:
+            return names
+        return [*names, *LOOPBACK, host] if is_loopback(host) else []
 
     def effective(self) -> dict[str, Any]:
         """Every value in force as plain JSON, secrets as asterisks: for the start-up log."""
         return self.model_dump(mode="json")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def load_settings(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:

@@ -36,6 +36,11 @@ class Context:
     def __len__(self) -> int:
         return len(self.post_ids)
 
+    def check(self, config: ModelConfig) -> None:
+        """Raises ValueError for a history that is longer than the model's, and for rows that its tables lack: engines look at neither."""
+        if len(self) > config.history_length or not _are_rows(self.surfaces, config.product_surfaces):
+            raise ValueError("a context beyond the model's history or surfaces")
+
     def first(self, length: int) -> Context:
         """The same user with the oldest `length` items alone, as views."""
         cut = slice(length)
@@ -82,6 +87,12 @@ class Candidates:
 
     def __len__(self) -> int:
         return len(self.post_ids)
+
+    def check(self, config: ModelConfig) -> None:
+        """As `Context.check`."""
+        surfaces, ages = config.product_surfaces, config.post_age_buckets
+        if not _are_rows(self.surfaces, surfaces) or not _are_rows(self.age_buckets, ages):
+            raise ValueError("candidates beyond the model's surfaces or ages")
 
     def rows(self, places: NDArray[np.int64]) -> Candidates:
         """Some of them, as a list of their own: their slots are forgotten."""
@@ -130,6 +141,11 @@ class Scores:
             np.concatenate([chunk.probabilities for chunk in chunks]),
             np.concatenate([chunk.continuous for chunk in chunks]),
         )
+
+
+def _are_rows(values: NDArray[np.int64], count: int) -> bool:
+    """Whether each is a row of a table of so many. Read without a sign, a negative number is a large one: one look at both ends."""
+    return not len(values) or int(np.maximum.reduce(values.view(np.uint64))) < count
 
 
 def age_bucket(

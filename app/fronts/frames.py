@@ -6,16 +6,17 @@ Columns travel as their little-endian bytes, one after the other, so that nothin
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from app.errors import Draining
 from app.interface import CheckpointNotFound, ReloadInProgress
 from app.telemetry.sums import Family
-from model.config import CandidatePositions
+from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, EngineError, EngineInfo
 from model.inputs import Candidates, Context, Scores
 from weights.errors import CheckpointError
@@ -30,6 +31,13 @@ RELOAD_FAILURES: dict[str, type[Exception]] = {
     "not_found": CheckpointNotFound,
     "draining": Draining,
 }
+
+
+Id = Annotated[int, Meta(ge=0)]  # the format itself has no larger ones than 2⁶⁴ − 1
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Several = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Word = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Frame(msgspec.Struct, array_like=True, gc=False):
@@ -59,17 +67,17 @@ class Rank(Frame, tag=1):
 
     id: int
     model: int
-    deadline: float
+    deadline: Seconds
     key: str | None
-    user_id: int
-    history: int
-    candidates: int
+    user_id: Id
+    history: Count
+    candidates: Several
     words: bytes
     floats: bytes
     again: bool = False
     waits: bool = False
     is_kept: bool = True
-    first_slot: int = 0
+    first_slot: Count = 0
 
 
 class Cancel(Frame, tag=2):
@@ -110,7 +118,7 @@ class Reload(Frame, tag=6):
 class Refused(Frame, tag=7):
     """So many requests were refused unread since the last one."""
 
-    requests: int
+    requests: Count
 
 
 class Search(Frame, tag=8):
@@ -119,16 +127,16 @@ class Search(Frame, tag=8):
 
     id: int
     corpus: int
-    deadline: float
+    deadline: Seconds
     key: str | None
-    user_id: int
-    history: int
-    k: int
+    user_id: Id
+    history: Count
+    k: Several
     words: bytes
     floats: bytes
     exclude: bytes
     topics: list[str] | None
-    created_after: int | None
+    created_after: Word | None
     least: float
 
 
@@ -293,30 +301,32 @@ def columns_of(context: Context, candidates: Candidates) -> tuple[bytes, bytes]:
     return joined(words), joined((context.actions, context.dwell_seconds))
 
 
-def inputs_of(frame: Rank, actions: int) -> tuple[Context, Candidates]:
-    """What `columns_of` was given, as views. Raises ValueError where the columns are not as long as the frame says."""
+def inputs_of(frame: Rank, config: ModelConfig) -> tuple[Context, Candidates]:
+    """What `columns_of` was given, as views. Raises ValueError where the columns are not as long as the frame says, and where a number
+    is none of this model: nothing after this looks at them, and the kernel reads its tables by them."""
     history, candidates, first = frame.history, frame.candidates, 3 * frame.history
     if len(frame.words) != 8 * (first + 4 * candidates):
         raise ValueError("columns of another length than the frame says")
     words = np.frombuffer(frame.words, np.int64)
     ids = words.view(np.uint64)
-    context = context_of(frame.user_id, history, ids[:first], frame.floats, actions, is_kept=frame.is_kept)
+    context = context_of(frame.user_id, history, ids[:first], frame.floats, config, is_kept=frame.is_kept)
     authors = first + candidates
     surfaces = authors + candidates
     ages = surfaces + candidates
-    return context, Candidates(
-        ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:], frame.first_slot
-    )
+    posts = Candidates(ids[first:authors], ids[authors:surfaces], words[surfaces:ages], words[ages:], frame.first_slot)
+    posts.check(config)
+    return context, posts
 
 
 def context_of(
-    user_id: int, history: int, ids: NDArray[np.uint64], floats: bytes, actions: int, *, is_kept: bool = True
+    user_id: int, history: int, ids: NDArray[np.uint64], floats: bytes, config: ModelConfig, *, is_kept: bool = True
 ) -> Context:
-    """The user and the history of a frame, as views; `ids` are its words. Raises ValueError where a column has another length."""
+    """The user and the history of a frame, as views; `ids` are its words. Raises ValueError as `inputs_of`."""
+    actions = config.actions
     cells, values = history * actions, np.frombuffer(floats, np.float32)
     if len(ids) != 3 * history or len(values) != cells + history:
         raise ValueError("columns of another length than the frame says")
-    return Context(
+    context = Context(
         user_id,
         ids[:history],
         ids[history : 2 * history],
@@ -325,6 +335,8 @@ def context_of(
         values[cells:],
         is_kept,
     )
+    context.check(config)
+    return context
 
 
 def scores_bytes(scores: Scores) -> bytes:

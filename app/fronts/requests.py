@@ -66,7 +66,7 @@ class Requests:
             if isinstance(error, Overloaded):
                 self._look()
         else:
-            context, candidates = frames.inputs_of(frame, model.manifest.config.actions)
+            context, candidates = frames.inputs_of(frame, model.manifest.config)
             service.rank(ticket, context, candidates, functools.partial(_answer, front, number))
 
     def search(self, front: Front, frame: frames.Search) -> None:
@@ -74,7 +74,7 @@ class Requests:
         corpus, service, number = self._models.retrieving(frame.corpus), self._service, frame.id
         if corpus is None or number in front.tickets:
             raise ValueError("a search of no corpus, or of a number that another has")
-        query = query_of(frame, corpus.manifest.config.actions)
+        query = query_of(frame, corpus.manifest.config)
         answer = functools.partial(_answer, front, number)
         try:
             service.check_open(frame.key)
@@ -87,7 +87,9 @@ class Requests:
         model, number = self._models.ranking(frame.model), frame.id
         if model is None or number in front.tickets:
             raise ValueError("a question on no model, or of a number that another has")
-        asked = frames.inputs_of(frame, model.manifest.config.actions)
+        if frame.candidates > self._service.settings.explore.max_candidates:
+            raise ValueError("attention of more candidates than an explanation may have")
+        asked = frames.inputs_of(frame, model.manifest.config)
         answer = self._attention(front, number, self._service.attention(model, *asked, frame.deadline))
         front.tickets[number] = Answering(self._keep(answer))
 

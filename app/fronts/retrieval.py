@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from app.errors import CorpusNotLoaded, InternalError
 from app.fronts import frames
 from app.fronts.uplink import Asked, Uplink
 from app.interface import Changed, Found, FoundDone, PostChange, PostRows, ServedRetrieval, Ticket
+from model.config import ModelConfig
 from model.retrieval.inputs import Filters, Query, Retrieved
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
@@ -126,13 +128,13 @@ def search_frame(number: int, corpus: int, query: Query, deadline: float, key: s
     )  # fmt: skip
 
 
-def query_of(frame: frames.Search, actions: int) -> Query:
-    """What `search_frame` was given, as views. Raises ValueError where the frame contradicts itself."""
+def query_of(frame: frames.Search, config: ModelConfig) -> Query:
+    """What `search_frame` was given, as views. Raises ValueError where the frame contradicts itself, and as `frames.inputs_of`."""
     topics = None if frame.topics is None else tuple(frame.topics)
     ids = np.frombuffer(frame.words, np.uint64)
-    context = frames.context_of(frame.user_id, frame.history, ids, frame.floats, actions)
-    if frame.k < 1:
-        raise ValueError("a search for no posts")
+    context = frames.context_of(frame.user_id, frame.history, ids, frame.floats, config)
+    if math.isnan(frame.least):
+        raise ValueError("a least score that is no number")
     return Query(
         context, frame.k, Filters(np.frombuffer(frame.exclude, np.uint64), topics, frame.created_after), frame.least
     )
@@ -161,12 +163,14 @@ def found_of(frame: frames.Posts) -> Found:
 
 
 def change_of(frame: frames.Change) -> PostChange:
-    """What a front was told to change. Raises ValueError where the columns differ in length."""
+    """What a front was told to change. Raises ValueError where the columns differ in length, and as `PostChange.check`."""
     words = _three(frame.words)
     if words.shape[1] != len(frame.topics):
         raise ValueError("columns of another length than the frame says")
     rows = PostRows(words[0], words[1], words[2].view(np.int64), frame.topics)
-    return PostChange(np.frombuffer(frame.delete, np.uint64), rows)
+    change = PostChange(np.frombuffer(frame.delete, np.uint64), rows)
+    change.check()
+    return change
 
 
 def _three(words: bytes) -> Any:

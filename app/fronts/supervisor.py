@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -35,6 +36,7 @@ from app.fronts.role import Role
 from app.settings import Settings
 from app.telemetry import logs
 
+PREFIX, SOCKET = "ranker-engine-", "engine"  # of a directory below the temporary one, and in it
 SOON_SECONDS = 1.0  # a front that lived less is started again after a pause
 PAUSE_SECONDS = 0.5  # also before a start that the system refused is tried again
 ENGINE_SECONDS = 5.0  # an engine process that lived less is not started again
@@ -78,8 +80,9 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         if not self._listen():
             return EXIT_START
-        directory = tempfile.mkdtemp(prefix="ranker-")  # 0700
-        self._path = os.path.join(directory, "engine")
+        _remove_left_behind()
+        directory, lock = _locked_directory()
+        self._path = os.path.join(directory, SOCKET)
         try:
             engine = loop.create_task(self._keep_engine())
             fronts = [loop.create_task(self._keep_front(number)) for number in self._listening]
@@ -88,7 +91,8 @@ class Supervisor:
         finally:
             self._kill()
             await asyncio.gather(*(process.wait() for process in self._started))
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
+            os.close(lock)
         log.info("stopped", exit_code=self.exit_code)
         return self.exit_code
 
@@ -243,6 +247,37 @@ class Supervisor:
     def _kill(self) -> None:
         for process in self._started:
             _send(process, signal.SIGKILL)
+
+
+def _locked_directory() -> tuple[str, int]:
+    """A directory for the socket that nobody else may enter, and a descriptor whose lock ends with this process, however it ends."""
+    while True:
+        directory = tempfile.mkdtemp(prefix=PREFIX)  # 0700
+        lock = os.open(directory, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(directory):
+            return directory, lock
+        os.close(lock)  # another supervisor has just taken it for one left behind
+
+
+def _remove_left_behind() -> None:
+    """Directories of supervisors of ours that were killed: nobody locks them."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, locked, or gone by now
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(directory)
+            finally:
+                os.close(lock)
+
+
+def _remove(directory: str | Path) -> None:
+    """The socket and its directory, where nothing else lies in it."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(directory, SOCKET))
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
 
 
 def _send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -18,7 +18,7 @@ from app.http.rank_batch import JSON_HEADER
 from app.interface import Changed, CheckpointNotFound, ReloadInProgress, Reloads, Service, served_identity
 from app.request import strict_json
 from app.request.posts import read_change
-from app.settings import Admin
+from app.settings import LOOPBACK, Admin
 from app.telemetry.logs import RequestLog
 from model.engine import EngineError
 from weights.corpus.manifest import CorpusManifest
@@ -30,7 +30,6 @@ RELOAD, POSTS, COMPACT = "/admin/reload", "/admin/posts", "/admin/posts/compact"
 MAX_BODY_BYTES = 4096
 NOT_BELOW_ROOT = "No checkpoint or corpus of that name lies below the configured root."
 MAX_CHANGE_BYTES = 4 * 2**20
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 class AdminAuth:

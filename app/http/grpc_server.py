@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import orjson
 
-from app.budgets import CALL_AHEAD_BYTES
+from app.budgets import CALL_AHEAD_BYTES, calls_of_a_connection
 from app.errors import BadRequest, RequestTimeout, ServiceError
 from app.http.arms import named
 from app.http.negotiation import Headers, timeout_seconds_of
@@ -37,6 +37,8 @@ CODES = {
 METHODS = ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelInfer")
 ROUTES = tuple(f"/{protobuf.SERVICE}/{name}" for name in METHODS)
 
+GREETING_MS = 5000
+
 Answer = Callable[[Any, "Call"], Awaitable[bytes]]
 
 
@@ -59,6 +61,7 @@ class InferenceServer:
         self.service = ranking.service
         self.recorder = Recorder(recorder.metrics, ROUTES, recorder.request_log, recorder.tracer)
         self.settings = settings
+        self.patience_seconds = min(settings.connections.stall_seconds, settings.connections.body_seconds)
         self.host = settings.grpc.host
         self.port = 0
         self._server: Any = None
@@ -72,7 +75,10 @@ class InferenceServer:
                     "grpc.max_receive_message_length",
                     settings.limits.max_body_bytes,
                 ),  # and once inflated: since 1.85 at least
-                ("grpc.max_concurrent_streams", settings.grpc.max_calls),
+                ("grpc.max_concurrent_streams", calls_of_a_connection(settings)),  # further ones wait, or are reset
+                # else a client that keeps to it is refused as well: calls that are answered count until all of them is freed
+                ("grpc.http2.max_deallocating_streams", settings.grpc.max_calls),
+                ("grpc.http2.settings_timeout", GREETING_MS),  # also for one who says nothing at all
                 ("grpc.http2.lookahead_bytes", CALL_AHEAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),  # it would let a fast client send megabytes of each call
                 ("grpc.max_allowed_incoming_connections", settings.grpc.max_connections),
@@ -114,7 +120,9 @@ class InferenceServer:
             call = Call(context, exchange, headers)
             reply, problem = b"", None
             try:
-                data = await _message(messages, self.settings.connections.body_seconds)
+                if name == METHODS[-1]:
+                    self.ranking.enter(headers, exchange)  # a caller without a key is not waited for
+                data = await _message(messages, self.patience_seconds)
                 reply = await answer(protobuf.read(f"{name}Request", data), call)
                 exchange.status = 200
             except Exception as error:
@@ -152,10 +160,10 @@ class InferenceServer:
 
     async def _infer(self, request: Any, call: Call) -> bytes:
         ranking, exchange = self.ranking, call.exchange
-        ranking.enter(call.headers, exchange)
+        wanted = ranking.wanted(call.headers, request.model_name, request.model_version)
         deadline = ranking.deadline(call.seconds, timeout_seconds_of(call.headers))
-        typed = ranking.decode(lambda vocabulary: protobuf.tensors_of(request, ranking.limits), exchange)
-        job = ranking.prepare(typed, TENSORS, deadline, exchange, (request.model_name, request.model_version))
+        typed = ranking.decode(lambda vocabulary: protobuf.tensors_of(request, ranking.limits), exchange, wanted)
+        job = ranking.prepare(typed, TENSORS, deadline, exchange, wanted)
         if job.request.request_id is not None and not exchange.is_named_by_caller:
             exchange.request_id = job.request.request_id
         result = await ranked(ranking.service, job.ticket, job.context, job.candidates)

@@ -22,7 +22,7 @@ def wire_of(headers: Headers, wires: Wires) -> Wire:
     """The wire of a body. Raises UnsupportedMediaType."""
     sent = headers.get(b"content-type", b"")
     found = wires.get(sent) or wires.get(sent.lower().replace(b" ", b"").replace(b'"', b"").rstrip(b";"))
-    if found is None:
+    if found is None or (not sent and b"origin" in headers):  # a page elsewhere may send a body without a type unasked
         raise UnsupportedMediaType
     return found
 

@@ -105,15 +105,21 @@ class Ranking:
         exchange.key = self.keys.caller(headers)
         self.service.check_open(exchange.key)
 
-    def open(self, headers: Headers, exchange: Exchange, wires: Wires) -> Terms:
-        """The terms of a request over HTTP. Refusals that need no body come here."""
+    def open(self, headers: Headers, exchange: Exchange, wires: Wires, wanted: tuple[str, str] = ANY) -> Terms:
+        """The terms of a request over HTTP whose path names this model. Refusals that need no body come here."""
         self.enter(headers, exchange)
-        wanted = ("", headers[HEADER].decode("latin-1")) if HEADER in headers else ANY
-        if wanted != ANY:
-            named(self.service, *wanted)
+        wanted = self.wanted(headers, *wanted)
         wire, compressed = wire_of(headers, wires), is_compressed(headers)
         check_length(headers, self.limits.max_body_bytes)
         return Terms(wire, self.deadline(timeout_seconds_of(headers)), compressed, wanted)
+
+    def wanted(self, headers: Headers, name: str = "", version: str = "") -> tuple[str, str]:
+        """Name and version of the model that a request asks for: a version beside the name comes before the header's. Raises NotFound."""
+        if HEADER in headers and not version:
+            version = headers[HEADER].decode("latin-1")
+        if name or version:
+            named(self.service, name, version)
+        return name, version
 
     def deadline(self, *timeouts: float | None) -> float | None:
         """The first of several deadlines, from now on; None where no timeout is set."""
@@ -254,14 +260,13 @@ class RankCall(Call):
     """One request to rank."""
 
     __slots__ = ("_job", "_terms", "ranking")
-    _endpoint: RankEndpoint
 
     def __init__(self, endpoint: RankEndpoint, headers: Headers, reply: Reply) -> None:
         super().__init__(endpoint, headers, reply)
         self.ranking = endpoint.ranking
         self._job: Prepared | None = None
         try:
-            self._terms = self.ranking.open(headers, self.exchange, endpoint.wires)
+            self._terms = self.ranking.open(headers, self.exchange, endpoint.wires, endpoint.wanted)
         except Exception as error:
             self.fail(error)
 
@@ -275,8 +280,7 @@ class RankCall(Call):
         try:
             typed = ranking.decode(read, exchange, terms.wanted)
             check_accept(self.headers, media_type(typed))
-            wanted = terms.wanted if self._endpoint.wanted is ANY else self._endpoint.wanted
-            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, wanted)
+            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, terms.wanted)
             self._tickets = (job.ticket,)
             exchange.name(job.request.request_id)
             ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)

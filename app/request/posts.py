@@ -63,9 +63,9 @@ def _checked(typed: Change) -> PostChange:
         [post.topic or None for post in posts],
     )
     delete = read_ids(typed.delete or [])
-    ids = np.concatenate((rows.post_ids, delete))
-    if len(ids) > MAX_CHANGED:
-        raise TooLarge(f"{len(ids)} posts, and at most {MAX_CHANGED} are changed at once.")
-    if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all():
-        raise ValueError
-    return PostChange(delete, rows)
+    change = PostChange(delete, rows)
+    count = len(rows.post_ids) + len(delete)
+    if count > MAX_CHANGED:
+        raise TooLarge(f"{count} posts, and at most {MAX_CHANGED} are changed at once.")
+    change.check()
+    return change

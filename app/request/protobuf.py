@@ -19,7 +19,6 @@ from app.request.inference import sized, wanted_outputs
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
 from app.request.tensors import (
     DATATYPES,
-    MOST_INPUTS,
     PARAMETERS,
     Parameters,
     Tensor,
@@ -60,6 +59,9 @@ MESSAGES = {
 """The protocol's field numbers. The names of messages do not travel, and a map is a list of entries. `contents` is only noticed."""
 
 MOST_AXES = 3  # one more than any tensor has
+VARINT, DELIMITED, FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types
+MOST_FIELDS = 1024  # of a message, sizes of shapes by the byte; a request with every tensor has a tenth of them
+SHORT_BYTES = 4096  # which no number of fields makes slow to read
 RAW = "must hold the little-endian data of each input, in their order; `contents` is not taken"
 Field = descriptor_pb2.FieldDescriptorProto
 
@@ -86,21 +88,69 @@ def _message_classes() -> dict[str, Any]:
 
 
 CLASSES = _message_classes()
+PARTS = {
+    name: {
+        int(number): kind
+        for field in filter(None, fields.split("; "))
+        for *label, kind, _, _, number in [field.split()]
+        if kind in MESSAGES or (label and kind == "int64")
+    }
+    for name, fields in MESSAGES.items()
+}
+"""Of each message the fields whose bytes hold several things, and what: messages of a kind, or numbers."""
 
 
 def read(kind: str, data: bytes) -> Any:
-    """A message of that kind. Raises BadRequest."""
+    """A message of that kind. Raises BadRequest, and InvalidRequest for more fields than any request has."""
     try:
+        if len(data) > SHORT_BYTES:
+            _count_fields(kind, data)
         return CLASSES[kind].FromString(data)
-    except DecodeError:
+    except (DecodeError, IndexError):
         raise BadRequest(f"The message is no {kind}.") from None
+
+
+def _count_fields(kind: str, data: bytes) -> None:
+    """Walk over tags and lengths alone: parsing makes an object of each entry, and an entry may be two bytes long.
+
+    Raises InvalidRequest for too many, DecodeError for a group, and IndexError for a number that is cut off; parsing sees the rest.
+    """
+    count, parts = 0, [(kind, 0, len(data))]
+    while parts:
+        kind, place, end = parts.pop()
+        while place < end:
+            tag, place = _varint(data, place)
+            wire, length = tag & 7, FIXED_BYTES.get(tag & 7, 0)
+            if wire in (VARINT, DELIMITED):
+                number, place = _varint(data, place)
+                length = number if wire == DELIMITED else 0
+            elif not length:
+                raise DecodeError
+            if wire == DELIMITED and (inner := PARTS[kind].get(tag >> 3)) is not None:
+                if inner in MESSAGES:
+                    parts.append((inner, place, min(place + length, end)))
+                else:
+                    count += length
+            place += length
+            count += 1
+            if count > MOST_FIELDS:
+                raise InvalidRequest([("", "has more inputs, outputs, parameters or sizes than there are")])
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """A number of 7 bits a byte, the lowest first, and where it ends. Raises IndexError where the data ends before."""
+    found = data[place] & 127
+    for shift in range(7, 70, 7):
+        if data[place] < 128:
+            break
+        place += 1
+        found |= (data[place] & 127) << shift
+    return found, place + 1
 
 
 def tensors_of(request: Any, limits: Limits) -> Tensors:
     """The tensors of a ModelInferRequest, as `inference.decode` makes them of a body. Raises TooLarge or InvalidRequest."""
     raw = request.raw_input_contents
-    if max(len(request.inputs), len(request.outputs), len(request.parameters)) > MOST_INPUTS:  # each entry costs Python
-        raise InvalidRequest([("", "has more inputs, outputs or parameters than there are")])
     if len(raw) != len(request.inputs) or any(given.contents for given in request.inputs):
         raise InvalidRequest([("raw_input_contents", RAW)])
     if any(given.parameters for given in (*request.inputs, *request.outputs)):

@@ -44,6 +44,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_SIZE = 2**63 - 1
+MOST_ROWS = 2**31 - 1  # on an axis, whatever the others are: no product of two overflows where it is one of bytes
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
 Spec = tuple[str, tuple[str, ...]]  # datatype; what each axis counts
 
@@ -190,7 +191,7 @@ class _Checks:
 
     def _columns(self, name: str, text: str) -> list[int]:
         is_long = text.count(",") >= len(self._index)
-        names = text.split(",") if text and not is_long else []
+        names = text.split(",") if (text or name == "actions") and not is_long else []
         if is_long or any(name not in self._index for name in names):
             self.problems.append((f"parameters.{name}", f"every name {ACTION_RULE}"))
             return []
@@ -230,7 +231,7 @@ class _Checks:
             return f"must be of the datatype {datatype}"
         shape = tuple(tensor.shape)
         letters = f"[{', '.join(axes)}]"
-        if len(shape) != len(axes):
+        if len(shape) != len(axes) or not all(0 <= size <= MOST_ROWS for size in shape):
             return f"must have the shape {letters}"
         for axis, size in zip(axes, shape, strict=True):
             if self._sizes.setdefault(axis, size) != size:

@@ -37,7 +37,16 @@ from app.server.deadline import Deadline
 from app.server.leftover import Leftover
 from app.server.observer import Observer
 from app.server.patience import REPEAT_SECONDS
-from app.server.refusals import MAX_HEADERS, REFUSALS, Refused, check_head, refusal_reply, without_upgrade
+from app.server.refusals import (
+    ANY_HOST,
+    MAX_HEADERS,
+    REFUSALS,
+    Hosts,
+    Refused,
+    check_head,
+    refusal_reply,
+    without_upgrade,
+)
 from app.server.sockets import has_unread, set_write_deadline
 from app.settings import Connections
 
@@ -74,11 +83,13 @@ class Connection(asyncio.Protocol):
         observer: Observer,
         routes: Routes,
         *,
+        hosts: Hosts = ANY_HOST,
         is_counted: bool = True,
     ) -> None:
         self.loop = loop
         self.limits = limits
         self.routes = routes
+        self.hosts = hosts
         self.observer = observer
         self.is_counted = is_counted  # has a place among the connections of the process
         self.state = State.IDLE
@@ -217,7 +228,7 @@ class Connection(asyncio.Protocol):
         """As httptools calls it."""
         parser, headers = self.parser, self.headers
         method, version = parser.get_method(), parser.get_http_version()
-        check_head(method, version, headers)
+        check_head(method, version, headers, self.hosts)
         if len(self.pending) >= MAX_PIPELINED:
             raise Refused("bad_request")
         if parser.should_upgrade():

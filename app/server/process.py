@@ -33,6 +33,7 @@ from app.server.connection import Connection
 from app.server.cycle import Routes
 from app.server.listener import Listener
 from app.server.observer import Observer
+from app.server.refusals import Hosts
 from app.settings import Settings
 from app.telemetry import logs
 
@@ -245,6 +246,7 @@ class RankingServer:
             self.settings.connections,
             self.observer,
             port.routes,
+            hosts=Hosts(self.settings.names_of(port.host, is_main=port.is_counted)),
             is_counted=port.is_counted,
         )
         backlog = self.settings.connections.backlog

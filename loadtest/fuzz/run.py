@@ -14,6 +14,7 @@ import orjson
 
 from app.errors import DeadlineExceeded, Overloaded
 from loadtest.fuzz.calls import JSON_TYPE, MAX_PROBLEM_BYTES, REQUEST_ID, Answer, Call, complaint
+from loadtest.fuzz.frames import FrameMutator
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.sources import apart, corpus, from_hypothesis, from_pages, from_schemathesis
 from loadtest.fuzz.targets import Target
@@ -22,7 +23,7 @@ from loadtest.matrix import Row
 from weights.format.manifest import Manifest
 
 SHARES = {  # of the time
-    "mutations": 0.55, "wires": 0.15, "pages": 0.12, "hypothesis": 0.03, "schemathesis": 0.07, "paths": 0.08,
+    "mutations": 0.49, "wires": 0.15, "frames": 0.06, "pages": 0.12, "hypothesis": 0.03, "schemathesis": 0.07, "paths": 0.08,
 }  # fmt: skip
 SLOW = ("hypothesis", "schemathesis")  # to make: waited for in a thread, since the application may share the loop
 BLOCK = 64  # calls in flight together
@@ -130,7 +131,8 @@ def sources(document: dict[str, Any], seed: int, manifest: Manifest, token: str)
         "paths": random_paths(seed),
         "pages": from_pages(seed, token),
     }
-    return {"mutations": mutator.call, "wires": wires.call} | {
+    linked = FrameMutator(seed, manifest.config)
+    return {"mutations": mutator.call, "wires": wires.call, "frames": linked.call} | {
         name: generator.__next__ for name, generator in generators.items()
     }
 

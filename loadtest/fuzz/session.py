@@ -28,12 +28,14 @@ from app.scheduling import loop_lag
 from app.settings import Admin, Cache, Grpc, Logs, Queue, Retrieval, Settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
+from loadtest.fuzz.frames import linked
 from loadtest.fuzz.run import Tally, fuzz, learn, series_by_route, sources
 from loadtest.fuzz.sources import corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
 from loadtest.machine import ROOT
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, free_port, ranking_server
+from model.native import build
 from weights.checkpoint import load_manifest
 
 PROGRESS_SECONDS = 10.0
@@ -61,6 +63,10 @@ def session(
 
     `only_paths`: paths that nobody serves. The first calls that broke a promise go to standard error.
     """
+    build.FLAGS = (
+        *build.FLAGS,
+        "-DRANKER_CHECKS",
+    )  # native code ends the process where it is given what it must not be
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as work:
         logs.configure(Logs(), nowhere)
         posts = shutil.copytree(POSTS, Path(work) / POSTS.name)  # changes are written beside it
@@ -85,13 +91,15 @@ async def in_process(checkpoint: Path, posts: Path) -> AsyncIterator[Fuzzed]:
     loop_lag.STANDING_SECONDS = math.inf  # making the calls would be taken for answering them
     service = build_service(settings, Metrics())
     app = create_app(settings, service)
-    admin = create_admin_app(settings.admin, create_reloader(service, settings), service)
+    reloads = create_reloader(service, settings)
+    admin = create_admin_app(settings.admin, reloads, service)
     service.start()
     await service.wait_ready()
     listener = create_grpc_server(app, settings)
     await listener.start()
-    async with grpc.aio.insecure_channel(f"{HOST}:{listener.port}") as channel:
-        target = InProcess(app, admin, channel, app.endpoints)
+    channel = grpc.aio.insecure_channel(f"{HOST}:{listener.port}")
+    async with channel, linked(service, reloads, settings) as link:
+        target = InProcess(app, admin, channel, app.endpoints, link)
         yield Fuzzed(target, os.getpid(), service.metrics.render, app.pages.openapi())
     await listener.stop(1.0)
     await service.stop(1.0)
@@ -133,6 +141,8 @@ async def _run(
     async with where as fuzzed:
         watch = Watch(fuzzed.process)
         calls = sources(fuzzed.document, seed, load_manifest(checkpoint), TOKEN)
+        if isinstance(fuzzed.target, Sockets):
+            del calls["frames"]  # one process has no such link
         tally = await fuzz(
             fuzzed.target,
             {"paths": calls["paths"]} if only_paths else calls,

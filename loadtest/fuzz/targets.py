@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -14,6 +14,7 @@ from app.http.call import Endpoint
 from app.http.grpc_server import ROUTES
 from app.http.observe import METHODS
 from loadtest.fuzz.calls import Answer, Call, send, send_direct
+from loadtest.fuzz.frames import PATH
 from loadtest.fuzz.wires import ask_grpc
 from loadtest.generate.http_client import Client
 
@@ -34,7 +35,16 @@ class Target(Protocol):
 class InProcess:
     """The applications themselves; `direct` takes its paths as a connection of ours would; the others go the way of ASGI."""
 
-    def __init__(self, app: ASGIApp, admin: ASGIApp, channel: grpc.aio.Channel, direct: Mapping[str, Endpoint]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        admin: ASGIApp,
+        channel: grpc.aio.Channel,
+        direct: Mapping[str, Endpoint],
+        link: Callable[[Call], Awaitable[Answer]],
+    ) -> None:
+        """`link` takes frames."""
+        self.link = link
         self.app = app
         self.admin = admin
         self.channel = channel
@@ -47,6 +57,8 @@ class InProcess:
     def _one(self, call: Call) -> asyncio.Future[Answer]:
         if call.path in ROUTES:
             return asyncio.ensure_future(ask_grpc(self.channel, call))
+        if call.path == PATH:
+            return asyncio.ensure_future(self.link(call))
         if call.method == "POST" and (endpoint := self.direct.get(call.path)) is not None:
             return send_direct(endpoint, call)
         return asyncio.ensure_future(send(self.admin if call.path in (RELOAD, POSTS) else self.app, call))

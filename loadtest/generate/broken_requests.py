@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-POST = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+POST = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
-GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 
 BROKEN = {
     "length and chunks": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -14,15 +14,17 @@ BROKEN = {
     "list of lengths": POST + b"Content-Length: 2, 2\r\n\r\n{}",
     "signed length": POST + b"Content-Length: +2\r\n\r\n{}",
     "negative length": POST + b"Content-Length: -2\r\n\r\n{}",
-    "bare LF": b"GET /livez HTTP/1.1\nHost: x\n\n",
-    "bare LF in the headers": b"GET /livez HTTP/1.1\r\nHost: x\nA: b\r\n\r\n",
+    "bare LF": b"GET /livez HTTP/1.1\nHost: localhost\n\n",
+    "bare LF in the headers": b"GET /livez HTTP/1.1\r\nHost: localhost\nA: b\r\n\r\n",
     "folded header": GET + b"A: b\r\n c\r\n\r\n",
-    "folded first header": b"GET /livez HTTP/1.1\r\n Host: x\r\n\r\n",
+    "folded first header": b"GET /livez HTTP/1.1\r\n Host: localhost\r\n\r\n",
     "space before the colon": b"GET /livez HTTP/1.1\r\nHost : x\r\n\r\n",
     "no header name": GET + b": b\r\n\r\n",
     "NUL in a header": GET + b"A: b\x00c\r\n\r\n",
     "CR in a header": GET + b"A: b\rc\r\n\r\n",
     "no host": b"GET /livez HTTP/1.1\r\n\r\n",
+    "a host of two words": b"GET /livez HTTP/1.1\r\nHost: x y\r\n\r\n",
+    "half an address": b"GET /livez HTTP/1.1\r\nHost: [::1\r\n\r\n",
     "two hosts": GET + b"Host: y\r\n\r\n",
     "bad chunk size": CHUNKED + b"zz\r\n\r\n",
     "hex prefix": CHUNKED + b"0x1\r\nA\r\n0\r\n\r\n",
@@ -37,8 +39,8 @@ BROKEN = {
     "chunked after gzip, in two lines": POST
     + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "chunked twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "chunks in HTTP/1.0": b"POST /rank HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "lower-case method": b"get /livez HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a tunnel": b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "chunks in HTTP/1.0": b"POST /rank HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "lower-case method": b"get /livez HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a tunnel": b"CONNECT x:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
 }

@@ -145,4 +145,4 @@ def search_request(user: int, path: str) -> bytes:
         "author_id": [post_id % 50 + 1 for post_id in past],
         "actions": [["favorite"]] * len(past),
     }
-    return post("x", path, orjson.dumps({"user_id": user + 1, "history": history, "k": K}))
+    return post("localhost", path, orjson.dumps({"user_id": user + 1, "history": history, "k": K}))

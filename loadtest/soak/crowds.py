@@ -1,4 +1,4 @@
-"""B12: one path in a closed loop, by one and by four clients: what a ranker who keeps to a moderate pace feels of it, path by path.
+"""B15: one path in a closed loop, by one and by four clients: what a ranker who keeps to a moderate pace feels of it, path by path.
 
 `python -m loadtest.soak.crowds --seconds 120` prints every path. A path that is served needs a row in `ATTACKERS`.
 """
@@ -287,7 +287,7 @@ def _crowd(ports: Ports, high: float, request: Callable[[int], bytes]) -> Iterat
 
 
 def crowds(seconds: float) -> list[Row]:
-    """B12: of each number of clients the worst path, at both percentiles."""
+    """B15: of each number of clients the worst path, at both percentiles."""
     with crowded() as crowd:
         window = max(0.5, seconds / (2.5 * len(COUNTS) * len(ATTACKERS)))
         felt = {(name, count): crowd.measure(name, count, window) for count in COUNTS for name in ATTACKERS}
@@ -299,7 +299,7 @@ def crowds(seconds: float) -> list[Row]:
             worst = max(found, key=lambda name: getattr(found[name], what))
             tried, failed = sum(each.tried for each in found.values()), sum(each.refused for each in found.values())
             told = f"{count} beside a ranker, on each of {len(found)} paths; worst: {worst}: {what}"
-            rows.append(Row("B12", told, tried, failed + missed, getattr(found[worst], what), limit, "× alone"))
+            rows.append(Row("B15", told, tried, failed + missed, getattr(found[worst], what), limit, "× alone"))
     return rows
 
 

@@ -99,7 +99,7 @@ def _named(name: bytes, draw: random.Random) -> bytes:
     """A good request that carries its name, as GET, as POST with a length, or as POST in chunks."""
     kind = draw.randrange(3)
     if kind == 0:
-        return b"GET /livez HTTP/1.1\r\nHost: x\r\n" + NAME + name + b"\r\n\r\n"
+        return b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + NAME + name + b"\r\n\r\n"
     head, _, body = rank_request(draw.randrange(1, 10**6), 4).partition(b"\r\n\r\n")
     if kind == 2:
         lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"content-length")]
@@ -139,7 +139,7 @@ async def _converse(port: int, sent: bytes, draw: random.Random) -> list[Answer]
     if not await _ended(reading, 4 * PATIENCE_SECONDS):
         # what is left is a whole good request, or none: one that asks for the end brings it, and its reply is not looked at
         with suppress(ConnectionError):
-            writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + NAME + b"last\r\n\r\n")
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + NAME + b"last\r\n\r\n")
         if not await _ended(reading, CLOSE_SECONDS):
             reading.cancel()
     writer.transport.abort()

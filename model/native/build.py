@@ -18,7 +18,7 @@ from typing import Literal
 from model.engine import EngineError
 
 # Contraction is off so that only the fma that the source writes is one: the same bits in every tile.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 Vectors = Literal["auto", "avx2", "neon"]  # `auto` is the widest of the processor
 MARCH: dict[Vectors, str] = {"auto": "-march=native", "avx2": "-march=x86-64-v3", "neon": "-march=armv8-a"}
 NEEDED: dict[Vectors, set[str]] = {

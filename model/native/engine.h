@@ -111,6 +111,8 @@ class Engine {
     Index block_elements() const { return PANEL * (m_.head_width + value_width_); }
     std::vector<Tile> cut(Index job, Index rows, Index tiles_wanted) const;
 
+    void check(const ContextJob& job) const;
+    void check(const CandidateJob& job, Index n_contexts, const Candidates& all) const;
     void context_task(const ContextJob& job, Work& work, Index tile, Index layer, Scratch& s);
     bool candidate_tile(const CandidateJob& job, const Candidates& all, const Tile& tile, Scratch& s);
 

@@ -1,5 +1,14 @@
-// Failures on demand, for tests. Compiled in with RANKER_TEST_HOOKS; otherwise it is nothing.
+// Failures on demand, for tests (RANKER_TEST_HOOKS), and checks of what a caller hands over, for fuzzers (RANKER_CHECKS); else nothing.
 #pragma once
+
+// Ends the process where the caller has broken its word: whoever calls the kernel has checked all of it before.
+#if defined(RANKER_CHECKS)
+#include <cstdio>
+#include <cstdlib>
+#define RANKER_CHECK(kept) ((kept) ? void() : (std::fprintf(stderr, "%s:%d: not kept: %s\n", __FILE__, __LINE__, #kept), std::abort()))
+#else
+#define RANKER_CHECK(kept) void()
+#endif
 
 #if defined(RANKER_TEST_HOOKS)
 #include <atomic>

@@ -139,8 +139,36 @@ std::vector<typename Engine<T>::Tile> Engine<T>::cut(Index job, Index rows, Inde
     return cuts;
 }
 
+// What model/native/engine.py and model/inputs.py promise of a job: in builds with RANKER_CHECKS alone.
+template <class T>
+void Engine<T>::check(const ContextJob& job) const {
+    RANKER_CHECK(job.rows > 0 && job.start >= 0 && job.blocks >= 0 && job.start + job.rows <= job.blocks * PANEL);
+    RANKER_CHECK(job.start + job.rows <= 1 + m_.history_length && (job.has_user == 0 || job.has_user == 1));
+    for (Index r = 0; r < job.rows; ++r) {
+        RANKER_CHECK(job.positions[r] >= 0 && job.positions[r] < m_.positions);
+        if (r < job.has_user) continue;
+        const Index item = job.positions[r] - job.first_position;
+        RANKER_CHECK(item >= 0 && item < m_.history_length);
+        RANKER_CHECK(job.surfaces[item] >= 0 && job.surfaces[item] < m_.surfaces);
+    }
+}
+
+template <class T>
+void Engine<T>::check(const CandidateJob& job, Index n_contexts, const Candidates& all) const {
+    RANKER_CHECK(job.rows >= 0 && job.first >= 0 && job.first_slot >= 0 && job.context >= -1 && job.context < n_contexts);
+    RANKER_CHECK(job.keys_count >= 0 && job.keys_count <= job.blocks * PANEL);
+    for (Index r = job.first; r < job.first + job.rows; ++r) {
+        RANKER_CHECK(all.surfaces[r] >= 0 && all.surfaces[r] < m_.surfaces);
+        RANKER_CHECK(all.ages[r] >= 0 && all.ages[r] < m_.age_buckets);
+    }
+}
+
 template <class T>
 bool Engine<T>::forward(const ContextJob* contexts, Index n_contexts, const CandidateJob* jobs, Index n_jobs, const Candidates& all) {
+#if defined(RANKER_CHECKS)
+    std::for_each_n(contexts, n_contexts, [&](const ContextJob& job) { check(job); });
+    std::for_each_n(jobs, n_jobs, [&](const CandidateJob& job) { check(job, n_contexts, all); });
+#endif
     Index rows = 0;
     for (Index c = 0; c < n_contexts; ++c) rows += contexts[c].rows;
     for (Index c = 0; c < n_jobs; ++c) rows += jobs[c].rows;

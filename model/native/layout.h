@@ -28,6 +28,7 @@ struct Entity {
 
 struct Model {
     Index width, layers, query_heads, kv_heads, head_width, ffn_width, actions, continuous, tables_bf16, bidirectional, silu;
+    Index surfaces, age_buckets, history_length, positions;  // rows of the tables below
     Index candidate_position, candidate_slots;  // of slot s: candidate_position + s % candidate_slots
     float attention_multiplier, attention_cap, norm_epsilon, input_scale;  // cap 0: none
     const Layer* layer;
@@ -80,6 +81,7 @@ constexpr Member MEMBERS[] = {
     AT(Entity, vocab_size),
     WHOLE(Model), AT(Model, width), AT(Model, layers), AT(Model, query_heads), AT(Model, kv_heads), AT(Model, head_width),
     AT(Model, ffn_width), AT(Model, actions), AT(Model, continuous), AT(Model, tables_bf16), AT(Model, bidirectional), AT(Model, silu),
+    AT(Model, surfaces), AT(Model, age_buckets), AT(Model, history_length), AT(Model, positions),
     AT(Model, candidate_position), AT(Model, candidate_slots), AT(Model, attention_multiplier), AT(Model, attention_cap), AT(Model, norm_epsilon), AT(Model, input_scale), AT(Model, layer), AT(Model, user),
     AT(Model, post), AT(Model, author), AT(Model, user_projection), AT(Model, history_projection),
     AT(Model, candidate_projection), AT(Model, action_tokens), AT(Model, history_surfaces), AT(Model, candidate_surfaces),

@@ -36,6 +36,7 @@ Entity = structure("Entity", (Pointer, "table scales biases"), (Int64, "hashes m
 Model = structure(
     "Model",
     (Int64, "width layers query_heads kv_heads head_width ffn_width actions continuous tables_bf16 bidirectional silu"),
+    (Int64, "surfaces age_buckets history_length positions"),
     (Int64, "candidate_position candidate_slots"),
     (Float, "attention_multiplier attention_cap norm_epsilon input_scale"),
     (Pointer, "layer"),
@@ -134,7 +135,8 @@ def pack(
         "head_width": config.head_width, "ffn_width": config.ffn_width, "actions": config.actions,
         "continuous": config.continuous_actions, "tables_bf16": model.tables.user.dtype is torch.bfloat16,
         "bidirectional": config.context_attention == "bidirectional", "silu": config.activation == "silu",
-        "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap or 0.0,
+        "surfaces": config.product_surfaces, "age_buckets": config.post_age_buckets, "history_length": config.history_length,
+        "positions": len(cosines), "attention_multiplier": config.attention_multiplier, "attention_cap": config.attention_cap or 0.0,
         "norm_epsilon": config.norm_epsilon, "input_scale": config.input_scale, "layer": ctypes.addressof(packed.layers),
         "candidate_position": config.candidate_position, "candidate_slots": slot_period(config, candidate_positions),
         "user": entity(model.tables.user, config.user_hashes, keep),

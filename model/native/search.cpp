@@ -124,6 +124,10 @@ class Search {
     Pool& pool() { return pool_; }
 
     void run(Wish* wishes, Index count) {
+        for (Index q = 0; q < count; ++q) {
+            RANKER_CHECK(wishes[q].k > 0 && wishes[q].k <= rows_ && !std::isnan(wishes[q].least));
+            RANKER_CHECK(std::all_of(wishes[q].query, wishes[q].query + width_, [](float x) { return std::isfinite(x); }));
+        }
         std::vector<Query> queries;
         for (Index q = 0; q < count; ++q) queries.emplace_back(wishes[q].query, width_, longest_);
         std::unique_ptr<std::atomic<float>[]> thresholds(new std::atomic<float>[count]);
@@ -330,6 +334,7 @@ const ranker::Member* ranker_members() noexcept { return ranker::SEARCH_MEMBERS;
 
 // The rows stay the caller's; they must not change as long as the index lives.
 std::int64_t search_create(const float* vectors, std::int64_t rows, std::int64_t width, std::int64_t threads, void** made) noexcept {
+    RANKER_CHECK(rows > 0 && width > 0 && threads > 0);
     return ranker::guarded([&] { *made = new ranker::Search(vectors, rows, width, threads); });
 }
 

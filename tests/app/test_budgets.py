@@ -45,7 +45,7 @@ def test_the_page_states_the_sum_and_its_parts() -> None:
 
 
 def test_the_page_states_what_a_client_may_send_of_a_call() -> None:
-    assert f"; {CALL_AHEAD_BYTES / 1024:g} KiB of as many on every connection" in PAGE
+    assert f"; {CALL_AHEAD_BYTES / 1024:g} KiB of a quarter as many on every connection" in PAGE
 
 
 @pytest.mark.parametrize(

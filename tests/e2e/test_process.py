@@ -23,7 +23,7 @@ from tests.reliability.live import exchange as wire
 
 LIMIT = 65_536
 MIB = 2**20
-HEAD = b"POST /rank HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /rank HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_the_next_page_finds_the_context_in_the_cache(client: httpx.Client, exam
 def test_a_head_is_followed_by_the_next_reply(server: Server) -> None:
     replies = wire(
         server.port,
-        b"HEAD /readyz HTTP/1.1\r\nhost: a\r\n\r\nGET /readyz HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n",
+        b"HEAD /readyz HTTP/1.1\r\nhost: localhost\r\n\r\nGET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
     )
     assert replies.count(b"HTTP/1.1 200 OK") == 2
     assert replies.count(b'{"status":"ready"}') == 1  # a body after HEAD would be read as the next reply

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch  # noqa: F401  # its processes need it: without it these tests are left out
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +42,38 @@ engine = make(3)
 for edge in (2**31, 2**32, 2**63, 2**64, 2**16 << 32, 2**31 << 32):
     kernel.library.ranker_preset_tasks(engine._handle, ctypes.c_uint64(edge - 20))
     assert all(right(engine) for _ in range(30)), edge
+"""
+
+CHECKED = """
+import sys
+import numpy as np
+import torch
+from model.engine import Item
+from model.native import build
+build.FLAGS = (*build.FLAGS, "-DRANKER_CHECKS")
+from model.native.engine import NativeEngine
+from model.native.search import CWish, NativeIndex
+from model.retrieval.search import Wish
+from tests.model.builders import random_config, random_ranker, random_request
+
+config = random_config()
+engine, index = NativeEngine(random_ranker(config), torch.float32, threads=1), NativeIndex(np.ones((5, 3), np.float32), threads=1)
+context, candidates = random_request(config, 7, 5, seed=1)
+context.surfaces[-1] = candidates.surfaces[-1] = config.product_surfaces - 1
+candidates.age_buckets[-1] = config.post_age_buckets - 1
+engine.forward([Item(context, candidates)])
+index.search([Wish(np.ones(3, np.float32), 5)])
+print("the last rows are taken", flush=True)
+if sys.argv[1] == "a wish":
+    one = (CWish * 1)(CWish(np.ones(3, np.float32).ctypes.data, None, 6, 0.0, 0, 0, 0, None, None))
+    index.library.search_run(index._handle, one, 1)
+elif sys.argv[1] == "history":
+    context.surfaces[0] = -1
+elif sys.argv[1] == "first_slot":
+    candidates.first_slot = -1
+else:
+    getattr(candidates, sys.argv[1])[2] = 2**40
+engine.forward([Item(context, candidates)])
 """
 
 EVERYTHING_FAILS_ONCE = """
@@ -115,6 +149,16 @@ def test_every_counter_of_the_kernel_has_a_row_that_says_how_long_it_lasts() -> 
 
 def test_a_planted_counter_is_found() -> None:
     assert counters("std::atomic<std::uint32_t> round_{0};") == {"round_"}
+
+
+@pytest.mark.parametrize("column", ["surfaces", "age_buckets", "history", "first_slot", "a wish"])
+def test_a_build_with_checks_ends_where_it_is_given_what_no_table_has(column: str) -> None:
+    """What nobody hands over: model/inputs.py and app/fronts/frames.py look before. A fuzzer finds who does not."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED, column], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert "the last rows are taken" in done.stdout, done.stderr
+    assert (done.returncode, "not kept: " in done.stderr) == (-signal.SIGABRT, True), done.stderr
 
 
 def test_no_allocation_or_thread_that_fails_ends_the_process() -> None:

@@ -29,7 +29,8 @@ from tests.app import retrieving
 from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 HALF = (
-    b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500000\r\n\r\n" + b" " * 100_000
+    b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500000\r\n\r\n"
+    + b" " * 100_000
 )
 
 
@@ -98,11 +99,11 @@ def test_bodies_beyond_the_budget_are_answered_429(path: bytes, tmp_path: Path) 
 
 
 def test_every_way_a_body_ends_gives_its_room_back() -> None:
-    batch = post("x", "/rank/batch", b"[%b]" % rank_body(1))
-    long = post("x", "/rank", b" " * 300_000)
+    batch = post("localhost", "/rank/batch", b"[%b]" % rank_body(1))
+    long = post("localhost", "/rank", b" " * 300_000)
     requests = {
-        rank_request(1, candidates=2000): 200, rank_request(-1): 422, post("x", "/rank", b"{"): 400, batch: 200, long: 400,
-        post("x", "/rank", b" " * 2_000_000): 413,
+        rank_request(1, candidates=2000): 200, rank_request(-1): 422, post("localhost", "/rank", b"{"): 400, batch: 200, long: 400,
+        post("localhost", "/rank", b" " * 2_000_000): 413,
     }  # fmt: skip
     with live(FakeEngine()) as server:
         for sent, status in requests.items():
@@ -113,7 +114,7 @@ def test_every_way_a_body_ends_gives_its_room_back() -> None:
 
 
 def test_a_body_in_tiny_pieces_is_counted_with_what_each_piece_costs() -> None:
-    chunked = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     with live(FakeEngine()) as server, connect(server.port) as sock:
         sock.sendall(chunked + b"1\r\n \r\n" * 1000)
         wait_until(lambda: budget(server, "body_bytes") == 1000 * (1 + CHUNK_BYTES))
@@ -179,7 +180,7 @@ STALLS = {"header_seconds": 5.0, "stall_seconds": 0.4, "body_seconds": 3.0}
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
 @pytest.mark.parametrize(("pieces", "size", "expected"), [(8, 5000, 200), (8, 100, 408)], ids=["progress", "trickle"])
 def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int, expected: int, path: str) -> None:
-    sent = post("x", path, rank_body(1) if path == "/rank" else b"[%b]" % rank_body(1))
+    sent = post("localhost", path, rank_body(1) if path == "/rank" else b"[%b]" % rank_body(1))
     head, _, body = sent.partition(b"\r\n\r\n")
     body = b" " * (pieces * size) + body
     head = head.replace(b"Content-Length: ", b"Content-Length: %d\r\nX: " % len(body))
@@ -237,7 +238,7 @@ SEARCHES = {
 def waiting(work: Path, history: int, **asked: object) -> tuple[int, list[int], dict[str, int]]:
     """Bytes that requests for posts hold while they wait for their search, how each ended, and what is stated."""
     posts = {"post_id": list(range(1, history + 1)), "author_id": [1] * history}
-    sent = post("x", "/recommend", orjson.dumps({"user_id": 1, "k": 10, "history": posts} | asked))
+    sent = post("localhost", "/recommend", orjson.dumps({"user_id": 1, "k": 10, "history": posts} | asked))
     opened = threading.Event()
     small = {
         "checkpoint": work / "towers-v1",

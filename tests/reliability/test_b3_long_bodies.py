@@ -61,7 +61,7 @@ def by_curl(port: int, chunked: bool) -> int:
 
 def by_socket(port: int, chunked: bool) -> int:
     framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(BODY)
-    head = b"POST /rank HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: %b\r\n%b\r\n\r\n"
+    head = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: %b\r\n%b\r\n\r\n"
     body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
     with connect(port, SECONDS) as sock:
         sock.sendall(head % (HEADERS["Content-Type"].encode(), framing))
@@ -146,7 +146,7 @@ def test_where_reading_stays_paused_the_refusal_is_lost(opened: Live, monkeypatc
             by_socket(opened.port, False)
 
 
-ENDLESS = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 99999999999\r\n"
+ENDLESS = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 99999999999\r\n"
 CLOSE = b"Connection: close\r\n"
 
 
@@ -203,11 +203,13 @@ def test_a_drain_does_not_wait_longer_for_those_who_send_on(monkeypatch: pytest.
 
 def test_a_connection_whose_refused_body_ended_is_used_again_and_then_has_a_deadline() -> None:
     with live(FakeEngine(), connections={"keep_alive_seconds": 0.5}) as server, connect(server.port, 5) as sock:
-        sock.sendall(b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 200000\r\n\r\n")
+        sock.sendall(
+            b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 200000\r\n\r\n"
+        )
         assert statuses(one_reply(sock)) == [415]
         sock.sendall(bytes(200_000) + rank_request(1))
         assert statuses(one_reply(sock)) == [200]
-        sock.sendall(b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n")
+        sock.sendall(b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\n")
         assert statuses(one_reply(sock)) == [415]
         sock.sendall(b"abcde")
         wait_until(lambda: closed(server, "keep_alive") == 1, 3)

@@ -26,8 +26,8 @@ from tests.reliability.live import (
 )
 
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
-GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
-HEAD = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
+HEAD = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SLACK_SECONDS = 0.5  # of a busy machine
 
 

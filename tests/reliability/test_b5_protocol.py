@@ -12,12 +12,12 @@ from loadtest.soak.fake_engine import FakeEngine
 from tests.reliability.live import Live, connect, exchange, live, read_all, statuses
 
 OTHER = {
-    "HTTP/2.0": (b"GET /livez HTTP/2.0\r\nHost: x\r\n\r\n", 505),
+    "HTTP/2.0": (b"GET /livez HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
     "no version": (b"GET /livez\r\n\r\n", 505),
     "a hundred headers": (GET + b"".join(b"A%d: b\r\n" % n for n in range(200)) + b"\r\n", 431),
     "a header more than a hundred": (GET + b"".join(b"A%d: b\r\n" % n for n in range(99)) + b"\r\n", 431),
     "a long header": (GET + b"A: " + b"b" * 40_000 + b"\r\n\r\n", 431),
-    "a long path": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+    "a long path": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
     "many headers that never end": (GET + b"A: bbbbbbbbbb\r\n" * 10_000, 431),
 }
 
@@ -73,7 +73,7 @@ def test_pending_replies_come_before_the_end_that_a_broken_request_brings(server
 
 
 def test_an_early_reply_is_the_only_one_though_the_rest_of_the_body_breaks(server: Live) -> None:
-    head = b"POST /rank HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n"
     with connect(server.port) as sock:
         sock.sendall(head + b"5\r\nabcde\r\n")
         first = sock.recv(65536)

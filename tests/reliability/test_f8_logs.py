@@ -96,7 +96,7 @@ def test_a_refused_checkpoint_ends_with_1(fault: str) -> None:
     with faulty(fault, "--refused-after-seconds=1") as server:
         with connect(server.port) as sock:
             for _ in range(50):
-                sock.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+                sock.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 one_reply(sock)
         began = time.monotonic()
         assert server.process.wait(30) == 1
@@ -143,7 +143,7 @@ def test_beyond_the_buffer_lines_are_dropped_and_told_and_those_of_refusals_are_
             assert {rank(sock, user) for user in range(1, 301)} == {200}
             assert server.metric("ranker_log_lines_dropped_total") >= full + 300  # none of them is held
             for _ in range(30):
-                sock.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
+                sock.sendall(b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert statuses(one_reply(sock)) == [404]
         reading = threading.Thread(target=lambda: found.extend(pipe.read()))
         reading.start()

@@ -10,6 +10,7 @@ namespace codec {
 namespace {
 
 constexpr Int MOST_IN_A_BUCKET = 32;
+constexpr Int MOST_CANDIDATES = 1 << 24;
 
 // What the columns begin with; mirrored in codec.py.
 struct Head {
@@ -251,8 +252,16 @@ Object* answer(Object* capsule, bool is_complete, Work work) {
         Int size = work(*codec);
         return PyBytes_FromStringAndSize(codec->data(), size);
     } catch (...) {
+        PyErr_Clear();  // of a number that is none, or too large
         return PyBytes_FromStringAndSize(nullptr, 0);
     }
+}
+
+// Of candidates: sizes of columns are made of it.
+Int count_of(Object* given) {
+    Int count = PyLong_AsLongLong(given);
+    if (count <= 0 || count > MOST_CANDIDATES) throw Declined();
+    return count;
 }
 
 // Of a body, bytes or a bytearray, behind which Python keeps a zero byte, and whether it has candidates.
@@ -265,9 +274,8 @@ Object* read_request(Object* capsule, Object* const* given, ssize_t count) {
 
 Object* rank_candidates(Object* capsule, Object* const* given, ssize_t count) {
     return answer(capsule, count == 3, [&](Codec& codec) {
-        Int candidates = PyLong_AsLongLong(given[0]);
+        Int candidates = count_of(given[0]);
         Bytes probabilities(given[1], 4 * candidates * codec.words.actions), weights(given[2], 8 * codec.words.actions);
-        if (!candidates) throw Declined();
         return codec.rank(candidates, probabilities.as<float>(), weights.as<double>());
     });
 }
@@ -276,14 +284,17 @@ Object* rank_candidates(Object* capsule, Object* const* given, ssize_t count) {
 Object* write_reply(Object* capsule, Object* const* given, ssize_t count) {
     return answer(capsule, count == 13, [&](Codec& codec) {
         const Checkpoint& words = codec.words;
-        Int candidates = PyLong_AsLongLong(given[0]), top_k = PyLong_AsLongLong(given[6]);
+        Int candidates = count_of(given[0]), top_k = PyLong_AsLongLong(given[6]);
         Int wanted_count = PyLong_AsLongLong(given[8]), is_columnar = PyLong_AsLongLong(given[9]);
         Bytes ids(given[1], 8 * candidates), quoted(given[2]);
         Bytes probabilities(given[3], 4 * candidates * words.actions), continuous(given[4], 4 * candidates * words.continuous);
         Bytes weights(given[5], 8 * words.actions), wanted(given[7], 8 * std::max<Int>(wanted_count, 0));
         Bytes retrieved(given[10]), head(given[11]), tail(given[12]);
         if (quoted.size() && quoted.size() != candidates) throw Declined();
-        if (!candidates || (retrieved.size() && retrieved.size() != 4 * candidates)) throw Declined();
+        if (top_k < 0 || wanted_count > words.actions) throw Declined();
+        for (Int place = 0; place < wanted_count; ++place)
+            if (Id(wanted.as<Int>()[place]) >= Id(words.actions)) throw Declined();
+        if (retrieved.size() && retrieved.size() != 4 * candidates) throw Declined();
         return codec.write({candidates, ids.as<Id>(), quoted.size() ? quoted.as<uint8_t>() : nullptr,
             probabilities.as<float>(), continuous.as<float>(), weights.as<double>(), top_k,
             wanted_count < 0 ? nullptr : wanted.as<Int>(), wanted_count, is_columnar,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -20,9 +21,11 @@ from app.fronts.frames import (
     scores_bytes,
     scores_of,
 )
+from loadtest.soak import fake_engine
 from model.inputs import Candidates, Context, Scores
 
 ACTIONS = 3
+CONFIG = replace(fake_engine.CONFIG, history_length=63)
 
 
 def inputs(history: int, candidates: int, seed: int = 1) -> tuple[Context, Candidates]:
@@ -31,14 +34,16 @@ def inputs(history: int, candidates: int, seed: int = 1) -> tuple[Context, Candi
     def ids(count: int) -> np.ndarray:
         return draw.integers(0, 2**64, count, np.uint64)
 
-    def words(count: int) -> np.ndarray:
-        return draw.integers(-(2**63), 2**63 - 1, count, np.int64)
+    def words(count: int, rows: int = CONFIG.product_surfaces) -> np.ndarray:
+        return draw.integers(0, rows, count, np.int64)
 
     context = Context(
         int(ids(1)[0]), ids(history), ids(history), draw.random((history, ACTIONS), np.float32), words(history),
         draw.random(history, np.float32),
     )  # fmt: skip
-    return context, Candidates(ids(candidates), ids(candidates), words(candidates), words(candidates))
+    return context, Candidates(
+        ids(candidates), ids(candidates), words(candidates), words(candidates, CONFIG.post_age_buckets)
+    )
 
 
 def rank(context: Context, candidates: Candidates) -> Rank:
@@ -51,7 +56,7 @@ def test_a_request_arrives_as_it_was_sent(history: int, count: int) -> None:
     frame = from_front.decode(encode(rank(context, candidates))[4:])
     assert isinstance(frame, Rank)
     assert (frame.id, frame.model, frame.deadline, frame.key) == (7, 1, 12.5, "feed")
-    found, posts = inputs_of(frame, ACTIONS)
+    found, posts = inputs_of(frame, CONFIG)
     assert found.user_id == context.user_id
     for name in ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds"):
         sent, came = getattr(context, name), getattr(found, name)
@@ -65,7 +70,43 @@ def test_a_request_arrives_as_it_was_sent(history: int, count: int) -> None:
 @pytest.mark.parametrize("change", [{"history": 3}, {"candidates": 6}, {"candidates": 2**40}, {"floats": b""}])
 def test_columns_of_another_length_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="length"):
-        inputs_of(msgspec.structs.replace(rank(*inputs(2, 5)), **change), ACTIONS)
+        inputs_of(msgspec.structs.replace(rank(*inputs(2, 5)), **change), CONFIG)
+
+
+BEYOND = {
+    "surfaces": (0, "surfaces", (-1, 16, 2**40, -(2**63))),
+    "surfaces of candidates": (1, "surfaces", (-1, 16, 2**40, -(2**63))),
+    "ages": (1, "age_buckets", (-1, CONFIG.post_age_buckets, 2**40)),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_the_models_tables_lack_is_refused(name: str) -> None:
+    part, column, values = BEYOND[name]
+    for value in (*values, 15):
+        asked = inputs(3, 5)
+        getattr(asked[part], column)[-1] = value
+        if value == 15:
+            inputs_of(rank(*asked), CONFIG)  # the last row of all tables here
+        else:
+            with pytest.raises(ValueError, match="beyond the model"):
+                inputs_of(rank(*asked), CONFIG)
+    with pytest.raises(ValueError, match="beyond the model's history"):
+        inputs_of(rank(*inputs(64, 5)), CONFIG)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"history": -1}, {"history": 2**31}, {"candidates": 0}, {"candidates": -3}, {"first_slot": -1}, {"first_slot": 2**40},
+        {"user_id": -1}, {"deadline": -1.0}, {"deadline": float("nan")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_number_that_no_front_sends_is_no_frame(change: dict[str, object]) -> None:
+    sent = encode(msgspec.structs.replace(rank(*inputs(2, 5)), **change))
+    with pytest.raises(msgspec.ValidationError):
+        from_front.decode(sent[4:])
 
 
 @pytest.mark.parametrize(("count", "outputs"), [(1, 0), (7, 1), (65, 2)])
@@ -98,7 +139,7 @@ def test_a_frame_can_be_written_without_us() -> None:
     )
     frame = from_front.decode(body)
     assert encode(frame) == struct.pack("<I", len(body)) + body
-    context, candidates = inputs_of(frame, ACTIONS)
+    context, candidates = inputs_of(frame, replace(CONFIG, product_surfaces=32))
     assert (frame.id, frame.model, frame.deadline, frame.key, context.user_id) == (5, 2, 99.5, None, 2**63)
     assert [column.tolist() for column in (context.post_ids, context.author_ids, context.surfaces)] == [
         [11],

@@ -34,8 +34,9 @@ async def speak(found: Linked, *sent: Any, seconds: float = 5.0) -> bytes:
     return came
 
 
-def asked(kind: type[Rank] = Rank, **changes: Any) -> Rank:
+def asked(kind: type[Rank] = Rank, *, surface: int = 0, age: int = 0, **changes: Any) -> Rank:
     context, candidates = request(1)
+    candidates.surfaces[-1], candidates.age_buckets[-1] = surface, age
     fields = {"id": 1, "model": 1, "deadline": time.monotonic() + 3600, "key": None, "user_id": 1}
     words, floats = frames.columns_of(context, candidates)
     columns = {"history": len(context), "candidates": len(candidates), "words": words, "floats": floats}
@@ -51,6 +52,13 @@ NONSENSE = {
     "columns too short": (Hello(frames.VERSION, 9), asked(words=b"1234")),
     "more candidates than columns": (Hello(frames.VERSION, 9), asked(candidates=5)),
     "a number twice": (Hello(frames.VERSION, 9), asked(), asked()),
+    "a surface of 2^40": (Hello(frames.VERSION, 9), asked(surface=2**40)),
+    "a negative surface": (Hello(frames.VERSION, 9), asked(surface=-1)),
+    "an age that no table has": (Hello(frames.VERSION, 9), asked(age=2**40)),
+    "attention by a surface of 2^40": (Hello(frames.VERSION, 9), asked(Attend, surface=2**40)),
+    "a slot of 2^62": (Hello(frames.VERSION, 9), asked(first_slot=2**62)),
+    "no candidates": (Hello(frames.VERSION, 9), asked(candidates=0, words=b"", floats=b"", history=0)),
+    "a deadline that is no number": (Hello(frames.VERSION, 9), asked(deadline=float("nan"))),
     "attention of an unknown model": (Hello(frames.VERSION, 9), asked(Attend, model=7)),
     "attention by a number that another has": (Hello(frames.VERSION, 9), asked(), asked(Attend)),
 }

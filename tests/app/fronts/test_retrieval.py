@@ -20,7 +20,7 @@ from app.http.application import create_app
 from app.interface import Found, PostChange, PostRows, Retrieval
 from app.service.retrieval import RetrievalService
 from app.settings import Settings
-from loadtest.soak.fake_engine import FakeEngine
+from loadtest.soak.fake_engine import CONFIG, FakeEngine
 from model.inputs import Context
 from model.retrieval.inputs import Filters, Query, Retrieved
 from tests.app import retrieving
@@ -233,7 +233,7 @@ def test_a_search_and_its_answer_arrive_as_they_were_sent() -> None:
         frame = frames.from_front.decode(frames.encode(search_frame(7, 2, asked, 12.5, "feed"))[4:])
         assert isinstance(frame, frames.Search)
         assert (frame.id, frame.corpus, frame.deadline, frame.key) == (7, 2, 12.5, "feed")
-        came = query_of(frame, ACTIONS)
+        came = query_of(frame, CONFIG)
         assert (came.k, came.least, came.filters.topics) == (asked.k, asked.least, asked.filters.topics)
         assert came.filters.created_after == asked.filters.created_after
         assert came.filters.exclude.tobytes() == asked.filters.exclude.tobytes()
@@ -250,11 +250,11 @@ def test_a_search_and_its_answer_arrive_as_they_were_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"words": b"1234567"}, {"history": 3}, {"floats": b""}, {"exclude": b"12"}, {"k": 0}]
+    "change", [{"words": b"1234567"}, {"history": 3}, {"floats": b""}, {"exclude": b"12"}, {"least": float("nan")}]
 )
 def test_a_search_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # numpy has many words for it
-        query_of(msgspec.structs.replace(search_frame(7, 2, query(2), 12.5, None), **change), ACTIONS)
+        query_of(msgspec.structs.replace(search_frame(7, 2, query(2), 12.5, None), **change), CONFIG)
 
 
 def test_columns_of_different_lengths_are_refused() -> None:
@@ -264,3 +264,31 @@ def test_columns_of_different_lengths_are_refused() -> None:
             found_of(wrong)
     with pytest.raises(ValueError, match="length"):
         change_of(frames.Change(1, b"", b"\0" * 24, []))
+
+
+@pytest.mark.parametrize(
+    "change", [{"created_after": 2**70}, {"k": 0}, {"k": 2**40}, {"history": -1}, {"user_id": -1}], ids=str
+)
+def test_a_number_that_no_front_sends_is_no_search(change: dict[str, Any]) -> None:
+    sent = msgspec.structs.replace(search_frame(7, 2, query(2), 12.5, None), **change)
+    with pytest.raises((msgspec.MsgspecError, OverflowError)):  # the second: no such number can be written at all
+        frames.from_front.decode(frames.encode(sent)[4:])
+
+
+@pytest.mark.parametrize(
+    ("posts", "gone", "time"), [((1, 1), (), 0), ((1,), (1,), 0), ((0,), (), 0), ((), (), 0), ((1,), (), -1)]
+)
+def test_a_change_that_no_body_could_ask_for_is_refused(
+    posts: tuple[int, ...], gone: tuple[int, ...], time: int
+) -> None:
+    ids = np.array(posts, np.uint64)
+    words = frames.joined((ids, ids, np.full(len(ids), time, np.int64)))
+    with pytest.raises(ValueError, match="no change"):
+        change_of(frames.Change(1, np.array(gone, np.uint64).tobytes(), words, [None] * len(ids)))
+    some = np.array([5, 6], np.uint64)  # the negative control
+    assert (
+        len(
+            change_of(frames.Change(1, b"", frames.joined((some, some, some.view(np.int64))), [None] * 2)).upsert.topics
+        )
+        == 2
+    )

@@ -115,6 +115,26 @@ def test_nothing_survives_a_supervisor_that_is_killed() -> None:
         wait_until(lambda: not any(map(alive, began)))
 
 
+def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    environment = {"TMPDIR": str(tmp_path)}
+    other = tmp_path / "ranker-engine-of-mine"  # a name that looks alike, with something of somebody in it
+    other.mkdir()
+    (other / "notes").write_text("mine")
+    with started(*FRONTED, environment=environment) as killed, started(*FRONTED, environment=environment) as running:
+        for server in (killed, running):
+            server.wait_ready()
+        assert len(list(tmp_path.glob("*/engine"))) == 2
+        killed.process.kill()
+        killed.process.wait(10)
+        with started(*FRONTED, environment=environment) as further:
+            further.wait_ready()
+            assert len(list(tmp_path.glob("*/engine"))) == 2  # of those that run
+            assert status(running, "/readyz") == 200
+            assert further.stop() == 0
+        assert running.stop() == 0
+    assert list(tmp_path.iterdir()) == [other]
+
+
 def test_a_checkpoint_that_cannot_be_loaded_ends_the_whole_with_1() -> None:
     with started(*FRONTED, "--refused-after-seconds=1", drain__delay_seconds=30) as server:
         assert server.process.wait(30) == 1  # without the delay

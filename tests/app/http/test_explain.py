@@ -267,7 +267,7 @@ def test_a_refusal_for_want_of_a_place_reads_nothing() -> None:
 
     def head(length: int) -> bytes:
         return (
-            b"POST /explain HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             % length
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import sys
 import threading
@@ -17,11 +18,14 @@ import numpy as np
 import pytest
 import structlog
 import tritonclient.grpc as triton
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import StreamReset
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
 import app.assembly
-from app.errors import InvalidRequest
+from app.errors import BadRequest, InvalidRequest
 from app.http.grpc_server import ROUTES
 from app.request import protobuf, tensors
 from app.request.vocabulary import Vocabulary
@@ -171,6 +175,13 @@ def test_a_reply_says_what_headers_say(server: RankingServer) -> None:
     assert "forward;dur=" in trailing["server-timing"]
 
 
+def test_a_version_is_asked_for_in_metadata_as_in_headers(server: RankingServer) -> None:
+    assert isinstance(call(server, message(), metadata=[("x-model-version", "v1")])[0], bytes)
+    assert call(server, message(), metadata=[("x-model-version", "v2")])[0].code() is grpc.StatusCode.NOT_FOUND
+    version = message(model_version="v1")  # the message's own comes first, as the path's does
+    assert isinstance(call(server, version, metadata=[("x-model-version", "v2")])[0], bytes)
+
+
 def test_typed_contents_are_refused(server: RankingServer) -> None:
     made = protobuf.CLASSES["ModelInferRequest"](model_name="fake")
     made.inputs.add(name="user_id", datatype="UINT64", shape=[1], contents=b"*\x01\x07")  # uint64_contents: 7
@@ -178,27 +189,73 @@ def test_typed_contents_are_refused(server: RankingServer) -> None:
     assert (error.code(), "raw_input_contents" in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-FIELD = {"inputs": b"\x2a", "outputs": b"\x32", "parameters": b"\x22"}  # tags of repeated messages
-HOSTILE = {name: tag + b"\x00" for name, tag in FIELD.items()}
+def field(tag: int, data: bytes) -> bytes:
+    """A field of bytes, with its length."""
+    size = len(data)
+    return bytes([tag << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + data
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "shape", "actions"])
-def test_a_long_message_is_refused_before_it_is_walked(name: str) -> None:
-    if name == "shape":
-        data = protobuf.CLASSES["InputTensor"](
-            name="user_id", datatype="UINT64", shape=range(500_000)
-        ).SerializeToString()
-        made = protobuf.CLASSES["ModelInferRequest"](raw_input_contents=[b""])
-        made.inputs.add().ParseFromString(data)
-    elif name == "actions":
-        made = protobuf.CLASSES["ModelInferRequest"]()
-        made.parameters.add(key="actions").value.string_param = "," * 2_000_000
-    else:
-        made = protobuf.CLASSES["ModelInferRequest"].FromString(HOSTILE[name] * 1_000_000)
+MANY = 524_280  # of two bytes each: as many as a body of 1 MiB holds
+HOSTILE = {
+    "inputs": b"\x2a\0" * MANY,
+    "outputs": b"\x32\0" * MANY,
+    "parameters": b"\x22\0" * MANY,
+    "unknown fields": b"\x78\0" * MANY,
+    "parameters of an input": field(5, b"\x22\0" * MANY),
+    "sizes of a shape": field(5, field(3, b"\1" * MANY)),
+    "sizes one by one": field(5, b"\x18\1" * MANY),
+    "choices of a parameter": field(4, field(2, b"\x10\1" * MANY)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_entries_are_counted_before_they_are_parsed(name: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(3):
+        started = time.thread_time()
+        with pytest.raises(InvalidRequest):
+            protobuf.read("ModelInferRequest", HOSTILE[name])
+        seconds.append(time.thread_time() - started)
+    assert min(seconds) < 0.002
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8192  # KiB
+
+
+def test_a_message_of_entries_alone_is_refused(client: triton.InferenceServerClient) -> None:
+    settings = SETTINGS.model_copy(update={"limits": Limits()})
+    with listening(settings=settings) as server:
+        error, _ = call(server, HOSTILE["inputs"])
+        assert (error.code(), "more inputs" in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+def test_what_is_counted_is_every_field_of_a_good_request() -> None:
+    """The negative control: a request of every tensor, long enough to be walked, is read as protobuf reads it."""
+    made = protobuf.CLASSES["ModelInferRequest"].FromString(message(id="page-7"))
+    made.raw_input_contents.append(bytes(2 * protobuf.SHORT_BYTES))
+    data = made.SerializeToString()
+    assert protobuf.read("ModelInferRequest", data) == made
+    for cut in range(1, 400):
+        with pytest.raises(BadRequest):
+            protobuf.read("ModelInferRequest", data[:-cut])
+
+
+def test_a_long_parameter_is_refused_before_it_is_split() -> None:
+    made = protobuf.CLASSES["ModelInferRequest"]()
+    made.parameters.add(key="actions").value.string_param = "," * 2_000_000
     started = time.thread_time()
     with pytest.raises(InvalidRequest):
         tensors.check(protobuf.tensors_of(made, Limits()), VOCABULARY)
     assert time.thread_time() - started < 0.02
+
+
+@pytest.mark.parametrize(("shape", "actions"), [([2**62, 0], ""), ([2**62, 0], "zq9"), ([2**63 - 1, 1], "favorite")])
+def test_a_shape_beyond_memory_is_invalid(server: RankingServer, shape: list[int], actions: str) -> None:
+    made = protobuf.CLASSES["ModelInferRequest"](raw_input_contents=[b""])
+    made.parameters.add(key="actions").value.string_param = actions
+    made.inputs.add(name="history.actions", datatype="FP32", shape=shape)  # the first says how long a history is
+    made.MergeFromString(message())
+    error, trailing = call(server, made.SerializeToString())
+    assert (error.code(), json.loads(trailing["problem-bin"])["status"]) == (grpc.StatusCode.INVALID_ARGUMENT, 422)
 
 
 def test_keys_and_deadlines_hold() -> None:
@@ -208,6 +265,11 @@ def test_keys_and_deadlines_hold() -> None:
     with listening(slow, settings) as server:
         key = ("authorization", "Bearer key")
         assert call(server, message())[0].code() is grpc.StatusCode.UNAUTHENTICATED
+        forever = threading.Event()
+        with grpc.insecure_channel(address(server)) as channel:  # nor is a caller without a key waited for
+            asked = channel.stream_unary(INFER).future(iter(forever.wait, True))
+            assert asked.exception(2).code() is grpc.StatusCode.UNAUTHENTICATED
+            forever.set()
         assert (
             call(server, message(), metadata=[key, ("x-request-timeout-ms", "50")])[0].code()
             is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -265,8 +327,8 @@ def test_a_call_leaves_one_line(server: RankingServer) -> None:
 
 
 def test_calls_that_never_end_leave_room_for_others() -> None:
-    """As many as may be at once, each of a client that sends its headers and no message."""
-    impatient = {"connections": Connections(body_seconds=0.2), "grpc": Grpc(port=0, max_calls=2)}
+    """As many as may be at once on a connection, each of a client that sends its headers and no message."""
+    impatient = {"connections": Connections(stall_seconds=0.2), "grpc": Grpc(port=0, max_calls=8)}
     with listening(settings=SETTINGS.model_copy(update=impatient)) as server:
         forever = threading.Event()
         with grpc.insecure_channel(address(server)) as channel:
@@ -276,6 +338,48 @@ def test_calls_that_never_end_leave_room_for_others() -> None:
                 assert json.loads(dict(one.trailing_metadata())["problem-bin"])["code"] == "request_timeout"
             forever.set()
             assert isinstance(call(server, message())[0], bytes)
+
+
+HEADERS = [
+    (":method", "POST"), (":scheme", "http"), (":path", INFER), (":authority", "x"), ("te", "trailers"),
+    ("content-type", "application/grpc"),
+]  # fmt: skip
+
+
+def test_one_connection_cannot_take_every_place(server: RankingServer) -> None:
+    """Of a client that opens as many streams as may be at once, and never reads how many it may have."""
+    with socket.create_connection(("127.0.0.1", server.others[0].port), 10) as sock:
+        peer = H2Connection(H2Configuration(client_side=True))
+        peer.initiate_connection()
+        for number in range(SETTINGS.grpc.max_calls):
+            peer.send_headers(1 + 2 * number, HEADERS)
+        sock.sendall(peer.data_to_send())
+        reset: set[int | None] = set()
+        while len(reset) < 48:
+            reset |= {
+                event.stream_id for event in peer.receive_data(sock.recv(65536)) if isinstance(event, StreamReset)
+            }
+        assert reset == set(range(33, 129, 2))
+        assert isinstance(call(server, message(), timeout=2)[0], bytes)
+
+
+def test_a_client_takes_turns_on_one_connection(server: RankingServer) -> None:
+    """The negative control: more calls than a connection may have at once are all answered, for who keeps to its bound."""
+    with grpc.insecure_channel(address(server)) as channel:
+        flying = [channel.unary_unary(INFER).future(message()) for _ in range(300)]
+        assert all(isinstance(one.result(10), bytes) for one in flying)
+
+
+@pytest.mark.parametrize("sent", [b"", PREFACE[:9], PREFACE], ids=["nothing", "half a preface", "no acknowledgement"])
+def test_silent_connections_go_within_five_seconds(sent: bytes) -> None:
+    with listening(settings=SETTINGS.model_copy(update={"grpc": Grpc(port=0, max_connections=4)})) as server:
+        port = server.others[0].port
+        with ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)).sendall(sent)
+            started = time.monotonic()
+            wait_until(lambda: isinstance(call(server, message(), timeout=1)[0], bytes))
+            assert 1 < time.monotonic() - started < 12  # a busy machine's 5 s; until then there was no room
 
 
 def test_a_call_without_a_message_is_a_bad_request(server: RankingServer) -> None:

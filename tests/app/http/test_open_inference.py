@@ -138,6 +138,42 @@ def test_errors_are_those_of_rank(client: triton.InferenceServerClient, http: ht
     )
 
 
+@pytest.mark.parametrize(("shape", "actions"), [([2**62, 0], ""), ([2**62, 0], "zq9"), ([2**63 - 1, 1], "favorite")])
+@pytest.mark.parametrize("binary", [True, False])
+def test_a_shape_beyond_memory_is_invalid(http: httpx.Client, shape: list[int], actions: str, binary: bool) -> None:
+    header = ASKED.header(binary=False)
+    tensor = {"name": "history.actions", "datatype": "FP32", "shape": shape}  # the first says how long a history is
+    header["inputs"], header["parameters"] = [tensor, *header["inputs"][:3]], {"actions": actions}
+    tensor["data"] = []
+    if binary:
+        tensor["parameters"] = {"binary_data_size": 0}
+        del tensor["data"]
+    text = json.dumps(header).encode()
+    length = {"inference-header-content-length": str(len(text))} if binary else {}
+    reply = http.post("/v2/models/fake/infer", content=text, headers=length)
+    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_request")
+
+
+def test_the_path_of_a_model_takes_a_version_from_the_header(http: httpx.Client) -> None:
+    body, headers = ASKED.body(binary=False)
+    paths = {"/v2/models/fake/infer": (200, 404), "/v2/models/fake/versions/v1/infer": (200, 200)}
+    for path, wanted in paths.items():
+        asked = (
+            http.post(path, content=body, headers=headers | {"x-model-version": version}) for version in ("v1", "v2")
+        )
+        assert tuple(reply.status_code for reply in asked) == wanted
+
+
+def test_a_body_without_a_type_is_not_taken_from_a_page_elsewhere(http: httpx.Client) -> None:
+    """A browser names the page's origin in each such request, and asks first before it sends one of these types."""
+    body, _ = ASKED.body(binary=False)
+    path, page = "/v2/models/fake/infer", {"origin": "http://evil.example"}
+    assert http.post(path, content=body).status_code == 200  # as clients of the protocol send it
+    for sort, status in (("", 415), ("text/plain", 415), ("application/json", 200)):
+        named = {"content-type": sort} if sort else {}
+        assert http.post(path, content=body, headers=page | named).status_code == status, sort
+
+
 def test_a_timeout_of_its_own_is_a_deadline(client: triton.InferenceServerClient) -> None:
     client.infer("fake", inputs(ASKED), timeout=5_000_000)
     with pytest.raises(InferenceServerException) as caught:

@@ -19,7 +19,7 @@ from app.request.codec import Codec, Packed
 from app.scheduling.admission import Refusal
 from app.settings import Batching, Budgets, Limits, Queue, Settings
 from model.engine import Item, Outcome
-from tests.app.fakes import FakeEngine, running
+from tests.app.fakes import FakeEngine, running, until
 from tests.app.serving import ask, chunk, good, served, value_of
 
 
@@ -157,6 +157,7 @@ def test_a_batch_whose_client_leaves_is_dropped() -> None:
             raw = json.dumps([good(user_id=2), good(user_id=3)]).encode()
             messages = [chunk(raw, False), {"type": "http.disconnect"}]
             assert await ask(app, messages, path="/rank/batch") == []
+            await until(lambda: service.admission.requests == 1)
             gate.set()
             assert (await first)[0]["status"] == 200
             assert engine.forwards == [[1]]

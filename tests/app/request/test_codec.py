@@ -279,6 +279,11 @@ def test_arrays_that_do_not_fit_are_declined() -> None:
         assert CODEC.write(request, wrong, b"", b"") is None
     assert CODEC.write(request, scores, b"<", b">") is not None
     assert CODEC.write(request, scored([0.5], codec.MOST_ROWS + 1), b"", b"") is None
+    assert CODEC.write(replace(request, wanted=[0, 2]), scores, b"", b"") is not None
+    for wanted in ([3], [-1], [2**62], [0, 1, 2, 0]):
+        assert CODEC.write(replace(request, wanted=wanted), scores, b"", b"") is None
+    for count in (-1, 2**40, 2**62, 2**70, -(2**70)):
+        assert CODEC._rank(count, b"", np.ones(3)) == b""
 
 
 def test_without_a_compiler_everything_goes_the_plain_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -73,19 +73,19 @@ NAMED = {"X-Request-ID": "page-7"}
 def inference(path: str, *, binary: bool = False, **headers: str) -> bytes:
     """A whole request in tensors, named."""
     body, fields = inference_of(json.loads(rank_body(1)), ACTIONS).body(binary=binary)
-    return post("x", path, body, fields | NAMED | headers)
+    return post("localhost", path, body, fields | NAMED | headers)
 
 
 ALIKE = {
     "objects": rank_request(1, headers=NAMED),
     "a wrong value": rank_request(-1, headers=NAMED),
-    "no object": post("x", "/rank", b"{", NAMED),
+    "no object": post("localhost", "/rank", b"{", NAMED),
     "tensors": inference(INFER),
     "tensors of a version": inference(VERSION, **{"Content-Type": ""}),
     "binary tensors": inference(INFER, binary=True),
-    "compressed tensors": post("x", INFER, gzip.compress(b"{}"), NAMED | {"Content-Encoding": "gzip"}),
-    "no tensors": post("x", INFER, b"{}", NAMED),
-    "no inference header": post("x", INFER, b"{}", NAMED | {"Inference-Header-Content-Length": "3"}),
+    "compressed tensors": post("localhost", INFER, gzip.compress(b"{}"), NAMED | {"Content-Encoding": "gzip"}),
+    "no tensors": post("localhost", INFER, b"{}", NAMED),
+    "no inference header": post("localhost", INFER, b"{}", NAMED | {"Inference-Header-Content-Length": "3"}),
     "another model": inference(INFER.replace("fake", "other")),
     "another version": inference(VERSION.replace("v1", "v2")),
     "text": inference(INFER, **{"Content-Type": "text/plain"}),
@@ -210,7 +210,7 @@ def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_of_a_head_request_has_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.http.operations.describe", lambda *_: 1 / 0)
     with live(FakeEngine()) as server:
-        head = b" /info HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        head = b" /info HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert b'"code":"internal"' in exchange(server.port, b"GET" + head)
         reply = exchange(server.port, b"HEAD" + head)
         assert statuses(reply) == [500]
@@ -222,7 +222,7 @@ def test_every_request_is_counted_once(tmp_path: Path) -> None:
     sent = {
         ("/rank", "200"): rank_request(1),
         ("/rank", "422"): rank_request(-1),
-        ("/retrieve", "200"): post("x", "/retrieve", b'{"user_id":1}'),
+        ("/retrieve", "200"): post("localhost", "/retrieve", b'{"user_id":1}'),
     }
     with live(FakeEngine(), retrieval(tmp_path)) as server, connect(server.port) as sock:
 
@@ -243,7 +243,7 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
     held: list[float] = []
     monkeypatch.setattr(connection, "rest_seconds", lambda seconds: held.append(seconds) or 0.0)
     body = gzip.compress(rank_request(1).partition(b"\r\n\r\n")[2])
-    coded = b"POST /rank HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
+    coded = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
     with live(FakeEngine()) as server, connect(server.port, 5) as sock:
         for request, times in ((rank_request(1), 0), (coded + b"Content-Length: %d\r\n\r\n%b" % (len(body), body), 1)):
             sock.sendall(request)
@@ -252,7 +252,7 @@ def test_only_what_may_be_long_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_connection_rests_after_a_request_for_posts_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    body, rests = post("x", "/retrieve", b'{"user_id":1}'), []
+    body, rests = post("localhost", "/retrieve", b'{"user_id":1}'), []
     monkeypatch.setattr(connection, "rest_seconds", lambda held: rests.append(held) or 0.05)
     monkeypatch.setattr(connection, "shared_rest_seconds", lambda held, resting: rests.append(held) or 0.05)
     monkeypatch.setattr(cycle, "SHORT_BYTES", 0)
@@ -285,8 +285,8 @@ def test_a_connection_that_held_the_loop_rests_and_then_goes_on(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", 200),
-        (b"GET /no HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
+        (b"GET /no HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
         (rank_request(-1), 422),
     ],
 )
@@ -353,7 +353,7 @@ def test_a_fault_of_ours_while_a_request_is_read_is_no_fault_of_its_caller(
 @pytest.mark.parametrize("count", [connection.MAX_PIPELINED - 1, 2000])
 def test_upgrades_in_one_read_are_declined_one_after_another(count: int) -> None:
     """As many as may be pipelined; a recursion over more would end anywhere."""
-    asking = b"POST /rank HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: x\r\nContent-Length: 0\r\n\r\n"
+    asking = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: x\r\nContent-Length: 0\r\n\r\n"
     with live(FakeEngine()) as server:
         reply = exchange(server.port, asking * count + asking.replace(b"upgrade\r", b"close, upgrade\r"))
         *others, last = statuses(reply)

@@ -25,16 +25,20 @@ from app.http.grpc_server import ROUTES
 from app.interface import CheckpointNotFound, ReloadInProgress, Reloads
 from app.ports import create_grpc_server
 from app.request import protobuf
+from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Admin, Grpc, Logs, Queue, Settings
 from app.telemetry.metrics import Metrics
 from loadtest.fuzz.calls import JSON_TYPE, MARK, REQUEST_ID, Answer, Call, complaint
+from loadtest.fuzz.frames import linked
 from loadtest.fuzz.mutate import Mutator
 from loadtest.fuzz.run import NAME, SHARES, Tally, fuzz, learn, plain, random_paths, series_by_route, sources
 from loadtest.fuzz.session import DIGEST, TOKEN, Watch
 from loadtest.fuzz.sources import apart, corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
 from loadtest.soak.fake_engine import FakeEngine, loader
+from model.engine import Item
+from model.inputs import Candidates, Context
 from tests.app import retrieving
 from tests.reliability.live import live
 
@@ -61,17 +65,18 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Fuzz the application around a fake engine, with something planted in front of it, or around all that is asked."""
     monkeypatch.setattr("app.scheduling.loop_lag.STANDING_SECONDS", math.inf)  # as `python -m loadtest.fuzz` does
 
-    async def fuzzed(requests: int, plant: Plant, only: str | None, around: Around) -> Tally:
-        service = RankingService(loader(FakeEngine()), SETTINGS, Metrics(), retrieval=retrieval)
+    async def fuzzed(requests: int, plant: Plant, only: str | None, around: Around, engine: FakeEngine) -> Tally:
+        service = RankingService(loader(engine), SETTINGS, Metrics(), retrieval=retrieval)
         app = create_app(SETTINGS, service)
         admin = create_admin_app(SETTINGS.admin, cast(Reloads, Refusing()), service)
         server = create_grpc_server(app, SETTINGS)
         service.start()
         await service.wait_ready()
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[attr-defined]
-            sound = InProcess(app, admin, channel, app.endpoints)
-            target = sound if plant is nothing else InProcess(plant(app), admin, channel, {})
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")  # type: ignore[attr-defined]
+        async with channel, linked(service, cast(Reloader, Refusing()), SETTINGS) as link:
+            sound = InProcess(app, admin, channel, app.endpoints, link)
+            target = sound if plant is nothing else InProcess(plant(app), admin, channel, {}, link)
             calls = sources(app.pages.openapi(), 1, service.model.manifest, TOKEN)
             tally = await fuzz(
                 around(target),
@@ -85,8 +90,8 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
         await service.stop(1.0)
         return tally
 
-    return lambda requests, plant=nothing, only=None, around=lambda target: target: asyncio.run(
-        fuzzed(requests, plant, only, around)
+    return lambda requests, plant=nothing, only=None, around=lambda target: target, engine=None: asyncio.run(
+        fuzzed(requests, plant, only, around, engine or FakeEngine())
     )
 
 
@@ -189,6 +194,23 @@ WIRE_PLANTS: dict[str, Plant] = {
 )
 def test_what_is_planted_on_the_other_wires_is_found(run: Run, plant: Plant, found: str) -> None:
     assert run(600, plant, only="wires").failed[found] > 0
+
+
+def test_frames_are_taken_or_end_their_link(run: Run) -> None:
+    tally = run(1024, only="frames")
+    assert tally.failures == []
+    assert {200, 400} <= set(tally.statuses)
+    assert min(tally.statuses[200], tally.statuses[400]) > 100
+
+
+@pytest.mark.parametrize("kind", [Candidates, Context])
+def test_a_check_of_frames_that_is_missing_is_found(run: Run, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(items: Sequence[Item]) -> None:
+        given = [item.candidates if kind is Candidates else item.context for item in items]
+        assert all(((each.surfaces >= 0) & (each.surfaces < 16)).all() for each in given), "read beyond a table"
+
+    monkeypatch.setattr(kind, "check", lambda self, config: None)
+    assert run(512, only="frames", engine=FakeEngine(before=look)).failed["status 503"]
 
 
 def test_a_message_with_odd_numbers_is_found() -> None:

@@ -1,4 +1,4 @@
-"""B12: no path lets one caller crowd out the others. Each path that is served has a row in `loadtest.soak.crowds.ATTACKERS`."""
+"""B15: no path lets one caller crowd out the others. Each path that is served has a row in `loadtest.soak.crowds.ATTACKERS`."""
 
 from __future__ import annotations
 
