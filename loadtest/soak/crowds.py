@@ -94,7 +94,7 @@ def _gets(*routes: str) -> dict[str, Attacker]:
 
 
 def _posts(route: str, content: Any, path: str = "", expected: int = 200) -> Attacker:
-    return Attacker(route, asks(post("x", path or route, orjson.dumps(content))), expected)
+    return Attacker(route, asks(post("localhost", path or route, orjson.dumps(content))), expected)
 
 
 def _admin(route: str, content: Any, expected: int, token: str = TOKEN) -> Attacker:
@@ -130,7 +130,7 @@ ATTACKERS: dict[str, Attacker] = {
     "GET /livez, a connection each": Attacker("/livez", once(_get("/livez"))),
     "GET nothing": Attacker("unmatched", asks(_get("/nothing")), 404),
     "GET /rank": Attacker("/rank", asks(_get("/rank")), 405),
-    "POST /info": Attacker("/info", asks(post("x", "/info", b"{}")), 405),
+    "POST /info": Attacker("/info", asks(post("localhost", "/info", b"{}")), 405),
     "HEAD /openapi.json": Attacker("/openapi.json", asks(_get("/openapi.json").replace(b"GET", b"HEAD"))),
     "/rank": _posts("/rank", SMALL),
     "/rank, refused": _posts("/rank", {}, expected=422),
@@ -267,7 +267,7 @@ def explained() -> Iterator[Crowd]:
     with (
         real(checkpoint=DEMO) as server,
         _crowd(
-            {"main": server.port}, 90.0, lambda number: post("x", "/rank", orjson.dumps(EXAMPLE | {"user_id": number}))
+            {"main": server.port}, 90.0, lambda number: post("localhost", "/rank", orjson.dumps(EXAMPLE | {"user_id": number}))
         ) as crowd,
     ):
         yield crowd
