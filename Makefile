@@ -50,16 +50,11 @@ emulators: ## from Debian: a cross compiler for aarch64, qemu and clang; tests t
 	  { apt-get -qq update && apt-get -qq install -y --no-install-recommends g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; } \
 	  || echo "the emulators could not be installed"
 
-# What compares speeds, and so needs the machine to itself; everything else runs several files at a time.
-ALONE := $(addprefix tests/reliability/test_,b11_budgets.py b3_long_bodies.py b4_slow.py rows.py)
-
 # A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
 WORKERS ?= 3
 
 test: $(VENV)/.installed .cache/prometheus/.fetched emulators wrk haproxy nginx envoy ## every test that needs no GPU
-	@failed=0; \
-	OMP_NUM_THREADS=1 .ci/twice $(BIN)/python --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%) || failed=1; \
-	.ci/twice $(BIN)/python $(ALONE) || failed=1; exit $$failed
+	@$(BIN)/python .ci/suite $(WORKERS)
 
 test-long: $(VENV)/.installed wrk haproxy nginx ## the long forms of properties that no other target runs: a quarter of an hour
 	$(BIN)/python -m pytest -m long $(ARGS)

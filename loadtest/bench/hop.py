@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import os
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.bench.scaling import NULL, processor_seconds
 from loadtest.bench.table import Row
 from loadtest.machine import ROOT
+from loadtest.servers.launch import start_process
 from loadtest.timing import Figure
 from model.inputs import Candidates, Context
 
@@ -53,7 +53,7 @@ class Hop:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         role = Role(f"{directory}/engine", os.getpid())
         environment = role.environment() | {"RANKER_LOGS__LEVEL": "error", "RANKER_QUEUE__MAX_WAIT_SECONDS": "0"}
-        self._engine = subprocess.Popen(NULL, cwd=ROOT, env=environment)
+        self._engine = start_process(NULL, cwd=ROOT, env=environment)
         stack.callback(self._engine.wait, 20)
         stack.callback(self._engine.terminate)
         self._service = RemoteService(Settings(), role.path, 1, Metrics())
@@ -193,7 +193,7 @@ def echoes(rates: Sequence[float], seconds: float) -> list[tuple[float, float, f
     """One reading of `Echo` at each rate."""
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/echo"
-        process = subprocess.Popen((sys.executable, "-m", "loadtest.bench.hop", "--mirror", path), cwd=ROOT)
+        process = start_process((sys.executable, "-m", "loadtest.bench.hop", "--mirror", path), cwd=ROOT)
         try:
             while not os.path.exists(path):
                 time.sleep(0.05)

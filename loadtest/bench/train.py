@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from loadtest.bench.offline import copies
 from loadtest.bench.table import Row, show
 from loadtest.machine import ROOT, machine
+from loadtest.servers.launch import start_process
 from loadtest.timing import Figure, alternate, ratio
 from weights.training.examples import Examples, training_batch
 from weights.training.log import write_log
@@ -84,7 +85,7 @@ class Runs:
             "PYTHONPATH": str(ROOT),
         }
         command = [sys.executable, *launcher * (processes > 1), *map(str, [self.place / "worker.py", *arguments])]
-        return subprocess.Popen(
+        return start_process(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
@@ -213,7 +214,7 @@ def memory_rows(times: int) -> list[Row]:
 
 def own_memory(how: str, log: Path) -> float:
     """MiB, at most. Pages of a mapped file are not counted: the kernel takes them back when it needs them."""
-    run, most = subprocess.Popen([sys.executable, "-c", MEMORY, how, str(log)], cwd=ROOT), 0
+    run, most = start_process([sys.executable, "-c", MEMORY, how, str(log)], cwd=ROOT), 0
     while run.poll() is None:
         found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{run.pid}/status").read_text())
         most = max(most, int(found[1]) if found else 0)
