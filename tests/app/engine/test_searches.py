@@ -259,7 +259,7 @@ def test_silence_is_the_time_of_the_present_batch(tmp_path: Path) -> None:
             with pytest.raises(EngineDown):
                 await one
         gate.opened.set()
-        await asyncio.sleep(0.05)
+        await bench.queue.between(lambda: None)  # behind the batch
         assert (bench.queue.silent_seconds(), bench.engine.batches) == (0, [[1]])
 
     asyncio.run(scenario())
