@@ -52,17 +52,12 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 .cache/prometheus/.fetched: .ci/fetch-prometheus
 	@.ci/fetch-prometheus .cache/prometheus
 
-# What compares speeds, and so needs the machine to itself; everything else runs several files at a time.
-ALONE := $(addprefix tests/reliability/test_,b11_budgets.py b15_crowds.py b3_long_bodies.py b4_slow.py rows.py)
-
 # A worker more than cores, since many tests wait; of one thread each, since threads of several workers wait for each other.
 WORKERS ?= 3
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
 	@.ci/debian wrk haproxy nginx-light g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; .ci/fetch-types envoy $(BIN)/python
-	@failed=0; \
-	OMP_NUM_THREADS=1 .ci/twice $(BIN)/python --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%) || failed=1; \
-	.ci/twice $(BIN)/python $(ALONE) || failed=1; exit $$failed
+	@$(BIN)/python .ci/suite $(WORKERS)
 
 test-long: $(VENV)/.installed ## the long forms of properties that no other target runs: a quarter of an hour
 	@.ci/debian wrk haproxy nginx-light

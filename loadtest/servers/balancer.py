@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from loadtest.machine import ROOT
-from loadtest.servers.launch import HOST, free_port
+from loadtest.servers.launch import HOST, free_port, start_process
 from loadtest.servers.target import Target, get
 
 PLACES = "/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin:" + str(ROOT / ".cache/haproxy/usr/sbin")
@@ -103,7 +103,7 @@ def balancer(ports: Sequence[int], *changes: Change, kind: Balancer = HAPROXY) -
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / kind.config.name
         path.write_text(kind.configuration(ports, port, changes))
-        process = subprocess.Popen(
+        process = start_process(
             [kind.program, *kind.flags, str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=directory
         )
         try:

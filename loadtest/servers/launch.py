@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,13 @@ HOST = "127.0.0.1"
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 LOG_TAIL_CHARACTERS = 2_000
+WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()  # of util-linux
+_STARTER = ThreadPoolExecutor(1)  # the kernel's signal comes when the thread that started ends: so one that stays
+
+
+def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """A process that the kernel kills when this one ends, in whatever way. Options: those of `subprocess.Popen`."""
+    return _STARTER.submit(lambda: subprocess.Popen([*WITH_US, *command], **options)).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +134,8 @@ def process(
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RANKER_")}
     with nullcontext(log) if log else tempfile.TemporaryFile() as file:
-        popen = subprocess.Popen(
-            list(command),
+        popen = start_process(
+            command,
             cwd=root,
             env={**inherited, "PYTHONPATH": str(root), **environment},
             stdout=file,

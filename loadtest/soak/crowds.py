@@ -267,7 +267,9 @@ def explained() -> Iterator[Crowd]:
     with (
         real(checkpoint=DEMO) as server,
         _crowd(
-            {"main": server.port}, 90.0, lambda number: post("localhost", "/rank", orjson.dumps(EXAMPLE | {"user_id": number}))
+            {"main": server.port},
+            90.0,
+            lambda number: post("localhost", "/rank", orjson.dumps(EXAMPLE | {"user_id": number})),
         ) as crowd,
     ):
         yield crowd

@@ -8,14 +8,17 @@ import httptools
 
 
 class ToyServer:
-    """Knows no GET; answers every POST after `delay_seconds` with `status`; holds all replies back during a stall."""
+    """Knows no GET; answers every POST after `delay_seconds` with `status`; holds all replies back during a stall, or until
+    `hold` requests have come."""
 
-    def __init__(self, delay_seconds=0.001, status=200, headers=(), close_after=None, body=b"{}"):
+    def __init__(self, delay_seconds=0.001, status=200, headers=(), close_after=None, body=b"{}", hold=0):
         self.delay_seconds = delay_seconds
         self.status = status
         self.headers = headers
         self.close_after = close_after
         self.body = body
+        self.hold = hold
+        self.held = []
         self.received = []
         self.stall_until = 0.0
 
@@ -80,7 +83,9 @@ class Socket(asyncio.Protocol):
             self.transport.abort()
             return
         wait = max(server.delay_seconds, server.stall_until - server.loop.time())
-        server.loop.call_later(wait, self.reply)
+        server.held.append(lambda: server.loop.call_later(wait, self.reply))
+        while server.held and len(server.received) >= server.hold:
+            server.held.pop()()
 
     def reply(self):
         lines = [f"HTTP/1.1 {self.server.status} X", f"Content-Length: {len(self.server.body)}", *self.server.headers]

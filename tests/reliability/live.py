@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
+from loadtest.matrix import Row
 from loadtest.soak.fake_engine import loader
 
 
@@ -119,15 +120,22 @@ def read_all(sock: socket.socket) -> bytes:
     return bytes(found)
 
 
+def more(sock: socket.socket) -> bytes:
+    """What comes next. Raises ConnectionError where the other end has closed."""
+    if found := sock.recv(65536):
+        return found
+    raise ConnectionError("closed in the middle of a reply")
+
+
 def one_reply(sock: socket.socket) -> bytes:
-    """One reply with a length, from a connection that stays open."""
+    """One reply with a length, from a connection that stays open. Raises ConnectionError where it does not."""
     found = b""
     while b"\r\n\r\n" not in found:
-        found += sock.recv(65536)
+        found += more(sock)
     head, _, body = found.partition(b"\r\n\r\n")
     length = int(re.findall(rb"content-length: (\d+)", head)[0])
     while len(body) < length:
-        body += sock.recv(65536)
+        body += more(sock)
     return head + b"\r\n\r\n" + body
 
 
@@ -137,6 +145,12 @@ def exchange(port: int, sent: bytes) -> bytes:
         with suppress(ConnectionResetError, BrokenPipeError):
             sock.sendall(sent)
         return read_all(sock)
+
+
+def all_ok(rows: Sequence[Row]) -> None:
+    """There are rows, and each is as it must be."""
+    assert rows
+    assert [row for row in rows if not row.ok] == []
 
 
 def statuses(replies: bytes) -> list[int]:

@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import repeat
 from pathlib import Path
 
 import httpx
@@ -174,24 +175,25 @@ def test_without_budgets_all_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> N
         assert budget(server, "connections") == 6
 
 
-STALLS = {"header_seconds": 5.0, "stall_seconds": 0.4, "body_seconds": 3.0}
+STALLS = {"header_seconds": 600.0, "stall_seconds": 1.0, "body_seconds": 600.0}
 
 
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
-@pytest.mark.parametrize(("pieces", "size", "expected"), [(8, 5000, 200), (8, 100, 408)], ids=["progress", "trickle"])
+@pytest.mark.parametrize(
+    ("pieces", "size", "expected"), [(10, 5000, 200), (200, 100, 408)], ids=["progress", "trickle"]
+)
 def test_a_slow_body_is_read_as_long_as_it_makes_progress(pieces: int, size: int, expected: int, path: str) -> None:
     sent = post("localhost", path, rank_body(1) if path == "/rank" else b"[%b]" % rank_body(1))
     head, _, body = sent.partition(b"\r\n\r\n")
     body = b" " * (pieces * size) + body
     head = head.replace(b"Content-Length: ", b"Content-Length: %d\r\nX: " % len(body))
     with live(FakeEngine(), connections=STALLS) as server, connect(server.port) as sock:
-        began = time.monotonic()
         sock.sendall(head + b"\r\n\r\n")
         for start in range(0, pieces * size, size):
             if closed(server, "slow"):
-                assert time.monotonic() - began < 1.2
+                assert expected == 408
                 break
-            time.sleep(0.2)
+            time.sleep(0.15)
             sock.sendall(body[start : start + size])
         else:
             sock.sendall(body[pieces * size :])
@@ -203,12 +205,12 @@ def test_a_body_that_makes_progress_for_ever_is_refused_in_the_end() -> None:
     with live(FakeEngine(), connections=STALLS | {"body_seconds": 1.2}) as server, connect(server.port) as sock:
         sock.sendall((HALF % b"/rank")[:-100_000])
         began = time.monotonic()
-        for _ in range(20):
-            sock.sendall(b" " * 5000)
-            time.sleep(0.2)
+        for _ in repeat(None, 300):
+            sock.sendall(b" " * 300)
+            time.sleep(0.1)
             if closed(server, "slow"):
                 break
-        assert 1.0 < time.monotonic() - began < 2.5
+        assert time.monotonic() - began > 1.0
         assert statuses(one_reply(sock)) == [408]
 
 

@@ -14,6 +14,7 @@ from phoenix_ranker_client.messages import error_from
 from loadtest.servers.balancer import HAPROXY, NGINX, Balancer
 from loadtest.servers.launch import HOST, free_port
 from loadtest.soak import cluster
+from tests.reliability.live import all_ok
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,8 +42,7 @@ def kinds(*wanted: Balancer, long: tuple[Balancer, ...] = ()) -> pytest.MarkDeco
 def test_g1_few_users_move_when_a_process_comes_and_no_score_changes(
     processes: cluster.Processes, kind: Balancer
 ) -> None:
-    for row in cluster.one_more(processes, 300, kind):
-        assert row.ok, row
+    all_ok(cluster.one_more(processes, 300, kind))
 
 
 @kinds(HAPROXY)

@@ -10,13 +10,13 @@ import signal
 import pytest
 
 from loadtest.soak import endings, hostile, lines, protocol, swaps
+from tests.reliability.live import all_ok
 
 pytestmark = pytest.mark.timeout(180)
 
 
 def test_f1_c2_swaps_under_load_drop_nothing_and_cross_nothing_with_and_without_fronts() -> None:
-    for row in swaps.swaps(2.0, payload_count=20, fronts=(0, 2)):
-        assert row.ok, row
+    all_ok(swaps.swaps(2.0, payload_count=20, fronts=(0, 2)))
 
 
 def test_c2_is_red_when_scores_are_crossed() -> None:
@@ -74,8 +74,7 @@ def test_f5_is_red_when_nobody_watches_the_loop(stuck_soon: dict[str, float]) ->
 
 
 def test_f6_the_innocent_get_their_scores_and_a_lost_device_ends_the_process() -> None:
-    for row in endings.raising(100):
-        assert row.ok, row
+    all_ok(endings.raising(100))
 
 
 def test_f7_clients_may_vanish() -> None:

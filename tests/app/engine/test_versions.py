@@ -46,9 +46,10 @@ async def test_a_load_that_takes_too_long_is_given_up_and_lets_others_load() -> 
 
 
 async def test_a_load_that_hangs_for_good_does_not_lock_others_out_for_ever() -> None:
-    hangs = threading.Event()
+    hangs, thread = threading.Event(), list[threading.Thread]()
 
     def hanging(steps: object) -> LoadedModel:
+        thread.append(threading.current_thread())
         hangs.wait(20)
         return loaded(FakeEngine(3), "v3")
 
@@ -63,7 +64,8 @@ async def test_a_load_that_hangs_for_good_does_not_lock_others_out_for_ever() ->
                     await service.swap(loader(FakeEngine(2), "v2"))
                 await asyncio.sleep(0.05)
         hangs.set()
-        await asyncio.sleep(0.1)
+        await until(lambda: not thread[0].is_alive())
+        await asyncio.sleep(0)  # and what it has told the loop is done
         assert service.model.manifest.version == "v2"  # what comes late is thrown away
 
 

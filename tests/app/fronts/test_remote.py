@@ -230,7 +230,8 @@ def test_requests_end_on_the_model_that_they_began_with() -> None:
             gate.opened.set()
             assert right((await sent).scores, 5, version=1)
             assert right((await begin(other, 6)[1]).scores, 6, version=2)
-            await asyncio.sleep(0.05)
+            for front in (one, other):
+                await front.exposition()  # the engine process has read all that was sent before
             assert not old.closed.is_set()  # `prepared` is still to come
             late: asyncio.Future[object] = asyncio.get_running_loop().create_future()
             one.rank(prepared, *request(7), late.set_result)
@@ -267,7 +268,8 @@ def test_a_front_that_goes_keeps_no_model() -> None:
             one, other = found.fronts
             one.admit(one.model, candidates=4, history=2, deadline=None)
             await RemoteReloads(other).reload()
-            await asyncio.sleep(0.05)
+            for front in (one, other):
+                await front.exposition()
             assert not old.closed.is_set()
             one.uplink.link.close()  # type: ignore[union-attr]
             await until(old.closed.is_set)

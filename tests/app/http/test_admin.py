@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,28 @@ def test_other_paths_and_methods_are_not_there(client: TestClient) -> None:
     assert client.post("/admin/other", headers=GOOD).status_code == 404
 
 
-def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tmp_path: Path) -> None:
+Turns = Callable[[int], Awaitable[None]]
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    """Waits until a watch of 0.01 s has slept so many times more: one time fewer it has looked."""
+    slept, sleep = [0], asyncio.sleep
+
+    async def counted(seconds: float) -> None:
+        await sleep(seconds)
+        slept[0] += seconds == 0.01
+
+    monkeypatch.setattr(asyncio, "sleep", counted)
+
+    async def wait(more: int) -> None:
+        goal = slept[0] + more
+        await until(lambda: slept[0] >= goal)
+
+    return wait
+
+
+def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tmp_path: Path, turns: Turns) -> None:
     place, loads = tmp_path / "model", []
 
     def load(path: Path) -> Loader:
@@ -226,7 +247,7 @@ def test_the_watch_loads_a_new_manifest_once_and_does_not_retry_a_refused_one(tm
         await service.wait_ready()
         reloader = Reloader(service, tmp_path, place, load)
         reloader.watch(0.01)
-        await asyncio.sleep(0.1)
+        await turns(3)
         assert loads == []
         point("refused")
         await until(lambda: loads == ["refused"])
@@ -272,7 +293,7 @@ def test_the_watch_does_not_load_again_what_serves(tmp_path: Path, monkeypatch: 
     asyncio.run(main())
 
 
-def test_the_watch_goes_on_after_a_change_during_the_first_load_or_another_reload(tmp_path: Path) -> None:
+def test_the_watch_goes_on_after_a_change_during_the_first_load_or_another_reload(tmp_path: Path, turns: Turns) -> None:
     place, gate = tmp_path / "model", Gate()
     place.mkdir()
 
@@ -294,9 +315,9 @@ def test_the_watch_goes_on_after_a_change_during_the_first_load_or_another_reloa
         await gate.reached()
         reloader = Reloader(service, tmp_path, place, load)
         reloader.watch(0.01)
-        await asyncio.sleep(0.1)
+        await turns(1)
         write("2")
-        await asyncio.sleep(0.1)
+        await turns(3)
         gate.opened.set()
         await until(lambda: service.versions.current is not None and service.model.manifest.version == "v2")
 

@@ -68,8 +68,8 @@ HOSTILE = {
 
 
 def is_in_time(body: bytes) -> bool:
-    """The best of some tries, since others may use the machine."""
-    return any(cost(body, times=5) < MOST for _ in range(5))
+    """The best of some tries, since others may use the machine; most bodies need one."""
+    return any(cost(body, times) < MOST for times in (1, 3, 5, 5, 5, 5))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -94,9 +94,12 @@ PLANTED: dict[str, tuple[str, str, object]] = {
 def test_without_its_guards_a_body_would_hold_the_loop(
     fault: tuple[str, str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Compared with itself: how much dearer than orjson it is depends on the Python."""
     shape, guard, nothing = fault
+    body = HOSTILE[shape].body(SIZES[-1], max_values=10**9)
+    guarded = cost(body, times=5)
     monkeypatch.setattr(guard, nothing)
-    assert not is_in_time(HOSTILE[shape].body(SIZES[-1], max_values=10**9))
+    assert cost(body, times=5) > 10 * guarded
 
 
 def test_long_integers_are_refused_before_they_are_read() -> None:

@@ -214,9 +214,12 @@ async def test_one_that_hangs_is_given_up_and_readiness_stays(monkeypatch: pytes
         service.on_fatal = lost.append
         assert right(await rank(service, 1), 1)
         await gate.reached()
-        await asyncio.sleep(0.15)
-        assert service.health().ready
-        await until(lambda: service.second is not None and service.second.model is None)
+
+        def given_up() -> bool:
+            assert service.health().ready
+            return service.second is not None and service.second.model is None
+
+        await until(given_up)
         assert "has finished no forward" in service.second.reason  # type: ignore[union-attr]
         assert right(await rank(service, 2), 2)
         gate.opened.set()

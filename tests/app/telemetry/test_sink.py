@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import sys
 import threading
 import time
@@ -33,10 +34,10 @@ class Pipe:
         self.received = bytearray()
 
     def stall(self) -> None:
-        """Fill the pipe, and the hands of the thread that writes."""
+        """Fill the pipe, and the hands of the thread that writes: it has taken all, which the pipe does not hold."""
         for _ in range(8192 // len(LINE)):
             self.sink.write(LINE)
-        time.sleep(0.1)
+        wait_until(lambda: not self.sink._lines)
 
     def read(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
@@ -212,7 +213,7 @@ def test_a_descriptor_that_does_not_block_loses_nothing(pipe: Pipe) -> None:
     os.set_blocking(pipe.writer, False)
     for _ in range(1000):
         pipe.sink.write(LINE)
-    time.sleep(0.1)
+    wait_until(lambda: not select.select([], [pipe.writer], [], 0)[1])
     pipe.read()
     assert pipe.lines() == [LINE[:-1]] * 1000
 

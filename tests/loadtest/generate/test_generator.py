@@ -58,16 +58,17 @@ def test_every_request_is_sent_once_and_answered_once():
 
 
 def test_arrivals_do_not_slow_down_when_the_server_does():
-    due = schedule("constant", 200, 1)
-    samples, _ = run(open_run(ToyServer(delay_seconds=0.4), due))
+    """It answers none before it has all: who waits for an answer before the next request waits for ever."""
+    due = schedule("constant", 200, 0.5)
+    samples, _ = run(open_run(ToyServer(hold=len(due)), due))
     assert samples.status.tolist() == [200] * len(due)
-    assert np.percentile(samples.fired - due, 90) < 0.2
-    assert samples.sent.max() < 1.3  # the last one left before the 80 before it were answered
+    assert samples.sent.max() <= samples.done.min()
+    assert (samples.fired >= due).all()
 
 
 def test_waiting_for_a_connection_counts_as_latency():
     samples, _ = run(open_run(ToyServer(delay_seconds=0.05), schedule("constant", 100, 0.2), max_connections=1))
-    assert samples.service_seconds.max() < samples.latency_seconds.max() / 2
+    assert np.median(samples.service_seconds) < samples.latency_seconds.max() / 2
     assert samples.latency_seconds.max() > 0.6
 
 
@@ -82,14 +83,13 @@ def test_a_stall_is_hidden_by_a_closed_loop_and_shown_by_the_open_one():
             return make_loop(client)
 
         samples, _ = run(load(server, make))
-        return 1e3 * np.percentile(samples.latency_seconds, [50, 95])
+        return (samples.latency_seconds > 0.3).mean()
 
     closed = stalled(lambda client: closed_loop(client, payloads(20_000), clients=1, seconds=2))
     due = schedule("constant", 200, 2)
     opened = stalled(lambda client: open_loop(client, payloads(len(due)), due))
-    assert closed[1] < 50  # one slow request among hundreds: the closed loop's p95 knows nothing of it
-    assert opened[1] > 400  # a third of the users waited, up to 600 ms
-    assert opened[0] < 100
+    assert closed < 0.05  # one slow request among hundreds
+    assert opened > 0.1  # of the users, who came at their time, a sixth waited so long
 
 
 def test_timeouts_resets_and_refusals_are_samples():

@@ -23,6 +23,7 @@ from loadtest.gpu.phases import BISECT, LEFT_OUT, all_phases
 from loadtest.gpu.table import COUNTS, TARGETS_MS, Geometry
 from loadtest.gpu.watch import WatchedKernels
 from loadtest.gpu.work import forward_work
+from loadtest.servers.launch import start_process
 from model.engine import Item
 from model.split.engine import SplitEngine
 from model.split.kernels.portable import PortableKernels
@@ -88,7 +89,7 @@ def test_the_bench_names_a_planted_fault_in_its_last_line(
 
 def test_a_bench_that_is_stopped_still_says_what_it_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "loadtest.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    running = subprocess.Popen(
+    running = start_process(
         [*command, "--fault", "hang", "--phases", "environment", "products"],
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -2,15 +2,17 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
-from loadtest.machine import commit
+from loadtest.machine import ROOT, commit
 from loadtest.measure.compare import worktree
-from loadtest.servers.launch import free_port, process
+from loadtest.servers.launch import WITH_US, free_port, process, start_process
 from loadtest.servers.target import TargetError
+from tests.reliability.live import wait_until
 
 SERVER = """
 import subprocess, sys, http.server
@@ -87,3 +89,33 @@ def test_a_commit_is_checked_out_beside_this_tree():
     assert not root.exists()
     with pytest.raises(TargetError, match="worktree"), worktree("no-such-commit"):
         pass
+
+
+STARTING = """
+import sys, threading, time
+from loadtest.servers import launch
+if "bare" in sys.argv:
+    launch.WITH_US = ()
+def start():
+    started = launch.start_process([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"], stdout=-1)
+    started.stdout.readline()
+    print(started.pid, flush=True)
+thread = threading.Thread(target=start)  # which ends before the rest
+thread.start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not WITH_US, reason="setpriv of util-linux is not here")
+@pytest.mark.parametrize("how", ["with us", "bare"])
+def test_a_server_ends_with_a_killed_starter_and_not_with_the_thread_that_asked(how):
+    starter = start_process([sys.executable, "-c", STARTING, how], cwd=ROOT, stdout=subprocess.PIPE)
+    started = int(starter.stdout.readline())
+    time.sleep(0.2)  # the thread that asked has ended
+    assert is_alive(started)
+    starter.kill()
+    starter.wait()
+    if how == "bare":  # the control
+        assert is_alive(started)
+        os.kill(started, signal.SIGKILL)
+    wait_until(lambda: not is_alive(started))

@@ -17,6 +17,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from loadtest.servers.launch import start_process
 from model.create import EngineOptions
 from tests.weights.scoring.test_scorer import DEMO, as_table, by_key
 from weights.checkpoint import load_checkpoint
@@ -91,7 +92,7 @@ def test_a_killed_job_is_taken_up_without_a_hole_or_a_row_twice(
     command = [sys.executable, "-m", "weights", "score", "--checkpoint", str(DEMO), "--log", str(log)]
     command += ["--partitions", str(PARTS), "--threads", "1", "--out", str(tmp_path / "killed")]
     for awaited in (".split.new", "part-00000.parquet", "part-00002.parquet"):
-        running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        running = start_process(command, stdout=subprocess.DEVNULL)
         while not (tmp_path / "killed" / awaited).exists() and running.poll() is None:
             time.sleep(0.001)
         running.send_signal(signal.SIGKILL)
