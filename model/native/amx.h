@@ -37,6 +37,7 @@ struct EmulatedTile {
 inline thread_local TileShapes shapes;
 inline thread_local EmulatedTile tiles[8];
 inline void tile_shapes(const TileShapes* wanted) { shapes = *wanted; }
+inline void tile_shapes_now(TileShapes* found) { *found = shapes; }
 inline void tile_load(int t, const void* base, long stride) {
     for (int r = 0; r < shapes.rows[t]; ++r)
         std::memcpy(tiles[t].bytes[r], static_cast<const char*>(base) + r * stride, shapes.row_bytes[t]);
@@ -63,6 +64,7 @@ inline void tile_multiply(int c, int a, int b) {
 inline bool amx_permitted() { return true; }
 #else
 #define tile_shapes(wanted) _tile_loadconfig(wanted)
+#define tile_shapes_now(found) _tile_storeconfig(found)
 #define tile_load(t, base, stride) _tile_loadd(t, base, stride)
 #define tile_store(t, base, stride) _tile_stored(t, base, stride)
 #define tile_clear(t) _tile_zero(t)
@@ -74,9 +76,18 @@ inline bool amx_permitted() {  // Linux hands the large tile state out on reques
 #endif
 
 // Tiles 0-3 hold sums, 4 and 5 a full step of a and b, 6 and 7 the last step where the depth leaves one.
+// A thread remembers its shapes. Others on the same thread, such as torch's own products, may have set or released them since.
+inline thread_local TileShapes shaped;
+inline thread_local long shaped_as = -1;
+
+inline void look_at_tiles() {
+    alignas(64) TileShapes found;
+    tile_shapes_now(&found);
+    if (std::memcmp(&found, &shaped, sizeof found) != 0) shaped_as = -1;
+}
+
 inline void shape_tiles(long rows, long rest) {
-    static thread_local long shaped = -1;
-    if (shaped == rows * TILE_DEPTH + rest) return;
+    if (shaped_as == rows * TILE_DEPTH + rest) return;
     TileShapes wanted;
     for (int t = 0; t < 4; ++t) wanted.rows[t] = std::uint8_t(rows), wanted.row_bytes[t] = 64;
     wanted.rows[4] = wanted.rows[6] = std::uint8_t(rows);
@@ -85,7 +96,8 @@ inline void shape_tiles(long rows, long rest) {
     wanted.row_bytes[6] = std::uint16_t(2 * (rest ? rest : TILE_DEPTH));
     wanted.rows[7] = std::uint8_t((rest ? rest : TILE_DEPTH) / 2);
     tile_shapes(&wanted);
-    shaped = rows * TILE_DEPTH + rest;
+    shaped = wanted;
+    shaped_as = rows * TILE_DEPTH + rest;
 }
 
 #define RANKER_EACH_COLUMN(action)    \
@@ -99,6 +111,7 @@ inline void shape_tiles(long rows, long rest) {
 template <int V, bool ADD>
 void tile_panel(const bf16* a, long a_stride, long rows, const bf16* b, long depth, float* c, long c_stride) {
     const long rest = depth % TILE_DEPTH, full = depth - rest;
+    look_at_tiles();
     for (; rows > 0; rows -= TILE_ROWS, a += TILE_ROWS * a_stride, c += TILE_ROWS * c_stride) {
         shape_tiles(rows < TILE_ROWS ? rows : TILE_ROWS, rest);
 #define RANKER_BEGIN(j)                                    \
