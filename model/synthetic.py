@@ -12,14 +12,14 @@ from model.inputs import Candidates, Context
 from model.ranker import Ranker
 
 
-def random_ranker(config: ModelConfig, seed: int = 0) -> Ranker:
+def random_ranker(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Ranker:
     """Weights that keep every activation near 1: linear weights scaled by their fan-in, norm scales in 0.7 … 1.3.
 
-    Row 0 of the tables is not zero, as upstream's split tables allow; it must read as zero all the same.
+    Row 0 of the tables is not zero, as upstream's split tables allow; it must read as zero all the same. Drawn on the device.
     """
-    generator = torch.Generator().manual_seed(seed)
-    ranker = Ranker(config).eval()
-    with torch.no_grad():
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.device(device), torch.no_grad():
+        ranker = Ranker(config).eval()
         for name, parameter in ranker.named_parameters():
             leaf = name.rsplit(".", 1)[-1]
             if leaf == "norm" or leaf.endswith("_norm"):

@@ -12,7 +12,9 @@ import platform
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from loadtest.gpu.card import Card
 from loadtest.gpu.faults import FAULTS
 from loadtest.gpu.phases import BISECT, Phase, Record, all_phases
 from loadtest.machine import commit
+
+RESERVED = 20  # seconds at the end: for summaries, and for the way back
 
 
 class Stop:
@@ -58,14 +62,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--geometries", nargs="+", choices=list(GEOMETRIES), default=["mini", "seed", "flagship", "nano"]
     )
     parser.add_argument("--phases", nargs="+", help="only those whose name begins so")
-    parser.add_argument("--seconds", type=float, default=1800, help="phases that would start later are left out")
     parser.add_argument(
-        "--phase-seconds", type=float, help="the most that any phase may take, in place of its own share"
+        "--seconds", type=float, default=1800, help="for everything; the last 20 are for what was found"
     )
-    parser.add_argument("--out", type=Path, default=Path("loadtest/results"), help="directory for the JSON lines")
+    parser.add_argument("--phase-seconds", type=float, help="the most that any phase may take")
+    results = Path(os.environ.get("OUT", "loadtest/results"))
+    parser.add_argument(
+        "--out", type=Path, default=results, help="directory, which is kept, for all that is found: $OUT"
+    )
     parser.add_argument("--fault", choices=FAULTS, default="", help="plant one, to see that it is found and named")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one phase, in this process, its records to --log
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
+    parser.set_defaults(packed=0)
     return parser.parse_args(given)
 
 
@@ -90,19 +98,42 @@ def main(given: list[str] | None = None) -> int:
             if not options.phases or name.startswith(tuple(options.phases))
         }
         ended |= dict.fromkeys(chosen, "stopped")  # what a signal leaves of it
-        for name, phase in chosen.items():
-            late = time.monotonic() - started > options.seconds
-            ended[name] = "left out" if late else run_apart(options, name, phase)
-            print(f"{name:<16} {ended[name]}, {time.monotonic() - started:.1f} s since the start", flush=True)
-        if any(end != "ok" and end != "left out" for end in ended.values()):
-            ended["bisect"] = run_apart(options, "bisect", BISECT, CUDA_LAUNCH_BLOCKING="1")
+        run_all(options, chosen, ended, started)
     finally:
         report = summary(options, ended, time.monotonic() - started)
+        for line in table(options.log):
+            print(line)
         print(json.dumps(report), flush=True)
     return 0 if report["ok"] else 1
 
 
-def run_apart(options: argparse.Namespace, name: str, phase: Phase, **environment: str) -> str:
+def run_all(options: argparse.Namespace, phases: dict[str, Phase], ended: dict[str, str], started: float) -> None:
+    """One phase after the other, none beyond the time that is left, and `bisect` after a problem; `ended` says how each did."""
+    queue = list(phases.items())
+    for name, phase in queue:
+        left = options.seconds - (time.monotonic() - started) - RESERVED
+        blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if phase is BISECT else {}
+        limit = min(options.phase_seconds or phase.seconds, left)
+        ended[name] = run_apart(options, name, limit, **blocking) if limit > 1 else "left out"
+        print(f"{name:<16} {ended[name]}, {time.monotonic() - started:.1f} s since the start", flush=True)
+        leave(options, summary(options, ended, time.monotonic() - started))
+        if name == queue[-1][0] and phase is not BISECT and not set(ended.values()) <= {"ok", "left out"}:
+            queue.append(("bisect", BISECT))
+
+
+def leave(options: argparse.Namespace, report: Record) -> None:
+    """The summary so far and Triton's compiled kernels, beside the JSON lines: each whole or as it was."""
+    options.log.with_suffix(".json").write_text(json.dumps(report))
+    cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    count = sum(1 for _ in cache.glob("*")) if cache.is_dir() else 0
+    if options.device == "cuda" and count != options.packed:
+        with tarfile.open(options.out / "part.tar.gz", "w:gz", compresslevel=1) as packed:
+            packed.add(cache, ".")
+        (options.out / "part.tar.gz").rename(options.out / "triton-cache.tar.gz")
+        options.packed = count
+
+
+def run_apart(options: argparse.Namespace, name: str, limit: float, **environment: str) -> str:
     """Run one phase in a process of its own; how it ended: `ok`, `problems`, `failed: …`, `died: …` or `hung`."""
     command = [
         sys.executable,
@@ -116,13 +147,12 @@ def run_apart(options: argparse.Namespace, name: str, phase: Phase, **environmen
         str(options.log),
     ]
     command += ["--tiny"] * options.tiny + (["--fault", options.fault] if options.fault else [])
-    limit = options.phase_seconds or phase.seconds
     # what is measured is compiled, whatever the caller was trying before
     inherited = {variable: value for variable, value in os.environ.items() if variable != "TRITON_INTERPRET"}
     try:
         code, said = _finished(command, inherited | environment, limit)
     except subprocess.TimeoutExpired:
-        end = f"hung: not done after {limit:g} s"
+        end = f"hung: not done after {limit:.3g} s"
     else:
         words = (said.strip().splitlines() or ["no word"])[-1]
         end = {0: "ok", 1: "problems"}.get(code) or (
@@ -134,14 +164,15 @@ def run_apart(options: argparse.Namespace, name: str, phase: Phase, **environmen
 
 
 def _finished(command: list[str], environment: dict[str, str], limit: float) -> tuple[int, str]:
-    """Exit code and standard error. Whatever ends the wait ends the process."""
+    """Exit code and standard error. Whatever ends the wait ends the process and those that it began."""
     STOP.is_held = True
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
         try:
             STOP.release()
             said = child.communicate(timeout=limit)[1]
         except BaseException:
-            child.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # what compiles for it too
             raise
     return child.returncode, said
 
@@ -184,20 +215,25 @@ def read(log: Path) -> list[Record]:
     return found
 
 
+def table(log: Path) -> list[str]:
+    """The figures and the problems, for people."""
+    records = read(log)
+    lines = [f"  {_line(record)}" for record in records if "figure" in record]
+    return lines + [f"  ! {record['phase']}: {record['problem']}" for record in records if "problem" in record]
+
+
 def summary(options: argparse.Namespace, ended: dict[str, str], seconds: float) -> Record:
-    """The table, printed, and what the last line says."""
+    """What the last line says, and the file beside the lines after every phase."""
     records = read(options.log)
-    for record in records:
-        if "figure" in record:
-            print(f"  {_line(record)}")
-    problems = [f"{record['phase']}: {record['problem']}" for record in records if "problem" in record]
-    for problem in problems:
-        print(f"  ! {problem}")
     head = next((record for record in records if "card" in record), {})
+    machine = next((record["nvidia_smi"] for record in records if "nvidia_smi" in record), None)
     return {
         "ok": bool(ended) and all(end == "ok" for end in ended.values()),
-        "measured_on": head.get("card"), "commit": head.get("commit"), "tiny": options.tiny, "fault": options.fault,
-        "phases": ended, "problems": problems[:20], "log": str(options.log), "seconds": round(seconds, 1),
+        "measured_on": head.get("card"), "driver": machine, "commit": head.get("commit"), "torch": head.get("torch"),
+        "triton": head.get("triton"), "command": sys.argv[1:], "tiny": options.tiny, "fault": options.fault, "phases": ended,
+        "figures": {record["name"]: record["figure"] for record in records if "figure" in record},
+        "problems": [f"{record['phase']}: {record['problem']}" for record in records if "problem" in record][:20],
+        "log": str(options.log), "seconds": round(seconds, 1),
     }  # fmt: skip
 
 
@@ -205,6 +241,8 @@ def _line(row: dict[str, Any]) -> str:
     text = f"{row['name']:<62} {row['figure']:>12.4g} {row['unit']:<4}"
     if "low" in row:
         text += f" ({row['low']:.4g} to {row['high']:.4g})"
+    if "beside" in row:
+        text += f"  ({row['beside']})"
     if "target" in row:
         text += f"  target {row['target']:.4g}: {'met' if row.get('met') else 'missed'}"
     if "floor" in row:

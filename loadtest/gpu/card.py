@@ -1,4 +1,4 @@
-"""One device's clock and ceilings: times by device events, the matrix rate and the copy bandwidth. Knows nothing of the model."""
+"""One device's clock and ceilings: times by device events, the matrix rate and the copy bandwidth. Knows nothing of what it times."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from loadtest.timing import Figure
+from model.split.graphs import device_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,21 @@ class Card:
         readings, warm_up = (3, 1) if self.tiny else (readings, 5)
         seen = [_wall_ms(work, 1) for _ in range(readings + warm_up)]
         return Figure.of(seen[warm_up:])
+
+    def seconds_on_device(self, run: Callable[[int], object], layers: int) -> float:
+        """Of one call, without the host's part: see `device_seconds`."""
+        return device_seconds(run, layers, self.device)
+
+    def recorded(self, work: Callable[[], object]) -> Callable[[], object]:
+        """The work as a graph that replays it, compiled before by running; on a CPU itself."""
+        for _ in range(2):
+            work()
+        if not self.is_cuda:
+            return work
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
 
     def ceilings(self) -> Ceilings:
         """A large square bf16 product on random data, and a copy much larger than any cache."""

@@ -88,7 +88,7 @@ def parity(card: Card, config: ModelConfig, dtype: torch.dtype) -> float:
 
     Raises AssertionError beyond the project's tolerance.
     """
-    ranker = random_ranker(config).to(card.device)
+    ranker = random_ranker(config, device=card.device)
     items = parity_items(config)
     expected = [outcome.scores for outcome in DenseEngine(ranker, torch.float32).forward(items)]
     capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
@@ -101,7 +101,7 @@ def parity(card: Card, config: ModelConfig, dtype: torch.dtype) -> float:
 
 def watch(card: Card, config: ModelConfig, dtype: torch.dtype) -> WatchedKernels:
     """Every operation of a forward beside its plain form; what was found stands in `found`."""
-    ranker = random_ranker(config).to(card.device)
+    ranker = random_ranker(config, device=card.device)
     capacity = max(512, -(-(1 + config.history_length) // 64) * 64)
     engine = make_engine(ranker, card, dtype, capacity=capacity, warm=False)
     plain = PortableKernels(config, engine._trunk.weights.rope)

@@ -1,12 +1,14 @@
-"""What the engine is compared with on the same card: the dense definition, eager, and FlexAttention, compiled."""
+"""What the engine is compared with on the same card: the dense definition, eager; FlexAttention and SDPA with a mask, compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from loadtest.gpu.card import Card
 from model.batch import collate
@@ -21,14 +23,17 @@ def dense_eager(ranker: Ranker, item: Item, card: Card, dtype: torch.dtype) -> C
     return torch.inference_mode()(lambda: ranker(batch, dtype)[0])
 
 
-class FlexRanker:
-    """The ranker over one sequence with FlexAttention: soft cap as a score modification, isolation as a block mask.
+class PeerRanker:
+    """The ranker over one sequence with FlexAttention, soft cap as a score modification, isolation as a block mask; or with SDPA, which
+    knows no cap: the same work for a ranker without one.
 
     `ranker` is in the trunk's dtype already. One context length and number of candidates; another one compiles again.
     """
 
-    def __init__(self, ranker: Ranker, item: Item, card: Card, dtype: torch.dtype) -> None:
-        self._ranker = ranker
+    def __init__(
+        self, ranker: Ranker, item: Item, card: Card, dtype: torch.dtype, attention: Literal["flex", "sdpa"]
+    ) -> None:
+        self._ranker, self._attention = ranker, attention
         self._dtype = dtype
         self._batch = collate([(item.context, item.candidates)], ranker.config).to(card.device)
         self._context = 1 + len(item.context)
@@ -39,7 +44,7 @@ class FlexRanker:
         self._layer = torch.compile(self._plain_layer, dynamic=False) if card.is_cuda else self._plain_layer
         self._weights = [_weights(layer) for layer in ranker.trunk.layers]
 
-    def block_mask(self) -> BlockMask:
+    def mask(self) -> BlockMask | Tensor:
         """Context rows see the past, candidates the context and themselves. Built per request: its cost is timed apart."""
         context = self._context
 
@@ -47,43 +52,44 @@ class FlexRanker:
             return ((column < context) & (column <= row)) | (row == column)
 
         length = self._length
-        return create_block_mask(seen, None, None, length, length, device=self._device)
+        if self._attention == "flex":
+            return create_block_mask(seen, None, None, length, length, device=self._device)
+        places = torch.arange(length, device=self._device)
+        return seen(places, places, places[:, None], places[None, :])
 
     @torch.inference_mode()
-    def forward(self, block_mask: BlockMask) -> Tensor:
+    def forward(self, mask: BlockMask | Tensor) -> Tensor:
         """Logits `[1, C, A]`."""
         hidden, _ = self._ranker.embed(self._batch)
         hidden = hidden.to(self._dtype)
         config = self._ranker.config
         cos, sin = rope_tables(self._batch.positions, config.head_width, config.rope_base)
         for weights in self._weights:
-            hidden = self._layer(weights, hidden, cos, sin, block_mask)
+            hidden = self._layer(weights, hidden, cos, sin, mask)
         logits: Tensor = self._ranker.heads(hidden[:, self._context :])[0]
         return logits
 
     def _plain_layer(
-        self, weights: tuple[Tensor, ...], hidden: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask
+        self, weights: tuple[Tensor, ...], hidden: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor
     ) -> Tensor:
         norm, *projections, output, post_norm, ffn_norm, ffn_gate, ffn_value, ffn_output, ffn_post_norm = weights
         config, epsilon = self._ranker.config, self._ranker.config.norm_epsilon
-        cap = config.attention_cap
-        assert cap is not None  # every geometry that is measured is Grok's
         normed = rms_norm(hidden, norm, epsilon)
         heads = [linear(normed, weight).unflatten(-1, (-1, config.head_width)) for weight in projections]
         query, key = (rotate(x, cos, sin).transpose(1, 2) for x in heads[:2])
 
+        scale, value = config.attention_multiplier, heads[2].transpose(1, 2)
+        cap = config.attention_cap or 0.0
+
         def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
             return cap * torch.tanh(score / cap)
 
-        mixed = flex_attention(
-            query,
-            key,
-            heads[2].transpose(1, 2),
-            score_mod=capped,
-            block_mask=block_mask,
-            scale=config.attention_multiplier,
-            enable_gqa=True,
-        )
+        if isinstance(mask, Tensor):
+            mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        else:
+            mixed = flex_attention(
+                query, key, value, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=True
+            )  # fmt: skip
         hidden = hidden + rms_norm(linear(mixed.transpose(1, 2).flatten(-2), output), post_norm, epsilon)
         normed = rms_norm(hidden, ffn_norm, epsilon)
         hidden_ffn = activate(linear(normed, ffn_gate), "gelu_tanh") * linear(normed, ffn_value)

@@ -5,42 +5,33 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from loadtest.geometries import GEOMETRIES
-from loadtest.gpu.card import Card, Ceilings
-from loadtest.gpu.checks import equal_bits, make_engine, parity, parity_cases, parity_items, small_config, watch
+from loadtest.gpu.card import Card
+from loadtest.gpu.checks import equal_bits, make_engine, parity, parity_cases, small_config, watch
 from loadtest.gpu.faults import hang
 from loadtest.gpu.table import BATCH_REQUESTS, Geometry, Row, tiny
-from loadtest.gpu.watch import WRITTEN
 from loadtest.timing import Figure
 from model.config import ModelConfig
 from model.engine import Item
-from model.split.kernels.contract import Kernels, Unfused
-from model.split.row_check import rows_are_independent, shape_name
-from model.split.step import CANDIDATES, ROWS, host_arrays, plan_steps, step_bytes
+from model.split.engine import SplitEngine
+from model.split.graphs import PlainRecorder, no_garbage
+from model.split.kernels.contract import Part
+from model.split.step import StepPlan, host_arrays, plan_steps, step_bytes
 from model.split.write import StepWriter
 from model.synthetic import random_ranker, random_request
 
 Record = dict[str, Any]
 DTYPES = (torch.bfloat16, torch.float32)
 HOST_TARGET_MS = 0.5
-# what a search for differing bits does without, each on top of the one before
-LEFT_OUT: dict[str, dict[str, Any]] = {
-    "dependent launches": {"dependent": False},
-    "fused products": {"dependent": False, "fuse": False},
-    "library products": {"dependent": False, "fuse": False, "library": False},
-    "graphs": {"dependent": False, "fuse": False, "library": False, "replay": False},
-    "Triton": {"kernels": "portable"},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +70,35 @@ def compile_all(card: Card, geometry: str) -> Iterator[Record]:
     if card.is_cuda:
         major, minor = torch.cuda.get_device_capability(card.device)
         capability = 10 * major + minor
-    launches = _launches(card.tiny)
-    with ProcessPoolExecutor(1 if card.tiny else min(16, os.cpu_count() or 1), get_context("spawn")) as pool:
-        for each in [pool.submit(_compile, card.tiny, place, capability) for place in range(len(launches))]:
-            yield each.result()
+    tasks = [(name, dtype, capability, card.tiny) for dtype in DTYPES for name in _compiled(card)]
+    tasks = tasks[:1] if card.tiny else tasks
+    seen = set()
+    with ProcessPoolExecutor(min(len(tasks), os.cpu_count() or 1), get_context("spawn")) as pool:
+        for task in as_completed([pool.submit(_compile, *task) for task in tasks]):
+            for record in task.result():
+                if record.get("hash", record) not in seen:
+                    seen.add(record.get("hash"))
+                    yield record
 
 
-@cache
-def _launches(small: bool) -> list[Any]:
-    """The distinct launches of all measured geometries, the same in every process; a few of them where all is small."""
-    from model.split.kernels.build import collect, distinct
-
-    configs = [tiny(GEOMETRIES["mini"])] if small else list(GEOMETRIES.values())
-    found = distinct([each for config in configs for dtype in DTYPES for each in collect(config, dtype)])
-    return [each for each in found if each.kernel.fn.__name__ in ("gate_rows", "norm_rows")][:4] if small else found
+def _compiled(card: Card) -> dict[str, ModelConfig]:
+    """Every architecture of which an engine is made, those first whose figures come first."""
+    whole = {name: GEOMETRIES[name] for name in ("mini", "flagship", "seed", "nano")}
+    return _measured(card) if card.tiny else whole | parity_cases(card)
 
 
-def _compile(small: bool, place: int, capability: int) -> Record:
-    from triton.backends.compiler import GPUTarget
+def _compile(name: str, dtype: torch.dtype, capability: int, small: bool) -> list[Record]:
+    from model.split.kernels.build import compiled, describe
 
-    from model.split.kernels.build import compile_launch, describe
-
-    launch = _launches(small)[place]
-    start = time.perf_counter()
-    try:
-        described = describe(launch, compile_launch(launch, GPUTarget("cuda", capability, 32)))
-    except Exception as error:
-        return {"kernel": launch.kernel.fn.__name__, "problem": f"does not compile: {error}"[:500]}
-    return described | {"seconds": round(time.perf_counter() - start, 2)}
+    config = _compiled(Card(torch.device("cpu"), tiny=small))[name]
+    start, found = time.perf_counter(), []
+    for each in compiled(config, dtype, capability, names=("gate_rows", "norm_rows") if small else None):
+        record: Record = {"case": name, "kernel": each.name}
+        try:
+            found.append(record | {"hash": each.kernel.hash} | describe(each))
+        except Exception as error:
+            found.append(record | {"problem": f"does not compile: {error}"[:500]})
+    return [record | {"seconds_of_case": round(time.perf_counter() - start, 2)} for record in found]
 
 
 def kernels(card: Card, geometry: str) -> Iterator[Record]:
@@ -124,69 +116,45 @@ def kernels(card: Card, geometry: str) -> Iterator[Record]:
 
 
 def products(card: Card, geometry: str) -> Iterator[Record]:
-    """Matrix products by shape, rows and kind: are they repeatable, do they give the reference's bits, how fast are they?"""
+    """Every operation that has kinds, by rows and kind: the reference's bits, the same bits again, microseconds, TFLOP/s."""
     hang(card.fault, "products")
     for name, config in _measured(card).items():
-        engine = make_engine(random_ranker(config).to(card.device), card, warm=False)
-        for weight in engine._trunk.linear_weights():
-            if weight.dtype == torch.bfloat16:
-                for rows in _product_rows(card):
-                    yield from _product_records(card, engine._kernels, weight, rows, name)
-        yield from fused_records(card, engine._kernels, engine._trunk.fusable_weights(), name)
+        engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
+        for rows in (64, 128) if card.tiny else (64, 256, 1024, 1536):
+            for part in _parts(engine, engine._trial(rows), rows):
+                yield from kind_records(card, engine, part, name)
 
 
-def _product_rows(card: Card) -> tuple[int, ...]:
-    return (64, 128) if card.tiny else (64, 256, 1024, 1537, 2048)
-
-
-def fused_records(card: Card, kernels: Any, weights: Mapping[str, Tensor], name: str) -> Iterator[Record]:
-    """Products that go on with the gate or RoPE, beside separate kernels; nothing where the engine has none."""
-    if not hasattr(kernels, "fusion"):
-        return
-    from model.split.kernels.fusion import SEPARATE, Trial, fused_kinds
-
-    for part, weight in weights.items():
-        for rows in _product_rows(card):
-            trial = Trial(kernels.config, kernels, part, weight, rows)
-            for kind in (SEPARATE, *fused_kinds(part, rows, weight)):
-                record = {"geometry": name, "part": part, "shape": shape_name(weight), "rows": rows, "kind": kind}
-                record["equal_bits"] = kernels.fusion.is_equal(trial, kind)
-                yield record | {"us": 1e3 * card.device_time(trial.run, 10).median}
-
-
-def _product_records(card: Card, kernels: Kernels, weight: Tensor, rows: int, name: str) -> Iterator[Record]:
-    from model.split.kernels.products import LIBRARY, PRODUCT_TILES, REFERENCE
-
-    counts = torch.full((8,), rows, dtype=torch.int32, device=card.device)
-    shared = {"geometry": name, "shape": shape_name(weight), "rows": rows}
-    own = getattr(kernels, "products", None)
-
-    def product(kind: str) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            out = torch.full((len(x), weight.shape[1]), torch.nan, dtype=weight.dtype, device=card.device)
-            if kind == LIBRARY:
-                torch.mm(x, weight, out=out)
-            elif own is not None:
-                own.multiply_as(kind, counts, ROWS, x, weight, out, len(x))
-            else:
-                kernels.multiply(None, x, weight, out, len(x))  # type: ignore[arg-type]
-            return out
-
-        return run
-
-    reference = product(REFERENCE)
-    x = torch.randn(rows, weight.shape[0], device=card.device).to(weight.dtype)
-    flops = 2.0 * rows * weight.numel()
-    for kind in (*PRODUCT_TILES, LIBRARY):
-        run = product(kind)
-        first, again, expected = run(x), run(x), x.float() @ weight.float()
-        record = shared | {"kind": kind, "repeatable": torch.equal(first, again)}
-        record["difference"] = float((first.float() - expected).abs().max())
-        record["equal_bits"] = rows_are_independent(run, reference, rows, weight.shape[0], weight)
-        record["tflops"] = flops / card.device_time(lambda run=run: run(x), 10).median / 1e9  # type: ignore[misc]
-        if not record["repeatable"]:
-            record["problem"] = f"product {kind} of {rows} rows with {shared['shape']} gives other bits every time"
+def kind_records(card: Card, engine: SplitEngine, part: Part, geometry: str) -> Iterator[Record]:
+    """One operation, by the kinds that its kernels have; torch's have the reference alone."""
+    choices: Any = getattr(engine._kernels, "choices", None)
+    for kind in ("64x64", *(choices.kinds(part) if choices else ())):
+        record: Record = {"geometry": geometry, "operation": part.name, "rows": part.rows, "kind": kind}
+        with engine._on_device(), no_garbage(), torch.inference_mode():
+            if choices:
+                choices.chosen[part.name, part.rows] = kind
+                record["equal_bits"] = choices.is_equal(part, kind)
+            part.run(0)
+            first = [each.clone() for each in part.outputs]
+            part.run(0)
+            again = part.name == "norm" or all(map(torch.equal, first, part.outputs))  # norms add to the residual
+            record["us"] = 1e6 * card.seconds_on_device(part.run, part.layers)
+        record["tflops"] = 2e-6 * part.rows * sum(each.numel() for each in part.weights[:1]) / record["us"]
+        if not again:
+            record["problem"] = f"{part.name} of {part.rows} rows as {kind} gives other bits every time"
         yield record
+    if choices:
+        choices.chosen.clear()
+
+
+def _parts(engine: SplitEngine, plan: StepPlan, rows: int) -> list[Part]:
+    """The operations of a step, on random numbers."""
+    with engine._on_device(), torch.inference_mode():
+        runner: Any = engine._runner
+        parts = engine._trunk.parts(runner._written(plan), rows)
+        for x in (x for each in parts for x in each.inputs):
+            x.normal_()
+    return parts
 
 
 def parities(card: Card, geometry: str) -> Iterator[Record]:
@@ -202,70 +170,53 @@ def parities(card: Card, geometry: str) -> Iterator[Record]:
 
 def bits(card: Card, geometry: str) -> Iterator[Record]:
     """Random compositions against each candidate alone; where they differ, without what it stops."""
-    from model.split.engine import SplitEngine
-    from model.split.graphs import PlainRecorder
-
     config = small_config(width=64, layers=1, head_width=16) if card.tiny else GEOMETRIES["mini"]
-    ranker = random_ranker(config).to(card.device)
+    ranker = random_ranker(config, device=card.device)
     count = 3 if card.tiny else 100
     try:
         yield equal_bits(make_engine(ranker, card, cache_bytes=2**26), count)
     except Exception as error:
         yield {"problem": f"{type(error).__name__}: {error}"[:500]}
         recorder = {} if card.is_cuda else {"recorder": PlainRecorder(), "capacity": 256}
-        for left_out, options in LEFT_OUT.items():
-            engine = SplitEngine(ranker, card.device, torch.bfloat16, cache_bytes=2**26, **recorder, **options)  # type: ignore[arg-type]
-            try:
-                engine.warm_up()
-                yield {"without": left_out, **equal_bits(engine, count)}
-            except Exception as again:
-                yield {"without": left_out, "still": f"{type(again).__name__}: {again}"[:300]}
-
-
-class TimedKernels(Unfused):
-    """Notes how long each operation of a forward takes by itself, and the bytes of what it is given."""
-
-    def __init__(self, kernels: Kernels, card: Card) -> None:
-        self.seen: dict[tuple[str, int], Record] = {}
-        self.key_tile = kernels.key_tile
-        self._kernels, self._card = kernels, card
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in WRITTEN:
-            return getattr(self._kernels, name)
-
-        def timed(*arguments: Any, **options: Any) -> None:
-            step = arguments[0]
-            rows = int(step.host.counts[CANDIDATES if options.get("tail") else ROWS])
-            operation = getattr(self._kernels, name)
-            figure = self._card.device_time(lambda: operation(*arguments, **options), 5)
-            moved = sum(each[:rows].nbytes for each in arguments if isinstance(each, Tensor))
-            flops = 2.0 * rows * arguments[2].numel() if name == "multiply" else 0.0
-            entry = self.seen.setdefault((name, rows), {"calls": 0, "us": 0.0, "bytes": 0, "flops": 0.0})
-            for key, more in (("calls", 1), ("us", 1e3 * figure.median), ("bytes", moved), ("flops", flops)):
-                entry[key] += more
-
-        return timed
+        engine = SplitEngine(ranker, card.device, torch.bfloat16, cache_bytes=2**26, plain=True, **recorder)  # type: ignore[arg-type]
+        try:
+            engine.warm_up()
+            yield {"without": "choices, overlap and graphs", **equal_bits(engine, count)}
+        except Exception as again:
+            yield {"without": "choices, overlap and graphs", "still": f"{type(again).__name__}: {again}"[:300]}
 
 
 def kernel_times(card: Card, geometry: str) -> Iterator[Record]:
-    """Microseconds of each operation over one forward, beside what its bytes and products take at the card's ceilings."""
+    """Microseconds of each operation of one real request, cold and cached, beside what its bytes and products take at the card's
+    ceilings: all bytes of the weight, whatever the rows."""
     ceilings = card.ceilings()
     for name, config in _measured(card).items():
-        engine = make_engine(random_ranker(config).to(card.device), card, warm=False)
-        timed = TimedKernels(engine._kernels, card)
-        engine.run_through(timed, parity_items(config)[4:5])
-        for (operation, rows), entry in timed.seen.items():
-            bandwidth, rate = 1e3 * ceilings.gigabytes_per_second, 1e6 * ceilings.tflops  # of a microsecond
-            floor = max(entry.pop("bytes") / bandwidth, entry.pop("flops") / rate)
-            yield {"geometry": name, "operation": operation, "rows": rows, "floor_us": floor, **entry}
+        engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
+        item = Item(*random_request(config, config.history_length, 24 if card.tiny else 64))
+        context, state, _ = engine._context_of(item, {})
+        for kind, asked in (("cold", context), ("cached", None)):
+            (plan,) = plan_steps([(asked, 0, item.candidates, state)], engine._capacity)
+            rows = -(-plan.rows // 64) * 64
+            for part in _parts(engine, plan, rows):
+                moved = sum(each.nbytes for each in (*part.weights[:1], *part.inputs, *part.outputs))
+                if part.name == "attend":  # states hold all layers
+                    moved = sum(each.nbytes for each in (*part.inputs[:2], *part.outputs))
+                    moved += sum(each.nbytes for each in part.inputs[2:]) // config.layers
+                flops = 2.0 * rows * sum(each.numel() for each in part.weights[:1])
+                floor = max(moved / ceilings.gigabytes_per_second / 1e3, flops / ceilings.tflops / 1e6)
+                with engine._on_device(), no_garbage(), torch.inference_mode():
+                    seconds = card.seconds_on_device(part.run, part.layers)
+                yield {
+                    "geometry": name, "operation": part.name, "rows": rows, "kind": kind, "layers": part.layers,
+                    "floor_us": floor, "us": 1e6 * seconds,
+                }  # fmt: skip
 
 
 def host(card: Card, geometry: str) -> Iterator[Record]:
     """Processor time of one thread to fill the arrays of a step of many requests, and to plan it, beside what it is allowed."""
     config = _measured(card)["mini"]
     requests = 3 if card.tiny else BATCH_REQUESTS
-    engine = make_engine(random_ranker(config).to(card.device), card, warm=False)
+    engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
     items = [Item(*random_request(config, config.history_length, 64, seed)) for seed in range(requests)]
     works, capacity = [], 2**15
     for number, item in enumerate(items):
@@ -294,15 +245,15 @@ def _thread_ms(work: Callable[[], object]) -> float:
 
 def engine_rows(card: Card, geometry: str) -> Iterator[Record]:
     """Whole forwards of one geometry, device and wall time, beside the targets."""
-    measured = Geometry(geometry, card, _ceilings(card))
+    measured = Geometry(geometry, card, card.ceilings())
     yield {"engine": {name: note for name, note in measured.engine.info.notes.items() if name != "products"}}
     for row in measured.rows():
         yield row.as_dict()
 
 
 def peer_rows(card: Card, geometry: str) -> Iterator[Record]:
-    """The dense definition and FlexAttention on the same work."""
-    for row in Geometry(geometry, card, _ceilings(card)).peer_rows():
+    """What else computes the same on this card."""
+    for row in Geometry(geometry, card, card.ceilings()).peer_rows():
         yield row.as_dict()
 
 
@@ -325,23 +276,17 @@ def _measured(card: Card) -> dict[str, ModelConfig]:
     return {"mini": tiny(GEOMETRIES["mini"])} if card.tiny else GEOMETRIES
 
 
-def _ceilings(card: Card) -> Ceilings:
-    return card.ceilings()
-
-
 def all_phases(geometries: Sequence[str]) -> dict[str, Phase]:
-    """In the order in which they run; peers last."""
-    found = {
-        "environment": Phase(environment, 60),
-        "compile": Phase(compile_all, 240),
-        "kernels": Phase(kernels, 240),
-        "products": Phase(products, 240),
-        "parity": Phase(parities, 240),
-        "bits": Phase(bits, 120),
-        "kernel_times": Phase(kernel_times, 180),
-        "host": Phase(host, 60),
-    }
-    found |= {f"rows {name}": Phase(engine_rows, 150, name) for name in geometries}
+    """In the order in which they run: with all their limits the figures that are wanted most come within 540 seconds; peers last."""
+    rows = {name: Phase(engine_rows, 150, name) for name in geometries}
+    first = [name for name in ("mini", "flagship") if name in rows]
+    found = {"environment": Phase(environment, 40), "compile": Phase(compile_all, 200)}
+    found |= {f"rows {name}": rows[name] for name in first}
+    found |= {
+        "kernels": Phase(kernels, 240), "parity": Phase(parities, 240), "products": Phase(products, 240), "bits": Phase(bits, 120),
+        "kernel_times": Phase(kernel_times, 120), "host": Phase(host, 60),
+    }  # fmt: skip
+    found |= {f"rows {name}": rows[name] for name in geometries if name not in first}
     return found | {f"peers {name}": Phase(peer_rows, 120, name) for name in geometries}
 
 

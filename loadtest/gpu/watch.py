@@ -22,6 +22,9 @@ WRITTEN = {
     "gate": (2,),
 }
 OVERWRITTEN = {"embed": (3,), "norm": (5,), "multiply": (3,), "attend": (4,), "gate": (2,)}  # nothing of before is read
+HARDWARE = (
+    2e-4  # fp32 attention: what `ex2.approx` and fast division, times the cap, may be off is no fault of a kernel
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +95,18 @@ class WatchedKernels(Unfused):
         self._gates += name == "gate" and not tail
         # tokens are fp32, yet products of the engine's dtype
         dtypes = [step.anchor.dtype if name == "embed" else tensor.dtype for tensor in results[0]]
-        if difference := _first(*results, dtypes=dtypes):
+        least = HARDWARE if name == "attend" else 0.0
+        if difference := _first(*results, dtypes=dtypes, least=least):
             row, worst, repeatable = difference
             self.found.append(Difference(name, layer, tail, row // TILE_ROWS, row, worst, repeatable))
 
 
 def _first(
-    found: list[Tensor], again: list[Tensor], expected: list[Tensor], *, dtypes: list[torch.dtype]
+    found: list[Tensor], again: list[Tensor], expected: list[Tensor], *, dtypes: list[torch.dtype], least: float
 ) -> tuple[int, float, bool] | None:
     """Row, size, and whether a second call gave the same bits."""
     for one, other, right, dtype in zip(found, again, expected, dtypes, strict=True):
-        tolerance = 2 * PARITY[dtype].operation
+        tolerance = max(least, 2 * PARITY[dtype].operation)
         wrong = ~torch.isclose(one.float(), right.float(), rtol=tolerance, atol=tolerance)  # NaN is close to nothing
         unsteady = (one != other) & ~(one.isnan() & other.isnan())
         rows = (wrong | unsteady).any(-1).nonzero()

@@ -35,6 +35,7 @@ from model.split.tables import TableSource
 from model.split.trunk import SplitTrunk
 from model.split.write import StepWriter
 
+WHOLE_ROWS = 512  # up to here a step is often one size, body and tail alike
 SLOTS = 2  # host buffers: one is filled while the device reads the other
 Collect = Callable[[], NDArray[np.float32]]
 
@@ -72,6 +73,7 @@ class BucketRunner:
         self._sizes = list(sizes or row_sizes(capacity))
         self._bodies: dict[int, Work] = {}
         self._tails: dict[int, Work] = {}
+        self._whole: dict[int, Work] = {}
         self._writer = StepWriter(config, mode, trunk.mixed)
         room = step_bytes(config, capacity)
         self._staging = [recorder.pinned(room, dtype=torch.uint8) for _ in range(SLOTS)]
@@ -85,16 +87,18 @@ class BucketRunner:
         """How many recordings there are."""
         return self._recorder.recorded
 
-    def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
+    def warm_up(self, notes: dict[str, Any], probe: Probe, trial: Probe) -> None:
         """Record every size, then drop those whose bits are not the plain run's, or not those of the largest size."""
+        kernels = self._trunk.kernels
         # the reference comes first: it must not use what is still to be checked
-        self._trunk.kernels.use_reference()
+        kernels.use_reference()
         plans = {size: probe(size) for size in self._sizes}
-        expected = {size: self.run_plain(plan) for size, plan in plans.items()}
-        notes["products"] = self._trunk.choose_products(self._sizes)
-        for buffer in (*self._staging, self._arrived):
-            buffer.zero_()  # a step of no rows: the states of the probes are gone
         with no_garbage():
+            kernels.compile(partial(self.run_plain, plans[self._sizes[0]]))
+            expected = {size: self.run_plain(plan) for size, plan in plans.items()}
+            notes["products"] = self._trunk.choose(lambda size: self._written(trial(size)), self._sizes)
+            for buffer in (*self._staging, self._arrived):
+                buffer.zero_()  # a step of no rows: the states of the probes are gone
             notes["row_sizes_without_room"] = self._record()
         trusted = expected[self._capacity][:PROBE_CANDIDATES]
         failed = [size for size in self._sizes if not self._passes(plans[size], expected[size], trusted)]
@@ -104,25 +108,33 @@ class BucketRunner:
             raise EngineError(f"a step of {self._capacity} rows gives other bits when it is replayed")
         for size in failed:
             self._sizes.remove(size)
+        if not failed:
+            kernels.keep_choices()
         notes["graphs"] = self._recorder.recorded
         self.counts = RowCounts()
 
     def _record(self) -> list[int]:
-        """Record the largest size, then coarse ones before fine ones, as long as there is room; returns the sizes left out."""
+        """Record the largest size, then coarse ones before fine ones, as long as there is room; returns the sizes left out. A size
+        has a body, a tail, and up to `WHOLE_ROWS` both in one, for steps whose contexts are known."""
+        step = Step(self._trunk.mixed, self._device, self._host[0], ())
+
         for size in recording_order(self._sizes):
             if self._bodies and not self._recorder.has_room():
                 break
-            step = Step(self._trunk.mixed, self._device, self._host[0], ())
+            halves = (
+                (self._bodies, self._trunk.body),
+                (self._tails, self._trunk.tail),
+                (self._whole, self._trunk.whole),
+            )
             try:
-                body = self._recorder.record(partial(self._trunk.body, rows=size), step)
-                tail = self._recorder.record(partial(self._trunk.tail, rows=size), step)
+                for recorded, work in halves if size <= WHOLE_ROWS else halves[:2]:
+                    recorded[size] = self._recorder.record(partial(work, rows=size), step)
             except torch.OutOfMemoryError:
-                if not self._bodies:
+                if not self._tails:
                     raise
                 break
-            self._bodies[size], self._tails[size] = body, tail
-        left_out = [size for size in self._sizes if size not in self._bodies]
-        self._sizes = [size for size in self._sizes if size in self._bodies]
+        left_out = [size for size in self._sizes if size not in self._tails]
+        self._sizes = [size for size in self._sizes if size in self._tails]
         return left_out
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
@@ -160,10 +172,14 @@ class BucketRunner:
     def _queue(self, size: int, staged: Tensor, host: StepArrays, states: Sequence[ContextState]) -> int:
         """Copy one written step to the device and replay it; returns how many candidates it has."""
         step = self._sent(staged, host, states)
-        self._bodies[size](step)
         candidates = int(host.counts[CANDIDATES])
+        tail = self._fitting(candidates, int(host.counts[CANDIDATE_TILES])) if candidates else 0
+        if tail == size and size in self._whole:
+            self._whole[size](step)
+            return candidates
+        self._bodies[size](step)
         if candidates:
-            self._tails[self._fitting(candidates, int(host.counts[CANDIDATE_TILES]))](step)
+            self._tails[tail](step)
         return candidates
 
     def _start(self, plan: StepPlan, slot: int) -> Collect:
@@ -194,23 +210,29 @@ class BucketRunner:
             self._arrived[used].copy_(staged[used], non_blocking=True)
         return Step(self._trunk.mixed, self._device, host, states)
 
+    def _written(self, plan: StepPlan) -> Step:
+        """The plan on the device."""
+        self._writer.write(plan, self._host[0])
+        self._source.prepare(self._host[0], 0)
+        return self._sent(self._staging[0], self._host[0], plan.states())
+
     def run_plain(self, plan: StepPlan) -> NDArray[np.float32]:
         """The plan's outputs without any recording."""
-        size = self._fitting(plan.rows, plan.tiles)
-        host = self._host[0]
-        self._writer.write(plan, host)
-        self._source.prepare(host, 0)
-        step = self._sent(self._staging[0], host, plan.states())
-        candidates = int(host.counts[CANDIDATES])
-        self._trunk.body(step, size)
-        self._trunk.tail(step, self._fitting(candidates, int(host.counts[CANDIDATE_TILES])))
+        step = self._written(plan)
+        candidates = int(step.host.counts[CANDIDATES])
+        self._trunk.body(step, self._fitting(plan.rows, plan.tiles))
+        self._trunk.tail(step, self._fitting(candidates, int(step.host.counts[CANDIDATE_TILES])))
         outputs: NDArray[np.float32] = self._trunk.logits[:candidates].cpu().numpy().copy()
         return outputs
 
     def _passes(self, plan: StepPlan, expected: NDArray[np.float32], trusted: NDArray[np.float32]) -> bool:
-        """Whether the recorded step gives the bits of the plain one, and the probe's candidates, which come first and again
-        last, the bits that they have in the largest step.
+        """Whether the recorded step, in one and in two halves, gives the bits of the plain one, and the probe's candidates, which come
+        first and again last, the bits that they have in the largest step.
         """
-        output = self.run([plan])[0]
-        ends = (output[:PROBE_CANDIDATES], output[-PROBE_CANDIDATES:])
-        return output.tobytes() == expected.tobytes() and all(end.tobytes() == trusted.tobytes() for end in ends)
+        outputs, whole = self.run([plan]), self._whole
+        self._whole = {}
+        outputs += self.run([plan])
+        self._whole = whole
+        ends = [end for output in outputs for end in (output[:PROBE_CANDIDATES], output[-PROBE_CANDIDATES:])]
+        same = all(output.tobytes() == expected.tobytes() for output in outputs)
+        return same and all(end.tobytes() == trusted.tobytes() for end in ends)

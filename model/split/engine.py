@@ -36,9 +36,8 @@ class SplitEngine:
 
     A candidate's bits depend on nothing but its own request's features. `capacity` bounds the rows of a step; longer work
     takes several. `kernels` `auto` means Triton on CUDA and plain torch on a CPU. `placement` says where the embedding
-    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. Without `library` no
-    product of cuBLAS is used, without `replay` no CUDA graph; without `dependent` no kernel starts before the one before it has
-    ended, without `fuse` none does two operations.
+    tables live, None decides by size; a `recorder` makes a CPU engine run in padded sizes, as CUDA does. `plain`: only the kernels
+    that others are checked by, on CUDA launched one by one, each after the end of the one before.
     Raises EngineError where the device or the checkpoint cannot be served.
     """
 
@@ -54,10 +53,7 @@ class SplitEngine:
         capacity: int | None = None,
         placement: Placement | None = None,
         recorder: Recorder | None = None,
-        library: bool = True,
-        replay: bool = True,
-        dependent: bool = True,
-        fuse: bool = True,
+        plain: bool = False,
     ) -> None:
         config = ranker.config
         softmax_shift(config.attention_cap)  # refuses a cap that the kernels cannot hold
@@ -75,16 +71,14 @@ class SplitEngine:
         with self._on_device():
             weights = split_weights(ranker, self._device, dtype, dtype if fused else torch.float32)
             self._kernels: Kernels = (
-                _fused_kernels(config, weights, dtype, library=library, dependent=dependent, fuse=fuse)
-                if fused
-                else PortableKernels(config, weights.rope)
+                _fused_kernels(config, weights, dtype, plain=plain) if fused else PortableKernels(config, weights.rope)
             )
             source = table_source(ranker, self._device, capacity, placement)
             self._trunk = SplitTrunk(config, weights, source.tables, self._kernels, capacity, dtype)
             shared = (config, candidate_positions, self._trunk, source, capacity)
             if self._stream is not None and recorder is None:
                 # the portable kernels loop on the host, which no graph holds
-                recorder = CudaRecorder(self._stream, replay=replay and fused)
+                recorder = CudaRecorder(self._stream, replay=fused and not plain)
             self._runner: StepRunner = BucketRunner(*shared, recorder) if recorder else EagerRunner(*shared)
         self._capacity = capacity
         self._prepared = 0
@@ -103,7 +97,7 @@ class SplitEngine:
     def warm_up(self) -> None:
         """Compile, capture, and check that bits do not depend on the batch. Raises EngineError when a check fails."""
         with self._on_device():
-            self._runner.warm_up(self.info.notes, self._probe)
+            self._runner.warm_up(self.info.notes, self._probe, self._trial)
         self.info.notes["self_test"] = check_isolation(self)
         self._cache.clear()
         self._runner.counts = RowCounts()
@@ -229,6 +223,18 @@ class SplitEngine:
             plan.add_candidates(CandidateWork(number, 0, chunk, states[owner]))
         return plan
 
+    def _trial(self, rows: int) -> StepPlan:
+        """A step of not quite so many rows: a new context, and candidates of another, as long as there are, of random numbers."""
+        config = self.config
+        plan, generator = StepPlan(), torch.Generator(self._device).manual_seed(rows)
+        new = random_context(config, min(config.history_length, 20), seed=3)
+        long = self._allocate(random_context(config, config.history_length, seed=4), None)
+        long.keys_values.normal_(generator=generator)
+        work = ContextWork(new, self._allocate(new, None))
+        plan.add_context(work, work.state.length)
+        plan.add_candidates(CandidateWork(0, 0, random_candidates(config, rows - plan.rows - 5, seed=5), long))
+        return plan
+
     def _context_of(
         self, item: Item, made: dict[ContextKey, ContextState]
     ) -> tuple[ContextWork | None, ContextState, CacheResult]:
@@ -291,12 +297,9 @@ def default_capacity(config: ModelConfig) -> int:
     return max(rows, -(-(1 + config.history_length) // TILE_ROWS) * TILE_ROWS)
 
 
-def _fused_kernels(
-    config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, *, library: bool, dependent: bool, fuse: bool
-) -> Kernels:
+def _fused_kernels(config: ModelConfig, weights: SplitWeights, dtype: torch.dtype, *, plain: bool) -> Kernels:
     try:
-        from model.split.kernels.fused import FusedKernels, can_be_dependent
+        from model.split.kernels.fused import FusedKernels
     except ImportError as error:
         raise EngineError(f"the CUDA engine needs triton: {error}") from error
-    dependent = dependent and can_be_dependent(weights.heads.device)
-    return FusedKernels(config, weights, dtype, library=library, dependent=dependent, fuse=fuse)
+    return FusedKernels(config, weights, dtype, plain=plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -35,12 +36,13 @@ class Recorder(Protocol):
 
 class CudaRecorder:
     """CUDA graphs that share one memory pool, captured on the engine's own `stream`. Recording waits for that stream alone;
-    replaying waits for nothing. A single graph must never be dropped before the others: the library would clear the
-    workspace that they share. With `replay` off a recording is the work itself, run anew each time.
+    replaying waits for nothing. A single graph must never be dropped before the others, as one would be whose recording fails: the
+    library would clear the workspace that they share. With `replay` off a recording is the work itself, run anew each time.
     """
 
     def __init__(self, stream: torch.cuda.Stream, *, replay: bool = True) -> None:
         self.recorded = 0
+        self.graphs: list[torch.cuda.CUDAGraph] = []
         self._stream = stream  # one for all recordings: the library keeps a workspace for each stream it sees
         self._replay = replay
         with torch.cuda.device(stream.device):
@@ -58,6 +60,7 @@ class CudaRecorder:
             if not self._replay:
                 return work
             graph = torch.cuda.CUDAGraph()
+            self.graphs.append(graph)
             # not torch.cuda.graph: it collects garbage at every recording. Other threads, such as the one that serves the
             # version before this one, may use the device meanwhile
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -79,6 +82,36 @@ class CudaRecorder:
         event = torch.cuda.Event()
         event.record()
         return event.synchronize
+
+
+CALLS, READINGS = 20, 5
+
+
+def device_seconds(run: Callable[[int], object], layers: int, device: torch.device) -> float:
+    """What one call of `run`, which takes the number of a layer, takes on the device: the least of a few replays of a graph of `CALLS`
+    of them, over the layers in turn, between two events. The host's time to start a kernel is not in it. On a CPU by its clock."""
+    run(0)  # compiles, and shows errors where they are understood
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run(0)
+        return time.perf_counter() - start
+    stream, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+    stream.synchronize()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        for call in range(CALLS):
+            run(call % layers)
+    finally:
+        graph.capture_end()
+    seen: list[float] = []
+    for _ in range(READINGS):
+        start_of, end_of = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_of.record()
+        graph.replay()
+        end_of.record()
+        end_of.synchronize()
+        seen.append(start_of.elapsed_time(end_of) / 1e3 / CALLS)
+    return min(seen)
 
 
 @contextmanager

@@ -42,20 +42,14 @@ def cuda_rungs(
     """All ways for CUDA, fastest first. `options` are further ones of `SplitEngine`; a `recorder` in them is made anew each time."""
     make_recorder: Callable[[], Recorder] | None = options.pop("recorder", None)
 
-    def split(*, recorded: bool = False, **how: Any) -> Callable[[], Engine]:
-        def build() -> Engine:
-            recorder = make_recorder() if make_recorder and recorded else None
-            shared = (ranker, device, dtype, positions, cache_bytes)
-            return SplitEngine(*shared, recorder=recorder, replay=recorded, **(options | how))
+    def split(*, plain: bool) -> Engine:
+        recorder = make_recorder() if make_recorder and not plain else None
+        shared = (ranker, device, dtype, positions, cache_bytes)
+        return SplitEngine(*shared, kernels="fused", recorder=recorder, plain=plain, **options)
 
-        return build
-
-    plain = {"library": False, "dependent": False, "fuse": False}
     return [
-        Rung("recorded, library products", split(kernels="fused", recorded=True)),
-        Rung("recorded", split(kernels="fused", recorded=True, **plain)),
-        Rung("unrecorded", split(kernels="fused", **plain)),
-        Rung("portable", split(kernels="portable")),
+        Rung("recorded", lambda: split(plain=False)),
+        Rung("plain", lambda: split(plain=True)),
         Rung("dense", lambda: DenseEngine(ranker.to(device), dtype, positions)),
     ]
 

@@ -17,7 +17,9 @@ from model.split.tables import TableSource
 from model.split.trunk import SplitTrunk
 from model.split.write import StepWriter
 
-Probe = Callable[[int], StepPlan]  # a plan of exactly so many rows that begins and ends with the same candidates
+Probe = Callable[
+    [int], StepPlan
+]  # a plan of so many rows; to be checked, exactly so many, with the same candidates first and last
 PROBE_CANDIDATES = 16
 
 
@@ -43,8 +45,9 @@ class StepRunner(Protocol):
     def recorded(self) -> int:
         """How many recordings were made."""
 
-    def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
-        """Compile, record and check; says in `notes` what was checked. Raises EngineError when a check fails."""
+    def warm_up(self, notes: dict[str, Any], probe: Probe, trial: Probe) -> None:
+        """Compile, record and check by plans of `probe`, choose kernels by those of `trial`; says in `notes` what was checked.
+        Raises EngineError when a check fails."""
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
         """Raw head outputs fp32 `[candidates, A + Z]` of each step."""
@@ -65,13 +68,21 @@ class EagerRunner:
         self._host = host_arrays(buffer, config, capacity)
         self._writer = StepWriter(config, mode, trunk.mixed)
 
-    def warm_up(self, notes: dict[str, Any], probe: Probe) -> None:
+    def warm_up(self, notes: dict[str, Any], probe: Probe, trial: Probe) -> None:
         """See `StepRunner.warm_up`; there are no sizes to record."""
-        notes["products"] = self._trunk.choose_products([TILE_ROWS])
+        notes["products"] = self._trunk.choose(self._written_for(trial), [TILE_ROWS])
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
         """See `StepRunner.run`."""
         return [self._run_step(plan) for plan in plans]
+
+    def _written_for(self, trial: Probe) -> Callable[[int], Step]:
+        def written(rows: int) -> Step:
+            plan = trial(rows)
+            self._writer.write(plan, self._host)
+            return Step(self._trunk.mixed, self._arrays, self._host, plan.states())
+
+        return written
 
     def _run_step(self, plan: StepPlan) -> NDArray[np.float32]:
         self._writer.write(plan, self._host)

@@ -95,7 +95,7 @@ class StepPlan:
 
 def tile_slots(rows: int) -> int:
     """How many tiles, hence requests, a step of up to `rows` rows has room for."""
-    return rows // 8 + 16
+    return rows // 32 + 16
 
 
 def context_tiles(rows: int) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.split.kernels.contract import Kernels, Part, Step, Tables, split_part
-from model.split.step import TILE_ROWS
+from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, split_part
+from model.split.row_check import shape_name
+from model.split.step import CANDIDATES, ROWS, TILE_ROWS
 from model.split.weights import LayerWeights, Norm, SplitWeights
 
 
@@ -49,7 +50,7 @@ class SplitTrunk:
         self.hidden = rows(weights.layers[0].ffn_output.shape[0])
         self.final = rows(config.width, torch.float32)
         self.logits = rows(weights.heads.shape[1], torch.float32)
-        self._fusable = self.fusable_weights().keys()
+        self._fusable = self._fusable_names()
 
     def linear_weights(self) -> list[Tensor]:
         """One weight of each shape that the trunk and the heads multiply with."""
@@ -58,20 +59,78 @@ class SplitTrunk:
         weights += [w for layer in ends for w in (layer.gate_value, layer.ffn_output)] + [self.weights.heads]
         return list({tuple(weight.shape): weight for weight in weights if weight is not None}.values())
 
-    def fusable_weights(self) -> dict[str, Tensor]:
-        """Weights by name, of some layer each, whose product nothing stands before the gate, or RoPE, that follows."""
+    def _fusable_names(self) -> list[Projected | Literal["gate_value"]]:
+        """Weights between whose product and the gate, or RoPE, that follows there is nothing."""
         first, last = self.weights.layers[0], self.weights.layers[-1]
-        named = {"gate_value": first.gate_value} if self.config.gated else {}
-        if first.head_norms is None:
-            rotated = {"qkv": first.qkv, "query": last.query, "key_value": last.key_value}
-            named |= {name: weight for name, weight in rotated.items() if weight is not None}
-        return {
-            name: weight for name, weight in named.items() if name not in (first.biases.keys() | last.biases.keys())
-        }
+        names: list[Projected | Literal["gate_value"]] = ["gate_value"] if self.config.gated else []
+        names += ["qkv", "query", "key_value"] if first.head_norms is None else []
+        return [name for name in names if name not in (first.biases.keys() | last.biases.keys())]
 
-    def choose_products(self, sizes: Sequence[int]) -> dict[str, Any]:
-        """See `Kernels.choose_products`."""
-        return self.kernels.choose_products(self.linear_weights(), self.fusable_weights(), sizes)
+    def choose(self, step: Callable[[int], Step], sizes: Sequence[int]) -> dict[str, Any]:
+        """See `Kernels.choose`; `step` makes one of at most so many rows."""
+        return self.kernels.choose(self.linear_weights(), lambda rows: self.parts(step(rows), rows), sizes)
+
+    def parts(self, step: Step, rows: int) -> list[Part]:
+        """Each kind of operation of a forward by itself, on the trunk's own activations; products before what they are part of."""
+        kernels, layers, count = self.kernels, self.weights.layers, len(self.weights.layers)
+        used, candidates = int(step.host.counts[ROWS]), int(step.host.counts[CANDIDATES])
+        states = [state.keys_values for state in step.states]
+        between = {
+            "qkv": (self.normed, self.qkv), "query": (self.normed, self.query), "key_value": (self.normed, self.key_value),
+            "output": (self.mixed, self.projected), "gate_value": (self.normed, self.gate_value),
+            "ffn_output": (self.hidden, self.projected),
+        }  # fmt: skip
+        weights: dict[str, list[Tensor]] = {}
+        for name in between:
+            found = [(i, weight) for i, layer in enumerate(layers) if (weight := getattr(layer, name)) is not None]
+            weights |= {name: [weight for _, weight in found]} if found else {}
+        products: dict[str, Part] = {}
+        for name, each in weights.items():
+            x, out = between[name]
+
+            def product(i: int, each: list[Tensor] = each, x: Tensor = x, out: Tensor = out) -> None:
+                kernels.multiply(step, x, each[i], out, rows)
+
+            shape = shape_name(each[0])
+            products.setdefault(shape, Part(shape, rows, len(each), product, [x[:rows]], [out[:used]], each))
+
+        def fused(name: Projected | Literal["gate_value"]) -> Part:
+            (x, out), each, first = between[name], weights[name], 0 if name == "qkv" else count - 1
+            if name == "gate_value":
+
+                def run(i: int) -> None:
+                    kernels.multiply_gate(step, x, each[i], out, self.hidden, rows, tail=False)
+
+                return Part(name, rows, len(each), run, [x[:rows]], [self.hidden[:used]], each)
+
+            def turn(i: int) -> None:
+                kernels.multiply_rotate(step, x, each[i], out, name, first + i, rows, tail=name == "query")
+
+            outputs = [out[:candidates]] if name == "query" else [out[:used], *states]
+            return Part(name, rows, len(each), turn, [x[:rows]], outputs, each)
+
+        is_tail = count == 1
+        key_value = self.key_value if is_tail else self.qkv[:, self.query.shape[1] :]
+        query = self.query if is_tail else self.qkv[:, : self.query.shape[1]]
+
+        def attend(i: int) -> None:
+            kernels.attend(step, query, key_value, i, self.mixed, rows, tail=is_tail)
+
+        def embed(i: int) -> None:
+            kernels.embed(step, self.tables, self.weights.tokens, self.residual, rows)
+
+        def norm(i: int) -> None:
+            layer = layers[i]
+            post, norm = layer.attention_post_norm, layer.ffn_norm
+            kernels.norm(step, self.projected, post, self.residual, norm, self.normed, rows)
+
+        read = [query[:rows], key_value[:rows], *states]
+        return [
+            *products.values(), *(fused(name) for name in self._fusable if name in weights),
+            Part("embed", rows, 1, embed, [], [self.residual[:used]], [self.weights.tokens.projection]),
+            Part("attend", rows, max(1, count - 1), attend, read, [self.mixed[: candidates if is_tail else used]]),
+            Part("norm", rows, count, norm, [self.projected[:rows], self.residual[:rows]], [self.normed[:used]]),
+        ]  # fmt: skip
 
     def body(self, step: Step, rows: int) -> None:
         """All rows, up to the last layer's keys and values."""
@@ -95,6 +154,11 @@ class SplitTrunk:
         kernels.attend(step, self.query, self.key_value, index, self.mixed, rows, tail=True)
         self._after_attention(step, last, self.weights.final_norm, self.final, rows, tail=True)
         kernels.multiply(step, self.final, self.weights.heads, self.logits, rows, tail=True)
+
+    def whole(self, step: Step, rows: int) -> None:
+        """Both halves, of as many rows each."""
+        self.body(step, rows)
+        self.tail(step, rows)
 
     def _after_attention(
         self, step: Step, layer: LayerWeights, next_norm: Norm, out: Tensor, rows: int, *, tail: bool
@@ -121,7 +185,7 @@ class SplitTrunk:
         if name in layer.biases:
             out[:rows] += layer.biases[name]
 
-    def _project(self, step: Step, part: Part, out: Tensor, index: int, rows: int, *, tail: bool = False) -> None:
+    def _project(self, step: Step, part: Projected, out: Tensor, index: int, rows: int, *, tail: bool = False) -> None:
         """Queries, keys and values as they meet: each head normed where the trunk does so, then turned."""
         kernels, config, layer = self.kernels, self.config, self.weights.layers[index]
         if part in self._fusable:

@@ -1,4 +1,4 @@
-"""Products that go on with the gate or RoPE, in Triton's interpreter: their definition, the bits of separate kernels, who is chosen."""
+"""Kinds of products and of attention, in Triton's interpreter: they give the bits of the reference, and who is chosen."""
 
 from __future__ import annotations
 
@@ -6,170 +6,261 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
 
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from loadtest.gpu import phases
-from loadtest.gpu.card import Card
 from model.layers import rotate
-from model.split.kernels import naive
-from model.split.weights import split_weights
+from model.split import graphs
+from model.split.engine import SplitEngine
+from model.split.graphs import PlainRecorder
 from model.tolerances import PARITY
+from tests.model import naive
 from tests.model.builders import random_config, random_ranker
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
-fusion = pytest.importorskip("model.split.kernels.fusion")
+products = pytest.importorskip("model.split.kernels.products")
 
 ROWS = 64
 BF16 = torch.bfloat16
-PARTS = {"gate_value": 2, "qkv": 5, "query": 3, "key_value": 2}  # in heads, or columns of 72
 
 
-class Planted(fused.FusedKernels):
-    """Fused gates and turned products change one bit of one row."""
-
-    wrong = False
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        gate, turn = self.fusion.gate, self.fusion.rotate
-
-        def off(out: Tensor) -> None:
-            out[7] = torch.where(torch.tensor(self.wrong), torch.nextafter(out[7], out[7] + 1), out[7])
-
-        def wrong_gate(*given: Any) -> None:
-            gate(*given)
-            off(given[5])
-
-        def wrong_turn(*given: Any) -> None:
-            turn(*given)
-            off(given[5])
-
-        self.fusion.gate, self.fusion.rotate = wrong_gate, wrong_turn
+def fractions(x: Tensor, generator: torch.Generator) -> None:
+    """Binary fractions: sums are exact, in whatever order numpy's library adds."""
+    x.copy_(torch.randint(-8, 9, x.shape, generator=generator) / 16)
 
 
-def make(name: str, dtype: torch.dtype, inner: int = 80) -> tuple[Planted, Any, Tensor]:
-    """Kernels, trial and weight; nothing is a multiple of a tile."""
-    config = random_config(width=32, layers=2, query_heads=3, kv_heads=1, head_width=24)
-    kernels = Planted(config, split_weights(random_ranker(config), torch.device("cpu"), dtype), dtype)
-    columns = PARTS[name] * (72 if name == "gate_value" else 24)
-    # binary fractions: sums are exact, in whatever order numpy's library adds
-    weight = (torch.randint(-8, 9, (inner, columns), generator=torch.Generator().manual_seed(2)) / 64).to(dtype)
-    trial = fusion.Trial(config, kernels, name, weight, ROWS)
-    return kernels, trial, weight
+def make(rows: int = ROWS, **overrides: Any) -> tuple[Any, dict[str, Any], Any]:
+    """Kernels, parts and trunk; nothing is a multiple of a tile."""
+    shape = {"width": 40, "layers": 2, "query_heads": 3, "kv_heads": 1, "head_width": 24, "history_length": 30}
+    config = random_config(**(shape | overrides))
+    engine = SplitEngine(
+        random_ranker(config), "cpu", BF16, kernels="fused", capacity=max(rows, 320), recorder=PlainRecorder()
+    )
+    trunk, runner = engine._trunk, engine._runner
+    for layer in trunk.weights.layers:
+        for name in ("qkv", "query", "key_value", "output", "gate_value", "ffn_output"):
+            if (weight := getattr(layer, name)) is not None:
+                fractions(weight, torch.Generator().manual_seed(2))
+    tokens = trunk.weights.tokens
+    for each in (trunk.tables.post, trunk.tables.author, trunk.tables.user, tokens.projection):
+        fractions(each, torch.Generator().manual_seed(3))
+    tokens.dwell_input.zero_()
+    step = runner._written(engine._trial(rows))  # type: ignore[union-attr, attr-defined]
+    choices: Any = engine._kernels.choices  # type: ignore[attr-defined]
+    choices._fill, choices._capability = fractions, 90
+    return engine._kernels, {part.name: part for part in trunk.parts(step, rows)}, (trunk, step)
 
 
-def written(kernels: Any, trial: Any, kind: str, x: Tensor) -> list[Tensor]:
-    """What a kind leaves on this input."""
-    kernels.fusion.chosen[trial.name, ROWS] = kind
-    trial.x = x.to(trial.x.dtype)
-    for each in (trial.between, trial.out, trial.states):
-        each.fill_(torch.nan)
-    trial.run()
-    return [each.clone() for each in trial.written()]
+KINDS = [
+    *(("gate_value", f"fused {kind}") for kind in products.PRODUCT_TILES),
+    *(("qkv", f"fused {kind}") for kind in ("64x64", "64x32", "128x128")), ("query", "fused 64x64"),
+    ("key_value", "fused 64x64"), *(("40x120", kind) for kind in ("64x32", "128x128")), ("embed", "64x32"), ("embed", "128x128"),
+]  # fmt: skip
 
 
-def inputs(seed: int, inner: int = 80) -> Tensor:
-    return torch.randint(-8, 9, (ROWS, inner), generator=torch.Generator().manual_seed(seed)) / 8
+def test_every_kind_has_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PROOFS", 1)
+    kernels, parts, _ = make()
+    assert not [pair for pair in KINDS if not kernels.choices.is_equal(parts[pair[0]], pair[1])]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "dtype"),
-    [
-        *(("fused 64x64", name, BF16) for name in PARTS),
-        *(("fused 64x64", name, torch.float32) for name in ("gate_value", "qkv")),
-        *((kind, name, BF16) for kind in ("fused 64x32", "fused 128x128") for name in ("gate_value", "qkv")),
-        ("fused 128x256", "gate_value", BF16),
-    ],
-)
-def test_a_fused_product_has_the_bits_of_separate_kernels_and_their_definition(
-    kind: str, name: str, dtype: torch.dtype
-) -> None:
-    kernels, trial, weight = make(name, dtype)
-    x = inputs(1)
-    found, separate = written(kernels, trial, kind, x), written(kernels, trial, fusion.SEPARATE, x)
-    for one, other in zip(found, separate, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    product = naive.multiply(x.to(dtype), weight).to(dtype)[: trial.used]
-    tolerance = PARITY[dtype].operation
+@pytest.mark.parametrize("name", ["gate_value", "qkv", "query", "key_value"])
+def test_a_fused_product_is_the_definition_of_what_it_goes_on_with(name: str) -> None:
+    kernels, parts, (trunk, step) = make()
+    part = parts[name]
+    found = kernels.choices._outputs(part, "fused 64x64", 1)
+    used = len(found[0])
+    product = naive.multiply(part.inputs[0][:used], part.weights[0]).bfloat16()
+    tolerance = PARITY[BF16].operation
     if name == "gate_value":
         torch.testing.assert_close(found[0].float(), naive.gate(product), atol=tolerance, rtol=tolerance)
         return
-    turned = product.float().view(trial.used, -1, 24)
+    turned = product.float().view(used, -1, 24)
     keys = turned.shape[1] - (name != "query")  # the value alone is not turned
-    cos, sin = kernels._rope[:, trial.step.arrays.positions[: trial.used].long()]
+    cos, sin = trunk.weights.rope[:, step.arrays.positions[:used].long()]
     expected = rotate(turned[:, :keys], torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
     expected = torch.cat((expected, turned[:, keys:]), 1).flatten(1)
     torch.testing.assert_close(found[0].float(), expected, atol=tolerance, rtol=tolerance)
-    kept = (~found[1].float().isnan()).sum()
-    contexts = trial.used - ROWS // 2
-    assert kept == (0 if name == "query" else contexts * 48), "a context's key and value, and nothing else"
+    kept = sum(int((~state.isnan()).sum()) for state in found[1:])
+    assert kept == (0 if name == "query" else 21 * 48), "a context's key and value, and nothing else"
 
 
-@pytest.mark.parametrize("name", ["gate_value", "qkv"])
-def test_a_row_of_a_fused_product_does_not_depend_on_its_neighbours(name: str) -> None:
-    kernels, trial, _ = make(name, BF16)
-    x, others = inputs(3), inputs(4)
-    others[::2] = x[::2]
-    one, other = (written(kernels, trial, "fused 64x64", each)[0] for each in (x, others))
-    assert torch.equal(one[::2], other[::2])
-    assert not torch.equal(one[1::2], other[1::2])
-    kernels.wrong = True
-    assert not kernels.fusion.is_equal(trial, "fused 64x64"), "one bit of one row"
+def test_one_bit_of_one_row_is_seen_and_such_a_kind_is_not_used() -> None:
+    kernels, parts, _ = make()
+    choices, part = kernels.choices, parts["gate_value"]
+    honest = kernels._launch_product
+
+    def off(kernel: Any, *given: Any, **named: Any) -> None:
+        honest(kernel, *given, **named)
+        if kernel is fused.multiply_gate_tiles:
+            out = given[6]
+            out[7] = torch.nextafter(out[7], out[7] + 1)
+
+    assert choices.is_equal(part, "fused 64x32")
+    kernels._launch_product = off
+    assert not choices.is_equal(part, "fused 64x32")
+    choices.seconds = lambda part, kind: float(kind == products.REFERENCE)  # the slowest
+    found = choices.choose(lambda size: [part], [ROWS], "")
+    assert found == {"how": "timed", "gate_value": {"64": products.REFERENCE}}
 
 
-@pytest.mark.parametrize("kind", ["fused 64x32", "fused 64x64", "fused 128x128"])
-@pytest.mark.parametrize("name", PARTS)
-def test_every_program_of_a_fused_product_has_rows_and_columns(name: str, kind: str) -> None:
-    """One without would read beyond the weight where its columns are not masked."""
-    kernels, trial, weight = make(name, BF16)
-    launches = []
-    kernels.fusion._launch = lambda kernel, grid, arguments, **constants: launches.append((grid, constants))
-    kernels.fusion.chosen[name, ROWS] = kind
-    trial.run()
-    (((across, down), tile),) = launches
-    assert (across - 1) * tile["TILE_OUT"] < weight.shape[1] // 2 <= across * tile["TILE_OUT"]
-    assert (down - 1) * tile["TILE_ROWS"] < ROWS <= down * tile["TILE_ROWS"]
+def test_a_kind_that_does_not_run_is_left_out_and_a_lost_device_is_not_forgiven() -> None:
+    kernels, parts, _ = make()
+
+    def fails(error: Exception) -> Callable[..., None]:
+        def launch_product(kernel: Any, tile: Any, *given: Any, **named: Any) -> None:
+            if tile.num_stages == 8:
+                raise error
+
+        return launch_product
+
+    kernels._launch_product = fails(RuntimeError("out of resource: shared memory"))
+    assert not kernels.choices.is_equal(parts["embed"], "64x32")
+    kernels._launch_product = fails(torch.AcceleratorError("an illegal memory access was encountered"))
+    with pytest.raises(torch.AcceleratorError):
+        kernels.choices.is_equal(parts["embed"], "64x32")
 
 
-def test_only_fused_products_with_the_bits_of_separate_kernels_are_used() -> None:
-    name = "gate_value"
-    kernels, trial, weight = make(name, BF16)
-    kernels.fusion.seconds = lambda trial, kind: float(kind == fusion.SEPARATE)  # the slowest
-    kernels.wrong = True
-    assert kernels.fusion.choose(kernels, {name: weight}, [ROWS]) == {name: {str(ROWS): fusion.SEPARATE}}
-    kernels.wrong = False
-    kernels.fusion.is_equal = lambda trial, kind: kind != "fused 64x32"
-    assert kernels.fusion.choose(kernels, {name: weight}, [ROWS]) == {name: {str(ROWS): "fused 64x64"}}
-    assert kernels.fusion.chosen == {(name, ROWS): "fused 64x64"}
-    kernels.fusion.seconds = lambda trial, kind: float(kind != fusion.SEPARATE)
-    kernels.fusion.choose(kernels, {name: weight}, [ROWS])
-    assert kernels.fusion.chosen == {(name, ROWS): fusion.SEPARATE}
-    kernels.use_reference()
-    assert not kernels.fusion.chosen
-    del kernels.fusion.seconds
-    assert kernels.fusion.seconds(trial, fusion.SEPARATE) > 0
+class Device:
+    """Stands in for CUDA's graphs and events. `launch` and `run` take the seconds of a call on the host and on the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = self.device = 0.0
+        self.captured: list[float] | None = None
+        outer = self
+
+        class Graph:
+            def capture_begin(self, **options: Any) -> None:
+                outer.captured = []
+
+            def capture_end(self) -> None:
+                self.calls, outer.captured = outer.captured or [], None
+
+            def replay(self) -> None:
+                outer.device += sum(self.calls)
+
+        class Event:
+            def __init__(self, **options: Any) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = outer.device
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, other: Event) -> float:
+                return 1e3 * (other.at - self.at)
+
+        stream = type("Stream", (), {"synchronize": lambda self: None})()
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.host)
+
+    def call(self, launch: float, run: float) -> None:
+        self.host += launch
+        if self.captured is not None:
+            self.captured.append(run)
 
 
-def test_the_bench_sets_fused_products_beside_separate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, _, weight = make("gate_value", BF16)
-    monkeypatch.setattr(phases, "_product_rows", lambda card: (ROWS,))
-    kernels.wrong = True
-    records = list(phases.fused_records(Card(torch.device("cpu"), tiny=True), kernels, {"gate_value": weight}, "here"))
-    assert [(each["kind"], each["equal_bits"]) for each in records] == [
-        (fusion.SEPARATE, True), ("fused 64x32", False), ("fused 64x64", False)
-    ]  # fmt: skip
-    assert all(each["us"] > 0 for each in records)
+def test_a_kernel_that_is_slow_to_launch_and_fast_to_run_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the host's clock the library would win: a Triton launch takes 25 microseconds of Python, its product here 4."""
+    kernels, parts, _ = make()
+    device, choices = Device(monkeypatch), kernels.choices
+    costs = {"library": (6e-6, 9e-6), "64x32": (25e-6, 4e-6), "64x64": (25e-6, 8e-6)}
+    layers: list[int] = []
+    name = "40x120"
+    part = parts[name]
+
+    def run(layer: int) -> None:
+        layers.append(layer)
+        device.call(*costs[choices.kind(name, ROWS)])
+
+    object.__setattr__(part, "run", run)
+    monkeypatch.setattr(products, "device_seconds", lambda run, layers, where: graphs.device_seconds(run, 3, CUDA))
+    choices.is_equal, choices.kinds = (lambda part, kind: True), (lambda part: ["64x32", "library"])
+    assert choices.choose(lambda size: [part], [ROWS], "")[name] == {"64": "64x32"}
+    assert choices.seconds(part, "library") == pytest.approx(9e-6)
+    assert layers[-graphs.CALLS :] == [call % 3 for call in range(graphs.CALLS)], (
+        "the weights of several layers in turn"
+    )
+    costs["64x32"] = (1e-6, 10e-6)
+    choices.chosen.clear()
+    assert choices.choose(lambda size: [part], [ROWS], "again")[name] == {"64": "64x64"}
 
 
-def test_which_fused_products_are_tried() -> None:
-    small, large = ["fused 64x32", "fused 64x64"], ["fused 128x128", "fused 128x256"]
-    weight = torch.zeros(8, 8, dtype=BF16)
-    assert fusion.fused_kinds("gate_value", 64, weight) == small
-    assert fusion.fused_kinds("gate_value", 1024, weight) == large
-    assert fusion.fused_kinds("qkv", 256, weight) == [*small, "fused 128x128"]
-    assert fusion.fused_kinds("qkv", 256, weight.float()) == []
-    assert not fusion.fits("fused 128x256", "gate_value", 80)
+CUDA = torch.device("cuda", 0)
+
+
+def test_sizes_between_those_that_are_timed_go_by_the_nearest_and_the_library_must_prove_each() -> None:
+    kernels, parts, _ = make()
+    choices, part, proved = kernels.choices, parts["40x120"], []
+
+    def at(size: int) -> list[Any]:
+        return [fused.Part(part.name, size, 1, part.run, part.inputs, part.outputs, part.weights)]
+
+    def is_equal(part: Any, kind: str) -> bool:
+        proved.append((part.rows, kind))
+        return (part.rows, kind) != (640, "library")
+
+    choices.is_equal = is_equal
+    choices.seconds = lambda part, kind: {"library": 1, "128x128": 2}.get(kind, 3)
+    found = choices.choose(at, [64, 512, 576, 640, 1024], "sizes")[part.name]
+    assert found == {"64": "64x64", "512": "library", "576": "library", "640": "128x128", "1024": "library"}
+    assert {(576, "library"), (640, "library")} < set(proved)
+
+
+def test_what_was_chosen_is_kept_for_the_same_build_until_it_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(products.triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    kernels, parts, _ = make()
+    choices, part, timed = kernels.choices, parts["gate_value"], []
+    choices.seconds = lambda part, kind: timed.append(kind) or float(kind == products.REFERENCE)
+    first = choices.choose(lambda size: [part], [ROWS], "a card")
+    choices.keep()
+    count = len(timed)
+    assert first["how"] == "timed"
+    assert count == 3
+
+    def again(build: str) -> Any:
+        choices.chosen = {}
+        return choices.choose(lambda size: [part], [ROWS], build)
+
+    assert again("a card") == first | {"how": "kept"}
+    assert len(timed) == count
+    assert again("a card")["how"] == "timed", "it was not kept: whole forwards had not passed"
+    choices.keep()
+    assert again("another card")["how"] == "timed"
+
+
+def test_which_kinds_are_tried() -> None:
+    kernels, parts, _ = make(width=320, history_length=300)
+    choices = kernels.choices
+
+    def kinds(name: str, rows: int) -> list[str]:
+        part = parts[name]
+        return choices.kinds(fused.Part(name, rows, 1, part.run, [], [], part.weights))
+
+    few, many = ["64x64", "64x32"], ["128x128", "128x256"]
+    assert kinds("gate_value", 64) == [f"fused {kind}" for kind in few]
+    assert kinds("gate_value", 1024) == [f"fused {kind}" for kind in many]
+    assert kinds("qkv", 256) == [f"fused {kind}" for kind in [*few, "128x128"]]
+    assert kinds("embed", 64) == ["64x32"]
+    assert kinds("embed", 256) == ["64x32", "128x128"]
+    assert kinds("attend", 256) == ["spread"]
+    assert kinds("attend", 512) == []
+    assert kinds("72x320", 256) == ["64x32", "128x128", "128x256", "library"]
+    assert kinds("320x120", 1024) == ["128x128", "library"], "none wider than the weight"
+    choices._capability = 80
+    assert kinds("gate_value", 1024) == ["fused 128x128"]
+    choices._narrow = False
+    assert kinds("gate_value", 64) == []
+    narrow = products.PRODUCT_TILES["64x32"]
+    assert [narrow.stages(room * 1024) for room in (99, 163, 227)] == [3, 6, 8]

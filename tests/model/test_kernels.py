@@ -19,7 +19,6 @@ from model.config import HashSpec, ModelConfig
 from model.hashing import hash_rows
 from model.layers import rotate, soft_cap
 from model.ranker import Ranker
-from model.split.kernels import naive
 from model.split.kernels.contract import Kernels, Step, Tables, softmax_shift
 from model.split.kernels.portable import KEY_TILE, PortableKernels
 from model.split.step import (
@@ -38,6 +37,7 @@ from model.split.tables import HostTables
 from model.split.weights import Norm, split_weights
 from model.split.write import StepWriter
 from model.tolerances import PARITY
+from tests.model import naive
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
 
 fused = pytest.importorskip("model.split.kernels.fused", reason="triton is not installed here")
@@ -71,8 +71,10 @@ class Bench:
         return -(-int(self.step.host.counts[ROWS]) // 64) * 64
 
 
-def make_bench(kind: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Bench:
-    config = random_config(width=32, layers=2, history_length=9, **overrides)
+def make_bench(
+    kind: str, dtype: torch.dtype = torch.float32, requests: Any = ((9, 0, 65), (0, 0, 1), (7, 3, 2)), **overrides: Any
+) -> Bench:
+    config = random_config(width=32, layers=2, history_length=max(history for history, *_ in requests), **overrides)
     ranker = random_ranker(config)
     weights = split_weights(ranker, torch.device("cpu"), dtype)
     kernels = (
@@ -80,9 +82,9 @@ def make_bench(kind: str, dtype: torch.dtype = torch.float32, **overrides: Any) 
     )
     generator = torch.Generator().manual_seed(5)
     plan = StepPlan()
-    for number, (history, known, candidates) in enumerate([(9, 0, 65), (0, 0, 1), (7, 3, 2)]):
+    for number, (history, known, candidates) in enumerate(requests):
         context = random_context(config, history, number)
-        shape = (config.layers, 2, KEY_TILE, config.kv_heads, config.head_width)
+        shape = (config.layers, 2, -(-(1 + history) // KEY_TILE) * KEY_TILE, config.kv_heads, config.head_width)
         state = ContextState(torch.randn(shape, generator=generator).to(dtype), 1 + history, history)
         work = ContextWork(context, state, known, 1 + known if known else 0)
         plan.add_context(work, state.length - work.first_index)
@@ -254,32 +256,6 @@ def test_product_equals_its_definition(kind: str, dtype: torch.dtype, inner: int
     assert out[bench.rows :].isnan().all(), "rows that nobody asked for"
 
 
-def make_products(*, library: bool = True) -> Any:
-    return products_module.Products(
-        lambda *given, **named: fused.launch(*given, **named, DEPENDENT=False), library=library
-    )
-
-
-def test_only_products_with_the_reference_bits_are_used() -> None:
-    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
-    products = make_products()
-    honest = products.multiply_as
-
-    def off_by_one_bit(
-        kind: str, counts: Tensor, row_count: int, x: Tensor, weight: Tensor, out: Tensor, rows: int
-    ) -> None:
-        """The library's product changes one bit of one row, as one that splits the inner axis would."""
-        honest("64x64", counts, row_count, x, weight, out, rows)
-        if kind == "library":
-            out[7] = torch.nextafter(out[7], out[7] + 1)
-
-    products.multiply_as = off_by_one_bit
-    assert products.choose([weight], [64, 256]) == {"32x32": {"64": "64x64", "256": "64x64"}}
-    same = make_products()
-    same.equals_reference = lambda kind, weight, size: True  # what a library with equal bits would answer
-    assert same.choose([weight], [64, 256]) == {"32x32": {"64": "64x64", "256": "library"}}
-
-
 def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "7")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -292,56 +268,52 @@ def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.
     assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "7", "what an operator has set stays"
 
 
-SMALL, LARGE = ["64x32", "64x16"], ["128x128", "128x256"]
+@pytest.mark.parametrize("kind", [*products_module.PRODUCT_TILES, "library"])
+def test_a_product_of_any_kind_equals_its_definition(kind: str) -> None:
+    bench = make_bench("fused", torch.bfloat16)
+    bench.kernels.choices.forced = kind  # type: ignore[attr-defined]
+    x, weight = bench.random(176), (torch.randn(176, 144, generator=bench.generator) / 13).bfloat16()
+    out = torch.full((len(x), 144), torch.nan).bfloat16()
+    bench.step.arrays.counts[ROWS] = 101
+    bench.kernels.multiply(bench.step, x, weight, out, 128)
+    close(out[:101], naive.multiply(x, weight)[:101], torch.bfloat16)
+    assert kind == "library" or out[101:].isnan().all(), "rows that the step does not have"
 
 
-@pytest.mark.parametrize(
-    ("rows", "dtype", "library", "kinds"),
-    [
-        (64, torch.bfloat16, True, SMALL),
-        (256, torch.bfloat16, True, [*SMALL, "library", *LARGE]),
-        (1024, torch.bfloat16, True, ["library", *LARGE]),
-        (1024, torch.bfloat16, False, LARGE),
-        (64, torch.float32, True, []),
-        (1024, torch.float32, True, ["library"]),
-    ],
-)
-def test_small_tiles_are_tried_for_few_rows_and_large_ones_for_many(
-    rows: int, dtype: torch.dtype, library: bool, kinds: list[str]
+LONG = [
+    (150, 0, 65),
+    (0, 0, 1),
+    (129, 100, 3),
+]  # history, of it known, candidates: chunks of 64 keys, ends within and between
+
+
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+@pytest.mark.parametrize("cap", [(30.0, "tanh"), (None, "tanh"), (80.0, "softsign")])
+def test_programs_for_single_chunks_of_keys_give_the_bits_of_one_for_all(
+    attention: str, cap: tuple[float | None, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products = make_products(library=library)
-    tried: list[str] = []
-    products.equals_reference = lambda kind, weight, size: bool(tried.append(kind))
-    assert products.choose([torch.zeros(32, 32, dtype=dtype)], [rows]) == {"32x32": {str(rows): "64x64"}}
-    assert tried == kinds
-
-
-@DTYPES
-@pytest.mark.parametrize("kind", products_module.PRODUCT_TILES)
-def test_a_product_of_any_kind_equals_its_definition(kind: str, dtype: torch.dtype) -> None:
-    bench = make_bench("fused", dtype)
-    x, weight = bench.random(176), (torch.randn(176, 144, generator=bench.generator) / 13).to(dtype)
-    out = torch.full((len(x), 144), torch.nan, dtype=dtype)
-    counts = torch.tensor([101], dtype=torch.int32)
-    make_products().multiply_as(kind, counts, 0, x, weight, out, 128)
-    close(out[:101], naive.multiply(x, weight)[:101], dtype)
-    assert out[101:].isnan().all(), "rows that the step does not have"
-
-
-def test_of_the_products_with_equal_bits_the_fastest_is_used() -> None:
-    weight = torch.zeros(32, 32).bfloat16()
-    products = make_products()
-    assert 0 < products.seconds("library", weight, 256) < products.seconds("64x64", weight, 256), "interpreted"
-    seconds = {"64x64": 3.0, "128x256": 2.0, "library": 1.0}
-    products.seconds = lambda kind, weight, size: seconds.get(kind, 4.0)
-    products.equals_reference = lambda kind, weight, size: True
-    for slow, fastest in (("64x64", "library"), ("library", "128x256"), ("128x256", "64x64")):
-        seconds[slow] = 9.0 if slow != "64x64" else 3.0
-        assert products.choose([weight], [512]) == {"32x32": {"512": fastest}}
-        assert products.chosen == {((32, 32), 512): fastest}
-    seconds["library"] = 0.1
-    products.equals_reference = lambda kind, weight, size: kind != "library"
-    assert products.choose([weight], [512]) == {"32x32": {"512": "64x64"}}, "fast and wrong is not a choice"
+    monkeypatch.setattr(fused, "CHUNK_KEYS", 64)
+    shape = {"query_heads": 2, "kv_heads": 1, "head_width": 32, "context_attention": attention}
+    bench = make_bench("fused", torch.bfloat16, LONG, attention_cap=cap[0], cap_form=cap[1], **shape)
+    kernels: Any = bench.kernels
+    query, key_value = bench.random(64, 3.0), bench.random(64, 3.0)
+    results = []
+    for kind in ("64x64", "spread"):
+        kernels.choices.forced = kind
+        kernels._partial.fill_(torch.nan)
+        results.append(torch.full_like(query, torch.nan))
+        kernels.attend(bench.step, query, key_value, 1, results[-1], 256)
+        assert kernels._partial.isnan().all() == (kind != "spread")
+    used = int(bench.step.host.counts[ROWS])
+    assert torch.equal(results[0].view(torch.int16), results[1].view(torch.int16))
+    assert results[0][:used].isfinite().all()
+    first, count, request, _ = bench.step.host.tiles[0].tolist()
+    state, own = bench.step.states[request], key_value[first : first + count].view(count, 2, 1, 32)
+    expected = naive.attend(
+        query[first : first + count].view(count, 2, 32), *state.keys_values[1, :, : state.length],
+        torch.full((count,), state.length), (own[:, 0], own[:, 1]), bench.config.attention_multiplier, *cap,
+    )  # fmt: skip
+    close(results[1][first : first + count], expected.flatten(1), torch.bfloat16)
 
 
 def numbered(bench: Bench, tables: Tables) -> Tables:

@@ -21,22 +21,20 @@ from model.tolerances import PARITY
 from tests.model.builders import random_config, random_ranker, random_request
 
 CONFIG = random_config(layers=1, history_length=9)
-NAMES = ["recorded, library products", "recorded", "unrecorded", "portable", "dense"]
+NAMES = ["recorded", "plain", "dense"]
 
 
 class Triton(PortableKernels):
     """Torch's kernels under Triton's name, with a planted fault."""
 
-    def __init__(self, fault: str, library: bool, dependent: bool, fuse: bool, *arguments: Any) -> None:
+    def __init__(self, fault: str, plain: bool, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.fault, self.library, self.dependent, self.fuse = fault, library, dependent, fuse
+        self.fault, self.plain = fault, plain
 
-    def choose_products(self, *arguments: Any) -> Any:
-        if self.fault == "library" and self.library:
+    def choose(self, *arguments: Any) -> Any:
+        if self.fault == "choice" and not self.plain:
             raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
-        if self.fault == "fusion" and self.fuse:
-            raise RuntimeError("a fused product does not compile")
-        return super().choose_products(*arguments)
+        return super().choose(*arguments)
 
     def embed(self, *arguments: Any) -> None:
         if self.fault == "compilation":
@@ -44,7 +42,7 @@ class Triton(PortableKernels):
         super().embed(*arguments)
 
     def gate(self, *arguments: Any, **options: Any) -> None:
-        if self.fault == "dependent" and self.dependent:
+        if self.fault == "dependent" and not self.plain:
             raise RuntimeError("programmatic dependent launch is not supported")
         if self.fault == "launch":
             raise RuntimeError("out of resource: shared memory")
@@ -86,8 +84,8 @@ def climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], La
     """A ladder with a fault, on the CPU."""
 
     def make(fault: str) -> LadderEngine:
-        def kernels(config: Any, weights: Any, dtype: Any, *, library: bool, dependent: bool, fuse: bool) -> Triton:
-            return Triton(fault, library, dependent, fuse, config, weights.rope)
+        def kernels(config: Any, weights: Any, dtype: Any, *, plain: bool) -> Triton:
+            return Triton(fault, plain, config, weights.rope)
 
         monkeypatch.setattr(split_engine, "_fused_kernels", kernels)
         monkeypatch.setattr(Recorder, "fault", fault)
@@ -103,17 +101,16 @@ def climb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], La
     ("fault", "steps", "reason"),
     [
         ("", 0, ""),
-        ("library", 1, "CUBLAS_STATUS"),
+        ("choice", 1, "CUBLAS_STATUS"),
         ("dependent", 1, "dependent launch"),
-        ("fusion", 1, "fused product"),
-        ("capture", 2, "capturing"),
-        ("replay", 2, "when it is replayed"),
-        ("memory", 2, "planted"),
-        ("compilation", 3, "softmix"),
-        ("launch", 3, "shared memory"),
-        ("proof", 3, "isolation is broken"),
-        ("numbers", 3, "differ from the definition"),
-        ("not a number", 3, "not finite"),
+        ("capture", 1, "capturing"),
+        ("replay", 1, "when it is replayed"),
+        ("memory", 1, "planted"),
+        ("compilation", 2, "softmix"),
+        ("launch", 2, "shared memory"),
+        ("proof", 2, "isolation is broken"),
+        ("numbers", 2, "differ from the definition"),
+        ("not a number", 2, "not finite"),
     ],
 )
 def test_a_rung_is_reached_by_breaking_the_one_above(climb: Any, fault: str, steps: int, reason: str) -> None:
@@ -140,7 +137,7 @@ def test_the_definition_itself_is_the_last_rung_and_is_checked_too(climb: Any, m
     engine.warm_up()
     assert engine.info.notes["rung"] == "dense"
     assert engine.info.backend == "dense"
-    assert len(engine.info.notes["steps_down"]) == 4
+    assert len(engine.info.notes["steps_down"]) == 2
     engine = climb("")
     forward = DenseEngine.forward
     asked = []
@@ -158,13 +155,13 @@ def test_the_definition_itself_is_the_last_rung_and_is_checked_too(climb: Any, m
 
 
 def test_a_rung_in_which_the_device_was_lost_is_left_out_by_the_next_start(climb: Any) -> None:
-    for rung in NAMES[:3]:
+    for rung in NAMES[:2]:
         with pytest.raises(EngineError, match=f"^{rung}: .*illegal memory access") as lost:
             climb("device").warm_up()
         assert lost.value.sticky
     engine = climb("device")
     engine.warm_up()
-    assert engine.info.notes["rung"] == "portable"
+    assert engine.info.notes["rung"] == "dense"
     assert "delete" in engine.info.notes["steps_down"][0]["reason"]
 
 
@@ -174,7 +171,7 @@ def test_a_rung_is_left_out_after_starts_that_ended_in_it(tmp_path: Path) -> Non
             Tried(tmp_path, "a").begin("recorded") == ""
         )  # and the process is gone: a crash, or a hang that was killed
     assert str(tmp_path) in Tried(tmp_path, "a").begin("recorded")
-    assert Tried(tmp_path, "a").begin("unrecorded") == ""
+    assert Tried(tmp_path, "a").begin("plain") == ""
     assert Tried(tmp_path, "another torch").begin("recorded") == ""
     Tried(tmp_path, "another torch").end()
     assert Tried(tmp_path, "another torch").begin("recorded") == ""

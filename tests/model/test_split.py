@@ -144,7 +144,7 @@ def test_padded_sizes_give_the_same_bits(placement: Any) -> None:
     notes = padded.info.notes
     assert notes["row_sizes"] == [64, 128, 192, 256, 320]
     assert notes["embedding_tables"] == placement
-    assert notes["graphs"] == 10
+    assert notes["graphs"] == 15, "a body, a tail and both in one of each size"
     plain = SplitEngine(ranker, capacity=320)
     items = [
         item(plain, history, count, seed) for seed, (history, count) in enumerate([(37, 700), (0, 1), (5, 64), (9, 9)])
@@ -253,9 +253,11 @@ def test_a_step_of_a_common_size_is_hardly_padded() -> None:
 class Forgetful(PlainRecorder):
     """Replays run something else than what was recorded."""
 
+    disturbs = "tail"
+
     def record(self, work: Any, step: Step) -> Any:
         replay = super().record(work, step)
-        tail = work.func.__name__ == "tail"
+        tail = work.func.__name__ == self.disturbs
 
         def disturbed(step: Step) -> None:
             replay(step)
@@ -265,10 +267,37 @@ class Forgetful(PlainRecorder):
         return disturbed
 
 
-def test_replays_that_differ_from_the_plain_run_are_refused() -> None:
+@pytest.mark.parametrize("disturbs", ["tail", "whole"])
+def test_replays_that_differ_from_the_plain_run_are_refused(disturbs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Forgetful, "disturbs", disturbs)
     engine = SplitEngine(random_ranker(random_config()), capacity=128, recorder=Forgetful())
     with pytest.raises(EngineError, match="when it is replayed"):
         engine.warm_up()
+
+
+class Counting(PlainRecorder):
+    """Notes what is replayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replayed: list[tuple[str, int]] = []
+
+    def record(self, work: Any, step: Step) -> Any:
+        replay = super().record(work, step)
+        return lambda step: (self.replayed.append((work.func.__name__, work.keywords["rows"])), replay(step))
+
+
+def test_a_step_whose_contexts_are_known_is_one_recording() -> None:
+    recorder = Counting()
+    engine = SplitEngine(random_ranker(random_config()), capacity=128, recorder=recorder, cache_bytes=2**20)
+    engine.warm_up()
+    recorder.replayed.clear()
+    for _ in range(2):
+        engine.forward([item(engine, 20, 40)])
+    assert recorder.replayed == [("whole", 64)] * 2, "cold 61 rows and 40, then 40 alone"
+    recorder.replayed.clear()
+    engine.forward([item(engine, 30, 60, seed=1)])
+    assert recorder.replayed == [("body", 128), ("tail", 64)]
 
 
 class Crowded(PlainRecorder):
@@ -292,9 +321,11 @@ class Crowded(PlainRecorder):
 @pytest.mark.parametrize("says_so", [True, False])
 def test_recordings_stop_where_memory_does_and_every_step_is_still_served(says_so: bool) -> None:
     config = random_config()
-    engine = SplitEngine(random_ranker(config), capacity=512, recorder=Crowded(5 + says_so, says_so=says_so))
+    engine = SplitEngine(random_ranker(config), capacity=512, recorder=Crowded(7 + 2 * says_so, says_so=says_so))
     engine.warm_up()
     assert gc.isenabled()
+    runner: Any = engine._runner
+    assert sorted(runner._bodies) == [128, 256, 512], "a body whose tail had no room is not dropped alone"
     kept = [128, 256, 512] if says_so else [256, 512]
     assert engine.info.notes["row_sizes"] == kept
     assert engine.info.notes["row_sizes_without_room"] == [size for size in range(64, 513, 64) if size not in kept]

@@ -1,4 +1,4 @@
-"""Triton: attention of query tiles over the contexts of many requests, and RoPE. Launched by `model.split.kernels.fused`."""
+"""Triton: attention of query tiles over the contexts of many requests. Launched by `model.split.kernels.fused`."""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
@@ -7,17 +7,10 @@ import triton
 import triton.language as tl
 
 from model.split.kernels.order import wait_for_previous
-from model.split.step import COUNTS, RECORD
+from model.split.kernels.rows import state_of
+from model.split.step import RECORD
 
-_HEAD, _RECORD = tl.constexpr(COUNTS), tl.constexpr(RECORD)
-
-
-@triton.jit
-def state_of(counts, request):
-    """Where the state of a request starts, counted from a tensor of the same type, its length and its capacity: `StepArrays`."""
-    slot = counts - _RECORD * (request + 1)
-    start = tl.load((slot + 4).to(tl.pointer_type(tl.int64)))
-    return tl.multiple_of(start, 16), tl.load(slot + 6), tl.load(slot + 7)
+_RECORD = tl.constexpr(RECORD)
 
 
 @triton.jit
@@ -41,7 +34,7 @@ def fast_exp2(x, EMULATED: tl.constexpr):
 @triton.jit
 def bounded_weight(
     products, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr, EMULATED: tl.constexpr
-):
+):  # fmt: skip
     """`exp(soft_cap(multiplier · x) − shift)` from raw products x.
 
     `fast_tanh`: SCALE = multiplier / cap, RISE = −shift · log2(e), FALL = cap · log2(e). `tanh`, for fp32 engines, with
@@ -59,26 +52,10 @@ def bounded_weight(
 
 @triton.jit
 def attend_keys(
-    sums,
-    q,
-    keys,
-    values,
-    columns,
-    seen,
-    length,
-    first,
-    last,
-    MASKED: tl.constexpr,
-    TOKEN: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    FORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    RISE: tl.constexpr,
-    FALL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EMULATED: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-):
+    sums, q, keys, values, columns, seen, length, first, last, MASKED: tl.constexpr, TOKEN: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATED: tl.constexpr, TILE_KEYS: tl.constexpr,
+):  # fmt: skip
     """Adds keys `first … last − 1`, TILE_KEYS at a time, to `sums`: `Σ p` and `Σ p·v` of every row of q `[rows, width]`, and the
     maximum of `SCALE · q·k` that p is relative to where FORM is `none`; what was summed is scaled down when it rises.
 
@@ -117,17 +94,9 @@ def attend_keys(
 
 @triton.jit
 def attend_self(
-    sums,
-    q,
-    own,
-    there,
-    TOKEN: tl.constexpr,
-    FORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    RISE: tl.constexpr,
-    FALL: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
+    sums, q, own, there, TOKEN: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr,
+    FALL: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """Adds to `sums`, see `attend_keys`, each row's own key, to which `own` points `[rows, width]`, and value, TOKEN elements on."""
     total, mixed, maximum = sums
     own_key = tl.load(own, mask=there, other=0.0).to(tl.float32)
@@ -145,52 +114,65 @@ def attend_self(
     return total + weight, mixed + weight[:, None] * own_value, maximum
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
+def merged(sums, part, FORM: tl.constexpr):
+    """Two sums of `attend_keys`, over the keys before and those that follow; said as the device is to round them."""
+    total, mixed, maximum = sums
+    if FORM == "none":
+        higher = tl.maximum(maximum, part[2])
+        before, after = tl.exp2(maximum - higher), tl.exp2(part[2] - higher)
+        total = tl.fma(total, before, part[0] * after)
+        mixed = tl.fma(mixed, tl.broadcast_to(before[:, None], mixed.shape), part[1] * after[:, None])
+        return total, mixed, higher
+    return total + part[0], mixed + part[1], maximum
+
+
+@triton.jit
+def tile_and_state(counts, counted, tile):
+    """Of a tile of rows: the first row, how many, the first's place in its context (−1 for candidates), and where the context's state
+    starts, its length and its capacity. Zeros for a tile past `counts[counted]`, whose slot may hold anything."""
+    there = tile < tl.load(counts + counted)
+    slot = counts - _RECORD * (tile + 1)
+    request = tl.load(slot + 2, mask=there, other=0)
+    start, length, capacity = state_of(counts, request)
+    rows = tl.load(slot + 1, mask=there, other=0)
+    return tl.load(slot), rows, tl.load(slot + 3), start, length, capacity
+
+
+@triton.jit(do_not_specialize=["layer", "counted"])
 def attend_tiles(
-    query,
-    query_stride,
-    own,
-    own_stride,
-    anchor,
-    out,
-    counts,
-    layer,
-    TILE_COUNT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    RISE: tl.constexpr,
-    FALL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    query, query_stride, own, own_stride, anchor, out, partial, totals, counts, counted, layer, rows_of_partial,
+    CAUSAL: tl.constexpr, QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr, FALL: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    CHUNK_KEYS: tl.constexpr, CHUNKED: tl.constexpr, SPREAD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """`out = Σ p·v / Σ p`, `p = exp(soft_cap(multiplier · q·k) − shift)`: softmax with soft-capped logits (Grok-1;
     spec section 1). The cap bounds every logit, so no running maximum is kept but where FORM is `none` (Milakov and Gimelshein
-    2018), and keys are always added up from the context's first, TILE_KEYS at a time: the order depends on nothing but the
-    row's own context.
+    2018). A row's own key comes first, then chunks of CHUNK_KEYS keys from the context's first on, each added up by itself,
+    TILE_KEYS at a time: the order depends on nothing but the row's own context.
 
     One program a query head and tile of rows. A tile belongs to one request, whose keys and values start at
     `anchor` plus the request's offset, laid out `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or
     all; candidates (place −1) see all keys, whole tiles of them without a mask, and their own key and value, which stand in
-    `own` `[rows, 2, G, K]`. WIDEN is for the interpreter, which cannot multiply bf16.
+    `own` `[rows, 2, G, K]`. Not CHUNKED: all keys are one
+    chunk. SPREAD: a program takes one, and `add_chunks` adds up what it leaves in fp32 `partial` `[chunks, rows, N, K]` and
+    `totals` `[chunks, rows, N, 2]`. WIDEN is for the interpreter, which cannot multiply bf16.
     """
-    wait_for_previous(DEPENDENT)
     head = tl.program_id(0)
-    tile = tl.program_id(1)
-    if tile >= tl.load(counts + TILE_COUNT):
+    first_row, row_count, place, start, length, capacity = tile_and_state(counts, counted, tl.program_id(1))
+    wait_for_previous(DEPENDENT)
+    begin, last = 0, length
+    if CAUSAL:  # noqa: SIM102 (decided when compiling; the inner one on the device)
+        if place >= 0:
+            last = tl.minimum(place + row_count, length)
+    end = last
+    if SPREAD:
+        begin = tl.program_id(2) * CHUNK_KEYS
+        end = tl.minimum(begin + CHUNK_KEYS, last)
+    if (row_count == 0) | ((begin > 0) & (begin >= last)):
         return
-    slot = counts - _RECORD * (tile + 1)
-    first_row, row_count, place = tl.load(slot), tl.load(slot + 1), tl.load(slot + 3)
-    start, length, capacity = state_of(counts, tl.load(slot + 2))
     kv_head = head // (QUERY_HEADS // KV_HEADS)
-
     in_tile = tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
     rows = (first_row + in_tile).to(tl.int64)
@@ -198,116 +180,85 @@ def attend_tiles(
     q = tl.load(query + rows[:, None] * query_stride + head * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
-
     seen = tl.zeros([TILE_ROWS], tl.int32) + length
-    last = length
-    if CAUSAL:  # noqa: SIM102 (decided when compiling; the inner one on the device)
+    if CAUSAL:  # noqa: SIM102
         if place >= 0:
             seen = place + 1 + in_tile
-            last = tl.minimum(place + row_count, length)
     token: tl.constexpr = KV_HEADS * HEAD_WIDTH
     keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
     values = keys + capacity.to(tl.int64) * token
 
-    sums = (
+    empty = (
         tl.zeros([TILE_ROWS], tl.float32),
         tl.zeros([TILE_ROWS, HEAD_BLOCK], tl.float32),
         tl.full([TILE_ROWS], -1e30, tl.float32),
     )
-    # a context row's mask depends on where its tile begins, so that its tiles of keys all go one way
-    whole = tl.where(place < 0, length // TILE_KEYS * TILE_KEYS, 0)
-    sums = attend_keys(
-        sums, q, keys, values, columns, seen, length, 0, whole,
-        False, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
-    )  # fmt: skip
-    sums = attend_keys(
-        sums, q, keys, values, columns, seen, length, whole, last,
-        True, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
-    )  # fmt: skip
-    if place < 0:
+    sums = empty
+    if (place < 0) & (begin == 0):
         mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
         sums = attend_self(sums, q, mine, there, token, FORM, SCALE, RISE, FALL, WIDEN)
+    for chunk in range(begin, end, CHUNK_KEYS):
+        stop = tl.minimum(chunk + CHUNK_KEYS, end)
+        # a context row's mask depends on where its tile begins, so that its tiles of keys all go one way
+        whole = tl.where(place < 0, stop // TILE_KEYS * TILE_KEYS, chunk)
+        part = empty
+        if not CHUNKED:
+            part = sums
+        part = attend_keys(
+            part, q, keys, values, columns, seen, length, chunk, whole,
+            False, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
+        )  # fmt: skip
+        part = attend_keys(
+            part, q, keys, values, columns, seen, length, whole, stop,
+            True, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
+        )  # fmt: skip
+        if CHUNKED:
+            part = merged(sums, part, FORM)
+        sums = part
+    if SPREAD:
+        row = (tl.program_id(2) * rows_of_partial + rows) * QUERY_HEADS + head
+        tl.store(partial + row[:, None] * HEAD_WIDTH + columns[None, :], sums[1], mask=there)
+        tl.store(totals + 2 * row, sums[0], mask=in_tile < row_count)
+        tl.store(totals + 2 * row + 1, sums[2], mask=in_tile < row_count)
+    else:
+        result = sums[1] / sums[0][:, None]
+        target = out + rows[:, None] * (QUERY_HEADS * HEAD_WIDTH) + head * HEAD_WIDTH + columns[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH: tl.constexpr):
+    """What a program of `attend_tiles` left of one chunk."""
+    total = tl.load(totals + 2 * row, mask=row_there, other=1.0)
+    mixed = tl.load(partial + row[:, None] * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
+    return total, mixed, tl.load(totals + 2 * row + 1, mask=row_there, other=0.0)
+
+
+@triton.jit(do_not_specialize=["counted"])
+def add_chunks(
+    out, partial, totals, counts, counted, rows_of_partial, CAUSAL: tl.constexpr, QUERY_HEADS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr, HEAD_BLOCK: tl.constexpr, FORM: tl.constexpr, TILE_ROWS: tl.constexpr,
+    CHUNK_KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Ends what `attend_tiles` begins where it is SPREAD: chunks are added from the context's first on, as one program would."""
+    head = tl.program_id(0)
+    first_row, row_count, place, _, last, _ = tile_and_state(counts, counted, tl.program_id(1))
+    wait_for_previous(DEPENDENT)
+    if row_count == 0:
+        return
+    if CAUSAL:  # noqa: SIM102 (decided when compiling; the inner one on the device)
+        if place >= 0:
+            last = tl.minimum(place + row_count, last)
+    in_tile = tl.arange(0, TILE_ROWS)
+    columns = tl.arange(0, HEAD_BLOCK)
+    rows = (first_row + in_tile).to(tl.int64)
+    row_there = in_tile < row_count
+    there = row_there[:, None] & (columns < HEAD_WIDTH)[None, :]
+    row = rows * QUERY_HEADS + head
+    sums = chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH)
+    for _ in range(CHUNK_KEYS, last, CHUNK_KEYS):
+        row += rows_of_partial * QUERY_HEADS
+        sums = merged(sums, chunk_of(partial, totals, row, columns, there, row_there, HEAD_WIDTH), FORM)
     result = sums[1] / sums[0][:, None]
     target = out + rows[:, None] * (QUERY_HEADS * HEAD_WIDTH) + head * HEAD_WIDTH + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def store_halves(target, first, second, there, HALF: tl.constexpr):
-    """The two halves of each head, HALF elements apart."""
-    tl.store(target, first, mask=there)
-    tl.store(target + HALF, second, mask=there)
-
-
-@triton.jit
-def turned(first, second, cos, sin):
-    """`x1·cos − x2·sin`, `x2·cos + x1·sin`; said as the device is to round them, so that all kernels give the same bits."""
-    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
-
-
-@triton.jit
-def rotate_heads(source, cos, sin, there, HALF: tl.constexpr):
-    """Turn the pairs `(x1, x2) = (source, source + HALF)` in place: `x1·cos − x2·sin`, `x2·cos + x1·sin`; returns both."""
-    dtype: tl.constexpr = source.dtype.element_ty
-    first = tl.load(source, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
-    turned_first, turned_second = turned(first, second, cos, sin)
-    turned_first, turned_second = turned_first.to(dtype), turned_second.to(dtype)
-    store_halves(source, turned_first, turned_second, there, HALF)
-    return turned_first, turned_second
-
-
-@triton.jit(do_not_specialize=["layer"])
-def rotate_rows(
-    query,
-    query_stride,
-    key_value,
-    key_value_stride,
-    anchor,
-    rope,
-    rope_positions,
-    counts,
-    layer,
-    ROW_COUNT: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_WIDTH: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """RoPE (Su et al. 2021), half-split pairs: `x1 ← x1·cos − x2·sin`, `x2 ← x2·cos + x1·sin`, in place, in fp32.
-
-    One program a row. `rope` fp32 `[2, rope_positions, K/2]`. QUERY_HEADS or KV_HEADS may be 0. The keys and values of
-    context rows are also written to their request's state.
-    """
-    wait_for_previous(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(counts + ROW_COUNT):
-        return
-    half: tl.constexpr = HEAD_WIDTH // 2
-    columns = tl.arange(0, HALF_BLOCK)
-    narrow = columns < half
-    record = counts + _HEAD + row * _RECORD
-    position = tl.load(record + 4)
-    cos = tl.load(rope + position * half + columns, mask=narrow, other=0.0)[None, :]
-    sin = tl.load(rope + (rope_positions + position) * half + columns, mask=narrow, other=0.0)[None, :]
-    if QUERY_HEADS > 0:
-        heads = tl.arange(0, QUERY_BLOCK)
-        there = (heads < QUERY_HEADS)[:, None] & narrow[None, :]
-        rotate_heads(query + row * query_stride + heads[:, None] * HEAD_WIDTH + columns[None, :], cos, sin, there, half)
-    if KV_HEADS > 0:
-        token: tl.constexpr = KV_HEADS * HEAD_WIDTH
-        heads = tl.arange(0, KV_BLOCK)
-        there = (heads < KV_HEADS)[:, None] & narrow[None, :]
-        inner = heads[:, None] * HEAD_WIDTH + columns[None, :]
-        source = key_value + row * key_value_stride + inner
-        turned_first, turned_second = rotate_heads(source, cos, sin, there, half)
-        place = tl.load(record + 7)
-        if place >= 0:
-            start, _, capacity = state_of(counts, tl.load(record + 6))
-            target = anchor + start + (layer.to(tl.int64) * 2 * capacity + place) * token + inner
-            store_halves(target, turned_first, turned_second, there, half)
-            value_first, value_second = tl.load(source + token, mask=there), tl.load(source + token + half, mask=there)
-            store_halves(target + capacity.to(tl.int64) * token, value_first, value_second, there, half)

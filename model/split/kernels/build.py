@@ -1,4 +1,4 @@
-"""Compiles every kernel that an engine would launch, and reads from the machine code what each takes; needs no GPU.
+"""Compiles every kernel that an engine would launch, as the engine would, and reads from the machine code what each takes; needs no GPU.
 
 `python -m model.split.kernels.build` prints the table: registers, stack, spills, wide copies, matrix and special instructions.
 """
@@ -6,140 +6,122 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.driver import driver
 
 from model.config import HashSpec, ModelConfig
 from model.ranker import Ranker
+from model.split.buckets import row_sizes
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.fused import FusedKernels
-from model.split.kernels.fusion import FUSED_TILES, fits
-from model.split.kernels.products import PRODUCT_TILES, REFERENCE, ProductKind
+from model.split.kernels.launch import Launcher
+from model.split.kernels.products import COMPILED, FUSED, REFERENCE, Kind, cdiv
 from model.split.step import TILE_ROWS, step_arrays, step_bytes
 from model.split.trunk import SplitTrunk
 from model.split.weights import split_weights
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SCHEDULING = ("num_warps", "num_stages", "launch_pdl")
+
+class Target:
+    """Stands in for a driver, so that Triton's own dispatcher compiles for a device that is not there. Its number is its capability:
+    Triton keeps what it compiled by device."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        """See the class."""
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        """Nothing is launched."""
+        return 0
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Inside, Triton compiles for this capability, on threads, whatever is here."""
+    before = driver._active
+    driver.set_active(Target(capability))
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            yield
+    finally:
+        driver._active = before
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel with the argument types and constants of a launch. Hashable, so that equal launches compile once."""
+class Compiled:
+    """A kernel's name, its constants, and what Triton compiled or is compiling."""
 
-    kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    aligned: tuple[int, ...]
-    constants: tuple[tuple[str, Any], ...]
-    options: tuple[tuple[str, int], ...]
+    name: str
+    constants: dict[str, Any]
+    binary: Any
 
-
-class Collector:
-    """A launcher that notes launches instead of starting them."""
-
-    def __init__(self) -> None:
-        self.launches: dict[Launch, None] = {}
-        self.started = 0
-
-    def __call__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
-        """Note the types as Triton's own dispatcher would see them."""
-        self.started += 1
-        names = kernel.arg_names[: len(arguments)]
-        unspecialized = {
-            kernel.arg_names.index(name) if isinstance(name, str) else name for name in kernel.do_not_specialize or ()
-        }
-        aligned = [
-            place
-            for place, value in enumerate(arguments)
-            if place not in unspecialized
-            and (isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0))
-        ]
-        signature = tuple((name, _type_name(value)) for name, value in zip(names, arguments, strict=True))
-        options = tuple((name, constants.pop(name)) for name in SCHEDULING if name in constants)
-        key = Launch(kernel, signature, tuple(aligned), tuple(sorted(constants.items())), options)
-        self.launches[key] = None
+    @property
+    def kernel(self) -> Any:
+        """Triton's compiled kernel. Raises Triton's errors when it does not compile."""
+        return self.binary.result() if hasattr(self.binary, "result") else self.binary
 
 
-def _type_name(value: Any) -> str:
-    if isinstance(value, Tensor):
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-        return "*" + names[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
-def collect(
+def compiled(
     config: ModelConfig,
     dtype: torch.dtype,
-    products: Iterable[ProductKind] = (*PRODUCT_TILES, *FUSED_TILES),
-    *,
-    dependent: bool = True,
-) -> list[Launch]:
-    """The launches of a whole forward of this architecture, once with each kind of bf16 matrix product; `dependent` as on Hopper
-    and later. Holds no weights."""
-    collector = Collector()
-    products = products if dtype == torch.bfloat16 else (REFERENCE,)
-    _forward(config, dtype, collector, products, dependent=dependent)
-    return list(collector.launches)
+    capability: int,
+    kinds: Sequence[Kind] = COMPILED,
+    names: Collection[str] | None = None,
+) -> list[Compiled]:
+    """What an engine of this architecture may launch on such a device, each binary once; of all kernels or those of `names`."""
+    found: dict[int, Compiled] = {}
+
+    def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
+        name = kernel.fn.__name__
+        if names is None or name in names:
+            binary = kernel.warmup(*arguments, grid=grid, **constants)
+            found.setdefault(id(binary), Compiled(name, constants, binary))
+
+    with compiling_for(capability):
+        for kind in kinds:
+            forward(config, dtype, capability, note, kind)
+    return list(found.values())
 
 
-def _forward(
-    config: ModelConfig, dtype: torch.dtype, collector: Collector, products: Iterable[ProductKind], *, dependent: bool
-) -> None:
+def forward(
+    config: ModelConfig, dtype: torch.dtype, capability: int, launcher: Launcher, kind: Kind, rows: int = TILE_ROWS,
+    tail: int | None = None, between: Callable[[], object] = lambda: None
+) -> None:  # fmt: skip
+    """Every launch of one forward with kernels of a kind, of `rows` rows and `tail` in its second half, before which `between` is
+    called. Holds no weights."""
     with torch.device("meta"):
         ranker = Ranker(config)
     weights = split_weights(ranker, torch.device("meta"), dtype, dtype)
-    kernels = FusedKernels(config, weights, dtype, collector, dependent=dependent)
+    kernels = FusedKernels(config, weights, dtype, launcher, capability=capability)
+    kernels.choices.forced = kind
     table = torch.empty(1, config.width, device="meta")
-    trunk = SplitTrunk(config, weights, Tables(table, table, table), kernels, TILE_ROWS, dtype)
-    buffer = torch.zeros(step_bytes(config, TILE_ROWS), dtype=torch.uint8, device="meta")
-    arrays = step_arrays(buffer, config, TILE_ROWS)
+    trunk = SplitTrunk(config, weights, Tables(table, table, table), kernels, rows, dtype)
+    buffer = torch.zeros(step_bytes(config, rows), dtype=torch.uint8, device="meta")
+    arrays = step_arrays(buffer, config, rows)
     step = Step(trunk.mixed, arrays, arrays, ())
-    for kind in products:
-        kernels.use_reference()
-        if kind in FUSED_TILES:
-            names = [name for name in trunk.fusable_weights() if fits(kind, name, 90 if dependent else 80)]
-            kernels.fusion.chosen = {(name, TILE_ROWS): kind for name in names}
-        kernels.products.chosen = {
-            (tuple(w.shape), TILE_ROWS): kind
-            for w in trunk.linear_weights()
-            if w.dtype == torch.bfloat16 and kind in PRODUCT_TILES
-        }
-        trunk.body(step, TILE_ROWS)
-        trunk.tail(step, TILE_ROWS)
-
-
-def distinct(launches: Iterable[Launch]) -> list[Launch]:
-    """One launch of each kind: matrix sizes count only by whether tiles divide them, and which count is read not at all."""
-    kinds: dict[Any, Launch] = {}
-    for launch in launches:
-        constants = {name: value for name, value in launch.constants if not name.endswith("_COUNT")}
-        for size, tile in (("IN", "TILE_IN"), ("OUT", "TILE_OUT")):
-            for name in constants.keys() & {size, *(f"{kind}_{size}" for kind in ("CANDIDATE", "HISTORY", "USER"))}:
-                constants[name] = constants[name] % constants[tile] == 0
-        key = (launch.kernel, launch.signature, launch.aligned, tuple(sorted(constants.items())), launch.options)
-        kinds.setdefault(key, launch)
-    return list(kinds.values())
-
-
-def compile_launch(launch: Launch, target: GPUTarget = HOPPER) -> Any:
-    """Triton's compiled kernel, with its `asm` by stage. Raises Triton's errors when it does not compile or assemble."""
-    names = launch.kernel.arg_names
-    signature = dict(launch.signature) | {name: "constexpr" for name, _ in launch.constants}
-    constants = {(names.index(name),): value for name, value in launch.constants}
-    attributes = {(place,): [["tt.divisibility", 16]] for place in launch.aligned}
-    source = ASTSource(launch.kernel, {n: signature[n] for n in names}, constants, attributes)
-    return triton.compile(source, target=target, options=dict(launch.options))
+    trunk.body(step, rows)
+    between()
+    trunk.tail(step, tail or rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,28 +173,46 @@ def _output(*command: str | Path) -> str:
     return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def describe(launch: Launch, compiled: Any) -> dict[str, Any]:
-    """Name, types, constants, shared memory in bytes, and `Code`."""
+def describe(each: Compiled) -> dict[str, Any]:
+    """Name, constants, what it computes in, shared memory in bytes, and `Code`."""
+    ready = each.kernel
+    types = set(ready.src.signature.values())
     return {
-        "kernel": launch.kernel.fn.__name__,
-        "dtype": _activations(launch),
-        "constants": dict(launch.constants),
-        "shared_bytes": compiled.metadata.shared,
-        **asdict(read_code(compiled.asm["cubin"])),
+        "kernel": each.name,
+        "dtype": "bf16" if "*bf16" in types else "fp32",
+        "constants": each.constants,
+        "shared_bytes": ready.metadata.shared,
+        **asdict(read_code(ready.asm["cubin"])),
     }
 
 
-def _activations(launch: Launch) -> str:
-    """The narrowest floating type among the pointers: what the engine computes in."""
-    types = {name.removeprefix("*") for _, name in launch.signature}
-    return "bf16" if "bf16" in types else "fp32"
+def launches(config: ModelConfig, kind: Kind, context: int, candidates: int) -> tuple[int, int, int]:
+    """Of one bf16 forward on Hopper, of `context` new tokens of one request and its candidates: launches, programs, those with work."""
+    totals = [0, 0, 0]
+    used, tokens = context + candidates, context
 
+    def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
+        across, down, deep = (*grid, 1, 1)[:3]
+        parts = [part for part in (candidates, tokens - 1, min(tokens, 1)) if part > 0]  # candidates, history, user
+        tile = constants.get("TILE_ROWS", 1)
+        of_kinds = sum(cdiv(part, tile) for part in parts)
+        name = kernel.fn.__name__
+        if name in ("attend_tiles", "add_chunks", "project_tiles"):
+            working = across * of_kinds * deep
+        elif name.startswith("multiply"):
+            working = across * cdiv(used, tile)
+        else:
+            working = used * down
+        for place, more in enumerate((1, across * down * deep, working)):
+            totals[place] += more
 
-def launches_a_forward(config: ModelConfig, kind: ProductKind = REFERENCE) -> int:
-    """How many kernels one forward starts with products of this kind; those of the library count as one each."""
-    collector = Collector()
-    _forward(config, torch.bfloat16, collector, (kind,), dependent=False)
-    return collector.started
+    def to_tail() -> None:
+        nonlocal used, tokens
+        used, tokens = candidates, 0
+
+    rows, tail = (next(size for size in row_sizes(2**14) if size >= count) for count in (used, candidates))
+    forward(config, torch.bfloat16, 90, note, kind, rows, tail, to_tail)
+    return totals[0], totals[1], totals[2]
 
 
 def main(given: list[str] | None = None) -> None:
@@ -224,34 +224,41 @@ def main(given: list[str] | None = None) -> None:
     hashes = HashSpec((1, 3), (5, 7), 2**61 - 1, 1000)
     configs = [
         ModelConfig(
-            width=256, layers=2, query_heads=4, kv_heads=2, head_width=width, history_length=127, candidate_length=64,
+            width=256, layers=2, query_heads=4, kv_heads=2, head_width=width, history_length=1022, candidate_length=64,
             actions=19, user_hashes=hashes, post_hashes=hashes, author_hashes=hashes, continuous_actions=8, has_dwell=True,
             has_post_age=True,
         ) for width in options.head_width
     ]  # fmt: skip
     numbers = [field.name for field in fields(Code)]
     print(
-        f"{'kernel':<16}{'sm':>4} {'dtype':<5} {'tile':<12}{'shared':>8}" + "".join(f"{name:>14}" for name in numbers)
+        f"{'kernel':<21}{'sm':>4} {'dtype':<5} {'tile':<14}{'shared':>8}" + "".join(f"{name:>14}" for name in numbers)
     )
     for capability in options.capability:
-        for launch in distinct(
-            each
+        each_once = {
+            each.kernel.hash: each
             for dtype in (torch.bfloat16, torch.float32)
             for config in configs
-            for each in collect(config, dtype, dependent=capability >= 90)
-        ):
-            row = describe(launch, compile_launch(launch, GPUTarget("cuda", capability, 32)))
+            for each in compiled(config, dtype, capability)
+        }
+        for row in map(describe, each_once.values()):
             constants = row["constants"]
             tile = "x".join(
                 str(constants[key]) for key in ("TILE_ROWS", "TILE_OUT", "TILE_KEYS", "HEAD_WIDTH") if key in constants
             )
-            head = f"{row['kernel']:<16}{capability:>4} {row['dtype']:<5} {tile:<12}{row['shared_bytes']:>8}"
+            head = f"{row['kernel']:<21}{capability:>4} {row['dtype']:<5} {tile:<14}{row['shared_bytes']:>8}"
             print(head + "".join(f"{row[name]:>14}" for name in numbers), flush=True)
-    for name, kind in (("separate", REFERENCE), ("fused", next(iter(FUSED_TILES)))):
-        counts = ", ".join(
-            f"{n} layers {launches_a_forward(replace(configs[0], layers=n), kind)}" for n in (2, 4, 8, 24)
-        )
-        print(f"launches a forward, gate and RoPE {name}: {counts}")
+        print(f"sm_{capability}: {len(each_once)} binaries")
+    for name, layers, kind in (
+        ("separate", 8, REFERENCE),
+        ("fused", 8, FUSED + "64x32"),
+        ("fused", 8, FUSED + "128x128"),
+    ):
+        config = replace(configs[-1], layers=layers, width=2560, query_heads=20, kv_heads=4)
+        for context, candidates in ((0, 64), (1023, 512)):
+            started, programs, working = launches(config, kind, context, candidates)
+            print(
+                f"{name} {kind}, {layers} layers, {context} + {candidates}: {started} launches, {working} of {programs} programs"
+            )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -13,7 +13,8 @@ from model.engine import EngineError
 from model.split.step import ContextState, StepArrays
 from model.split.weights import Norm, TokenWeights
 
-Part = Literal["qkv", "query", "key_value"]  # which of queries, keys and values a product makes
+Projected = Literal["qkv", "query", "key_value"]  # which of queries, keys and values a product makes
+FUSABLE = ("gate_value", "qkv", "query", "key_value")  # weights whose product can go on with the gate or with RoPE
 SAFE_EXPONENT = 80.0  # exp of ± this is a normal fp32 number and leaves room for a sum over a context
 
 
@@ -54,6 +55,23 @@ class Step:
     arrays: StepArrays
     host: StepArrays
     states: Sequence[ContextState]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One operation of a forward, to be run by itself on a step's `rows`: `run` takes the number of one of `layers`.
+
+    `name` is one of `FUSABLE` for a product with what follows it, `embed`, `attend`, `norm`, or the shape of a product's weight.
+    inputs: what it reads of activations and states; outputs: the rows of what it writes that mean something; weights: one a layer.
+    """
+
+    name: str
+    rows: int
+    layers: int
+    run: Callable[[int], None]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    weights: Sequence[Tensor] = field(default=())
 
 
 class Kernels(Protocol):
@@ -112,29 +130,26 @@ class Kernels(Protocol):
         """`multiply` and `gate`, with the same bits; gate_value may be left as it was."""
 
     def multiply_rotate(
-        self,
-        step: Step,
-        x: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        part: Part,
-        layer: int,
-        rows: int,
-        *,
-        tail: bool,
+        self, step: Step, x: Tensor, weight: Tensor, out: Tensor, part: Projected, layer: int, rows: int, *, tail: bool
     ) -> None:
         """`multiply` to out, which then holds `part`, and `rotate`, with the same bits."""
 
-    def choose_products(
-        self, weights: Sequence[Tensor], fusable: Mapping[str, Tensor], sizes: Sequence[int]
+    def compile(self, forward: Callable[[], object]) -> None:
+        """Compile what `forward` launches, with kernels of every kind, where that is done beforehand; nothing is computed then."""
+
+    def choose(
+        self, weights: Sequence[Tensor], parts: Callable[[int], Sequence[Part]], sizes: Sequence[int]
     ) -> dict[str, Any]:
-        """Find, for products with weights of these shapes and with these numbers of rows, the fastest ways that give the bits
-        of the reference, and use them from now on; likewise for those of `multiply_gate` and `multiply_rotate`, `fusable` by
-        the name of a layer's weight. Says what was found. Raises EngineError when the reference itself fails.
+        """Find the fastest ways that give the bits of the reference, for products with weights of these shapes, or for the `parts`
+        of a forward with each of `sizes` rows, and use them from now on. Says what was found. Raises EngineError when the
+        reference itself fails.
         """
 
+    def keep_choices(self) -> None:
+        """What was chosen has been checked in whole forwards: the next start may begin with it."""
+
     def use_reference(self) -> None:
-        """Use the reference products everywhere, and no fused ones."""
+        """Use the reference everywhere."""
 
     def compiled(self) -> int:
         """How many kernels have been compiled or loaded so far."""
@@ -144,15 +159,7 @@ class Unfused:
     """What `Kernels` do in one, done by their separate operations: for kernels that are made of them."""
 
     def multiply_gate(
-        self: Kernels,
-        step: Step,
-        x: Tensor,
-        weight: Tensor,
-        gate_value: Tensor,
-        out: Tensor,
-        rows: int,
-        *,
-        tail: bool,
+        self: Kernels, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool
     ) -> None:
         """See `Kernels.multiply_gate`."""
         self.multiply(step, x, weight, gate_value, rows, tail=tail)
@@ -164,7 +171,7 @@ class Unfused:
         x: Tensor,
         weight: Tensor,
         out: Tensor,
-        part: Part,
+        part: Projected,
         layer: int,
         rows: int,
         *,
@@ -176,7 +183,7 @@ class Unfused:
         self.rotate(step, query, key_value, layer, rows, tail=tail)
 
 
-def split_part(config: ModelConfig, part: Part, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def split_part(config: ModelConfig, part: Projected, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Queries, and keys with values, of the columns of `part`, as views."""
     queries = 0 if part == "key_value" else config.query_heads * config.head_width
     return (out[:, :queries] if queries else None), (None if part == "query" else out[:, queries:])

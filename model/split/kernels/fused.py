@@ -2,90 +2,54 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.config import DWELL_HIDDEN_WIDTH, CapForm, ModelConfig
+from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
 from model.hashing import hash_functions
-from model.split.kernels.attention import attend_tiles, rotate_rows
-from model.split.kernels.contract import Part, Step, Tables, Unfused, softmax_shift
-from model.split.kernels.epilogues import multiply_gate_tiles, multiply_rotate_tiles
-from model.split.kernels.fusion import FUSED_TILES, GATE, SEPARATE, Fusion
-from model.split.kernels.matmul import multiply_tiles
-from model.split.kernels.products import EXACT, INTERPRETED, Launcher, Products, cdiv, power_of_two, settle_library
-from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows
-from model.split.kernels.tokens import gather_rows, project_tiles
-from model.split.step import (
-    CANDIDATE,
-    CANDIDATE_TILES,
-    CANDIDATES,
-    HISTORY,
-    ROWS,
-    TILE_ROWS,
-    TILES,
-    USER,
-    embeddings_per_token,
-    tile_slots,
+from model.split.kernels.attention import add_chunks, attend_tiles
+from model.split.kernels.contract import Part, Projected, Step, Tables, Unfused
+from model.split.kernels.launch import (
+    EXACT,
+    INTERPRETED,
+    Launcher,
+    Launching,
+    compiled_variants,
+    counted,
+    launch,
+    paired,
+    softmax_constants,
+    source_key,
 )
+from model.split.kernels.matmul import multiply_gate_tiles, multiply_rotate_tiles, multiply_tiles
+from model.split.kernels.products import (
+    COMPILED,
+    FEW_ROWS,
+    LIBRARY,
+    PRODUCT_TILES,
+    REFERENCE,
+    SPREAD,
+    Choices,
+    cdiv,
+    power_of_two,
+    settle_library,
+)
+from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows, rotate_rows
+from model.split.kernels.tokens import gather_rows, project_tiles
+from model.split.row_check import shape_name
+from model.split.step import CANDIDATE, CANDIDATE_TILES, HISTORY, TILE_ROWS, TILES, embeddings_per_token, tile_slots
 from model.split.weights import Norm, SplitWeights, TokenWeights
 
-KERNELS = (
-    attend_tiles,
-    gate_rows,
-    gather_rows,
-    multiply_gate_tiles,
-    multiply_rotate_tiles,
-    multiply_tiles,
-    norm_head_rows,
-    norm_rows,
-    project_tiles,
-    rotate_rows,
-)
-LOG2_E = math.log2(math.e)
-TILE_KEYS = 64
+TILE_KEYS, CHUNK_KEYS = 64, 256
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
-    """Start the kernel on the current stream."""
-    kernel[grid](*arguments, **constants)
-
-
-def can_be_dependent(device: torch.device) -> bool:
-    """Whether the device starts a kernel while the one before it ends: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def compiled_variants() -> int:
-    """How many variants of the kernels this process has compiled or loaded, on all devices."""
-    caches = [cache for kernel in KERNELS for cache in getattr(kernel, "device_caches", {}).values()]
-    return sum(len(cache[0]) for cache in caches)
-
-
-def softmax_constants(multiplier: float, cap: float | None, form: CapForm, dtype: torch.dtype) -> dict[str, Any]:
-    """FORM, SCALE, RISE and FALL of `bounded_weight`; without a cap SCALE alone matters."""
-    shift = softmax_shift(cap)
-    if cap is None:
-        return {"FORM": "none", "SCALE": LOG2_E * multiplier, "RISE": 0.0, "FALL": 0.0}
-    if form == "softsign":
-        return {"FORM": form, "SCALE": LOG2_E * multiplier, "RISE": -shift * LOG2_E, "FALL": 1 / (cap * LOG2_E)}
-    if dtype == torch.bfloat16:
-        return {"FORM": "fast_tanh", "SCALE": multiplier / cap, "RISE": -shift * LOG2_E, "FALL": cap * LOG2_E}
-    return {
-        "FORM": form,
-        "SCALE": 2 * LOG2_E * multiplier / cap,
-        "RISE": (cap - shift) * LOG2_E,
-        "FALL": 2 * cap * LOG2_E,
-    }
-
-
-class FusedKernels(Unfused):
-    """Implements `Kernels`. Without `library` no product of cuBLAS is used. With `dependent` a kernel is started while the one
-    before it ends, see `order`; without `fuse` none does two operations. `launcher` is replaced where launches are to be
-    collected instead of run.
+class FusedKernels(Launching, Unfused):
+    """Implements `Kernels`. `plain`: the reference alone, and no kernel is started before the one before it has ended; else kinds are
+    chosen, and kernels overlap on Hopper and later, see `order`. `launcher` and `capability` are replaced where launches are to
+    be collected, or compiled for another device.
     """
 
     key_tile = 1  # the kernels mask
@@ -97,26 +61,28 @@ class FusedKernels(Unfused):
         dtype: torch.dtype,
         launcher: Launcher = launch,
         *,
-        library: bool = True,
-        dependent: bool = False,
-        fuse: bool = True,
+        plain: bool = False,
+        capability: int = 0,
     ) -> None:
         self.config = config
+        device, shared_bytes = weights.heads.device, (163 if capability < 90 else 227) * 1024
         if weights.heads.is_cuda:
             settle_library()
-        self.products = Products(self._launch, library=library)
-        self._dependent = dependent
-        self._fuse = fuse
-        self._launcher = launcher
+            properties = torch.cuda.get_device_properties(device)
+            capability = 10 * properties.major + properties.minor
+            shared_bytes = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+        super().__init__(launcher, shared_bytes, dependent=capability >= 90 and not plain)
+        self._plain = plain
         self._rope = weights.rope
-        self.fusion = Fusion(config, weights.rope, self._launch)
         self._slots: Tensor | None = None
         self._inputs: Tensor  # of tokens, for the rows of a step; made with the slots
         self._softmax = softmax_constants(config.attention_multiplier, config.attention_cap, config.cap_form, dtype)
-
-    def _launch(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
-        scheduling = {"launch_pdl": True} if self._dependent else {}
-        self._launcher(kernel, grid, arguments, DEPENDENT=self._dependent, **constants, **scheduling)
+        self._chunks = cdiv(1 + config.history_length, CHUNK_KEYS) if dtype == torch.bfloat16 else 1
+        self.choices = Choices(capability, narrow=dtype == torch.bfloat16, spread=self._chunks > 1)
+        # what programs for single chunks leave; rows beyond those of a step are written by no one
+        shape = (self._chunks if self._chunks > 1 else 0, FEW_ROWS + TILE_ROWS, config.query_heads)
+        self._partial = torch.empty(*shape, config.head_width, device=device)
+        self._totals = torch.empty(*shape, 2, device=device)
 
     def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
         """See `Kernels.embed`."""
@@ -147,25 +113,12 @@ class FusedKernels(Unfused):
             SMALL_BLOCK=power_of_two(small),
             num_warps=1 if config.width <= 512 else 4,
         )  # fmt: skip
-        narrow = config.width <= 512 or inputs.dtype == torch.float32
-        self._launch(
-            project_tiles,
-            (cdiv(config.width, 64 if narrow else 128), rows // TILE_ROWS + 3),
-            (inputs, inputs.stride(0), tokens.projection, tokens.surfaces, tokens.ages, residual, counts),
-            CANDIDATE_IN=tokens.inputs[CANDIDATE],
-            HISTORY_IN=tokens.inputs[HISTORY],
-            USER_IN=tokens.inputs[USER],
-            OUT=config.width,
-            SURFACES=config.product_surfaces,
-            HAS_AGES=config.has_post_age,
-            PRECISION=EXACT,
-            WIDEN=INTERPRETED,
-            TILE_ROWS=TILE_ROWS,
-            TILE_OUT=64 if narrow else 128,
-            TILE_IN=64 if inputs.dtype == torch.bfloat16 else 32,
-            num_warps=4,
-            num_stages=4,
-        )
+        tile = self.choices.tile("embed", rows, config.width)
+        self._launch_product(
+            project_tiles, tile, cdiv(rows, tile.rows) + 2, tokens.inputs, config.width,
+            inputs, inputs.stride(0), tokens.projection, tokens.surfaces, tokens.ages, residual, counts, *tokens.inputs,
+            config.width, config.product_surfaces, HAS_AGES=config.has_post_age,
+        )  # fmt: skip
 
     def norm(
         self,
@@ -191,9 +144,9 @@ class FusedKernels(Unfused):
                 *_scale_and_bias(norm),
                 out,
                 step.arrays.counts,
+                counted(tail=tail),
                 self.config.norm_epsilon,
             ),
-            ROW_COUNT=CANDIDATES if tail else ROWS,
             HAS_MIXED=mixed is not None,
             HAS_POST=post is not None,
             CENTRED=norm.bias is not None,
@@ -209,8 +162,7 @@ class FusedKernels(Unfused):
         self._launch(
             norm_head_rows,
             (rows, count),
-            (heads, heads.stride(0), scale, step.arrays.counts, self.config.norm_epsilon),
-            ROW_COUNT=CANDIDATES if tail else ROWS,
+            (heads, heads.stride(0), scale, step.arrays.counts, counted(tail=tail), self.config.norm_epsilon),
             HEAD_WIDTH=len(scale),
             HEAD_BLOCK=power_of_two(len(scale)),
             num_warps=1,
@@ -218,7 +170,16 @@ class FusedKernels(Unfused):
 
     def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """See `Kernels.multiply`."""
-        self.products.multiply(step.arrays.counts, CANDIDATES if tail else ROWS, x, weight, out, rows)
+        name = shape_name(weight)
+        if self.choices.kind(name, rows) == LIBRARY:
+            torch.mm(x[:rows], weight, out=out[:rows])
+            return
+        is_chosen = weight.dtype == torch.bfloat16  # the heads' is fp32
+        tile = self.choices.tile(name, rows, weight.shape[1]) if is_chosen else PRODUCT_TILES[REFERENCE]
+        self._launch_product(
+            multiply_tiles, tile, cdiv(rows, tile.rows), weight.shape[:1], weight.shape[1],
+            x, weight, out, step.arrays.counts, counted(tail=tail), *weight.shape, x.stride(0), out.stride(0),
+        )  # fmt: skip
 
     def rotate(
         self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
@@ -232,9 +193,9 @@ class FusedKernels(Unfused):
             rotate_rows,
             (rows,),
             (
-                q, q.stride(0), kv, kv.stride(0), step.anchor, self._rope, self._rope.shape[1], step.arrays.counts, layer,
+                q, q.stride(0), kv, kv.stride(0), step.anchor, self._rope, self._rope.shape[1], step.arrays.counts,
+                counted(tail=tail), layer,
             ),
-            ROW_COUNT=CANDIDATES if tail else ROWS,
             QUERY_HEADS=config.query_heads if query is not None else 0,
             KV_HEADS=config.kv_heads if key_value is not None else 0,
             HEAD_WIDTH=config.head_width,
@@ -248,25 +209,42 @@ class FusedKernels(Unfused):
         self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor, rows: int, *, tail: bool = False
     ) -> None:
         """See `Kernels.attend`."""
-        config = self.config
+        config, counts = self.config, (step.arrays.counts, CANDIDATE_TILES if tail else TILES)
+        partial = (self._partial, self._totals)
+        is_spread = self._chunks > 1 and rows <= FEW_ROWS and self.choices.kind("attend", rows) == SPREAD
+        chunks = self._chunks if is_spread else 1
+        constants: dict[str, Any] = {
+            "CAUSAL": config.context_attention == "causal", "QUERY_HEADS": config.query_heads, "HEAD_WIDTH": config.head_width,
+            "HEAD_BLOCK": max(16, power_of_two(config.head_width)), "FORM": self._softmax["FORM"], "TILE_ROWS": TILE_ROWS,
+        }  # fmt: skip
+        is_narrow = query.dtype == torch.bfloat16
         self._launch(
             attend_tiles,
-            (config.query_heads, tile_slots(rows)),
-            (query, query.stride(0), key_value, key_value.stride(0), step.anchor, out, step.arrays.counts, layer),
-            TILE_COUNT=CANDIDATE_TILES if tail else TILES,
-            CAUSAL=config.context_attention == "causal",
-            QUERY_HEADS=config.query_heads,
+            (config.query_heads, tile_slots(rows), chunks),
+            (
+                query, query.stride(0), key_value, key_value.stride(0), step.anchor, out, *partial, *counts, layer,
+                self._partial.shape[1],
+            ),
             KV_HEADS=config.kv_heads,
-            HEAD_WIDTH=config.head_width,
-            HEAD_BLOCK=max(16, power_of_two(config.head_width)),
             PRECISION=EXACT,
             WIDEN=INTERPRETED,
-            TILE_ROWS=TILE_ROWS,
-            TILE_KEYS=TILE_KEYS if query.dtype == torch.bfloat16 else TILE_KEYS // 2,
-            num_warps=4,
+            TILE_KEYS=TILE_KEYS if is_narrow else TILE_KEYS // 2,
+            CHUNK_KEYS=CHUNK_KEYS if is_narrow else 2**30,  # two sets of sums would leave the registers
+            CHUNKED=is_narrow,
+            SPREAD=is_spread,
+            num_warps=8 if is_narrow and config.head_width > 64 else 4,
             num_stages=2,
-            **self._softmax,
+            **(constants | self._softmax),
         )  # fmt: skip
+        if is_spread:
+            self._launch(
+                add_chunks,
+                (config.query_heads, tile_slots(rows)),
+                (out, *partial, *counts, self._partial.shape[1]),
+                CHUNK_KEYS=CHUNK_KEYS,
+                num_warps=4,
+                **constants,
+            )
 
     def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
         """See `Kernels.gate`."""
@@ -275,8 +253,7 @@ class FusedKernels(Unfused):
         self._launch(
             gate_rows,
             (rows, cdiv(width, block)),
-            (gate_value, out, step.arrays.counts),
-            ROW_COUNT=CANDIDATES if tail else ROWS,
+            (gate_value, out, step.arrays.counts, counted(tail=tail)),
             WIDTH=width,
             ACTIVATION=self.config.activation,
             GATED=self.config.gated,
@@ -288,42 +265,64 @@ class FusedKernels(Unfused):
         self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool
     ) -> None:
         """See `Kernels.multiply_gate`."""
-        tile = FUSED_TILES.get(self.fusion.chosen.get((GATE, rows), SEPARATE))
+        tile = self.choices.fused("gate_value", rows)
         if tile is None:
             super().multiply_gate(step, x, weight, gate_value, out, rows, tail=tail)
-        else:
-            self.fusion.gate(tile, step.arrays.counts, CANDIDATES if tail else ROWS, x, weight, out, rows)
+            return
+        inner, columns = weight.shape
+        self._launch_product(
+            multiply_gate_tiles, paired(tile), cdiv(rows, tile.rows), (inner,), columns // 2,
+            x, weight, out, step.arrays.counts, counted(tail=tail), inner, columns // 2, x.stride(0),
+            ACTIVATION=self.config.activation,
+        )  # fmt: skip
 
     def multiply_rotate(
-        self,
-        step: Step,
-        x: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        part: Part,
-        layer: int,
-        rows: int,
-        *,
-        tail: bool,
+        self, step: Step, x: Tensor, weight: Tensor, out: Tensor, part: Projected, layer: int, rows: int, *, tail: bool
     ) -> None:
         """See `Kernels.multiply_rotate`."""
-        tile = FUSED_TILES.get(self.fusion.chosen.get((part, rows), SEPARATE))
+        tile = self.choices.fused(part, rows)
         if tile is None:
             super().multiply_rotate(step, x, weight, out, part, layer, rows, tail=tail)
-        else:
-            self.fusion.rotate(tile, step, CANDIDATES if tail else ROWS, x, weight, out, part, layer, rows)
+            return
+        config, (inner, columns) = self.config, weight.shape
+        self._launch_product(
+            multiply_rotate_tiles, paired(tile), cdiv(rows, tile.rows), (inner,), columns // 2,
+            x, weight, out, step.anchor, self._rope, self._rope.shape[1], step.arrays.counts, layer, counted(tail=tail),
+            inner, columns, x.stride(0), out.stride(0),
+            0 if part == "key_value" else config.query_heads, 0 if part == "query" else config.kv_heads,
+            HEAD_WIDTH=config.head_width,
+        )  # fmt: skip
 
-    def choose_products(
-        self, weights: Sequence[Tensor], fusable: Mapping[str, Tensor], sizes: Sequence[int]
+    def compile(self, forward: Callable[[], object]) -> None:
+        """See `Kernels.compile`."""
+
+        def kinds() -> None:
+            for kind in (REFERENCE,) if self._plain else COMPILED:
+                self.choices.forced = kind
+                forward()
+
+        try:
+            self.compile_on_threads(kinds)
+        finally:
+            self.choices.forced = None
+
+    def choose(
+        self, weights: Sequence[Tensor], parts: Callable[[int], Sequence[Part]], sizes: Sequence[int]
     ) -> dict[str, Any]:
-        """See `Kernels.choose_products`."""
-        found = self.products.choose(weights, sizes)
-        return found | (self.fusion.choose(self, fusable, sizes) if self._fuse else {})
+        """See `Kernels.choose`."""
+        if self._plain:
+            return {"how": REFERENCE}
+        device = weights[0].device
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+        return self.choices.choose(parts, sizes, f"{card} {torch.__version__} {self.config} {source_key()}")
+
+    def keep_choices(self) -> None:
+        """See `Kernels.keep_choices`."""
+        self.choices.keep()
 
     def use_reference(self) -> None:
         """See `Kernels.use_reference`."""
-        self.products.chosen.clear()
-        self.fusion.chosen.clear()
+        self.choices.chosen.clear()
 
     def compiled(self) -> int:
         """See `Kernels.compiled`; on all devices, for all engines of the process."""

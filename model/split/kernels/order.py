@@ -10,8 +10,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Comes first in every kernel, in programs without work too: nothing is read or written before the kernel before this one
-    has ended and its writes are seen. Then the next kernel may be started, which will wait here for this one."""
+    """Every program comes here, those without work too: nothing that a kernel writes is read before, and nothing is written, until
+    the kernel before this one has ended. Then the next kernel may be started, which will wait here for this one. What no
+    kernel of a forward writes (counts, weights, tables) may be read before."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_ahead(weight, first, inner, columns, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Asks for the first tile of a bf16 weight `[inner, columns]`, its columns from `first` on, to be in the L2 cache; before waiting."""
+    if DEPENDENT:
+        LINES: tl.constexpr = (TILE_OUT + 63) // 64  # of 128 bytes
+        row = tl.minimum(tl.arange(0, TILE_IN), inner - 1).to(tl.int64)
+        column = tl.minimum(first + 64 * tl.arange(0, LINES), columns - 1)
+        address = (weight + row[:, None] * columns + column[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, is_pure=False, pack=1
+        )

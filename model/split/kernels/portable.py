@@ -6,7 +6,7 @@ pieces of fixed size, because torch computes the last few elements of a call by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from model.config import ModelConfig
 from model.engine import EngineError
 from model.hashing import hash_rows
 from model.layers import MASKED, activate, soft_cap
-from model.split.kernels.contract import Step, Tables, Unfused, softmax_shift
+from model.split.kernels.contract import Part, Step, Tables, Unfused, softmax_shift
 from model.split.row_check import rows_are_independent, shape_name
 from model.split.step import CANDIDATE, CANDIDATES, HISTORY, TILE_ROWS, TILES, USER, ContextState
 from model.split.step import CANDIDATE_TILES as TAIL_TILES
@@ -200,10 +200,13 @@ class PortableKernels(Unfused):
         activated = elementwise(lambda x: activate(x, self.config.activation), gates.float().contiguous())
         out[:rows] = activated * values[0] if values else activated
 
-    def choose_products(
-        self, weights: Sequence[Tensor], fusable: Mapping[str, Tensor], sizes: Sequence[int]
+    def compile(self, forward: Callable[[], object]) -> None:
+        """Nothing is ever compiled."""
+
+    def choose(
+        self, weights: Sequence[Tensor], parts: Callable[[int], Sequence[Part]], sizes: Sequence[int]
     ) -> dict[str, Any]:
-        """See `Kernels.choose_products`; nothing is fused, and `sizes` do not matter: every number of rows is cut into checked ones."""
+        """See `Kernels.choose`; nothing is fused, and `sizes` do not matter: every number of rows is cut into checked ones."""
         for weight in weights:
 
             def product(x: Tensor, weight: Tensor = weight) -> Tensor:
@@ -218,6 +221,9 @@ class PortableKernels(Unfused):
             wide = [size for size in WIDE_ROW_SIZES if rows_are_independent(product, reference, size, width, weight)]
             self.row_sizes[tuple(weight.shape)] = (*wide, TILE_ROWS)
         return {shape_name(weight): list(self.row_sizes[tuple(weight.shape)]) for weight in weights}
+
+    def keep_choices(self) -> None:
+        """See `Kernels.keep_choices`: finding them takes no time here."""
 
     def use_reference(self) -> None:
         """See `Kernels.use_reference`."""

@@ -1,33 +1,35 @@
-"""Matrix products of the split engine by kind: what may compute one, which kinds give equal bits, which of them is fastest here."""
+"""Kinds of matrix products and of attention: which ways of computing an operation give equal bits, which of them is fastest here."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
+from triton.errors import TritonError
 
-from model.split.kernels.matmul import multiply_tiles
-from model.split.row_check import rows_are_independent, shape_name
-from model.split.step import ROWS
+from model.split.graphs import device_seconds
+from model.split.kernels.contract import FUSABLE, Part
 
-ProductKind = str  # `LIBRARY`, or one of PRODUCT_TILES: rows x columns of the tile
-LIBRARY: ProductKind = "library"
-REFERENCE: ProductKind = "64x64"
-EXACT = "tf32x3"  # three products in TF32 are as exact as one in fp32, and leave the numbers in the matrix units
-INTERPRETED = not isinstance(multiply_tiles, JITFunction)  # TRITON_INTERPRET=1 was set before the kernels were imported
+Kind = str  # one of PRODUCT_TILES, `LIBRARY`, `SPREAD`, or `FUSED` and one of PRODUCT_TILES
+LIBRARY, SPREAD, FUSED = "library", "spread", "fused "
+REFERENCE: Kind = "64x64"  # for what is not named: this tile, separate kernels, one program for all chunks of keys
+PROOFS = 3  # random inputs on which bits are compared
 FEW_ROWS = 256  # up to here small tiles fill more of the device, from here on large ones and the library
 
 
 @dataclass(frozen=True, slots=True)
-class ProductTile:
-    """Tile of a matrix product: rows, columns and inner step, and how Triton is to schedule it."""
+class Tile:
+    """Tile of a matrix product: rows, columns and inner step, and how Triton is to schedule it. Where the columns go in pairs, of
+    gate and value or of the two halves of a head, it has half as many pairs."""
 
     rows: int
     out: int
@@ -35,116 +37,162 @@ class ProductTile:
     num_warps: int
     num_stages: int
 
+    def stages(self, shared_bytes: int, size: int = 2) -> int:
+        """As many as the device's shared memory holds, of numbers of `size` bytes, with a little left for what else is there."""
+        return min(self.num_stages, (shared_bytes - 4096) // (self.inner * (self.rows + self.out) * size))
 
-# Every kind adds along the inner axis from its first element on. All must equal the reference's bits to be used.
-PRODUCT_TILES: Mapping[ProductKind, ProductTile] = {
-    REFERENCE: ProductTile(64, 64, 64, num_warps=4, num_stages=4),
-    "64x32": ProductTile(64, 32, 128, num_warps=4, num_stages=4),
-    "64x16": ProductTile(64, 16, 128, num_warps=4, num_stages=4),
-    "128x128": ProductTile(128, 128, 64, num_warps=8, num_stages=4),
-    "128x256": ProductTile(128, 256, 64, num_warps=8, num_stages=3),
+
+# Every kind adds along the inner axis from its first element on. All must give the reference's bits to be used.
+PRODUCT_TILES: Mapping[Kind, Tile] = {
+    REFERENCE: Tile(64, 64, 64, num_warps=4, num_stages=4),
+    "64x32": Tile(64, 32, 128, num_warps=4, num_stages=8),
+    "128x128": Tile(128, 128, 64, num_warps=8, num_stages=4),
+    "128x256": Tile(128, 256, 64, num_warps=8, num_stages=3),
 }
+WIDEST: Kind = "128x256"
+COMPILED: tuple[Kind, ...] = (
+    *PRODUCT_TILES,
+    *(FUSED + kind for kind in PRODUCT_TILES),
+    SPREAD,
+)  # each is a way to run a whole forward
 
 
-class Launcher(Protocol):
-    """Starts a Triton kernel over a grid; the arguments are the kernel's, its constants by keyword."""
+def fits(kind: Kind, name: str, capability: int) -> bool:
+    """Whether a tile stays within the registers, as compiling shows: the widest not where tokens are made, with pairs only for the gate,
+    on Hopper and later."""
+    if kind == FUSED + WIDEST:
+        return name == "gate_value" and capability >= 90
+    return (kind, name) != (WIDEST, "embed")
 
-    def __call__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None: ...
 
+class Choices:
+    """Which kind computes what. `chosen` says it by the operation's name and the number of rows; what is not named runs as the
+    reference. `forced` takes the place of all choices, where an operation has that kind."""
 
-class Products:
-    """Matrix products on flat rows. `chosen` says, by weight shape and row count, which kind is used; what is not named runs as
-    the reference. Without `library` none of cuBLAS is."""
+    def __init__(self, capability: int, *, narrow: bool, spread: bool) -> None:
+        """narrow: bf16, else there is nothing to choose; spread: contexts may be of more than one chunk."""
+        self.chosen: dict[tuple[str, int], Kind] = {}
+        self.forced: Kind | None = None
+        self._capability, self._narrow, self._spread = capability, narrow, spread
+        self._file: Path | None = None
 
-    def __init__(self, launcher: Launcher, *, library: bool) -> None:
-        self.chosen: dict[tuple[tuple[int, ...], int], ProductKind] = {}
-        self._launch = launcher
-        self._library = library
+    def kind(self, name: str, rows: int) -> Kind:
+        """What computes `name` with so many rows."""
+        forced = self.forced if self._narrow else None
+        return forced or self.chosen.get((name, rows), REFERENCE)
 
-    def multiply(self, counts: Tensor, row_count: int, x: Tensor, weight: Tensor, out: Tensor, rows: int) -> None:
-        """`out = x @ weight` by the kind that was chosen, see `multiply_as`."""
-        kind = self.chosen.get((tuple(weight.shape), rows), REFERENCE)
-        self.multiply_as(kind, counts, row_count, x, weight, out, rows)
+    def tile(self, name: str, rows: int, columns: int) -> Tile:
+        """The tile of a product by itself; no wider one than its columns fill."""
+        kind = self.kind(name, rows)
+        tile = PRODUCT_TILES.get(kind if fits(kind, name, self._capability) else REFERENCE)
+        return tile if tile and tile.out <= power_of_two(columns) else PRODUCT_TILES[REFERENCE]
 
-    def multiply_as(
-        self, kind: ProductKind, counts: Tensor, row_count: int, x: Tensor, weight: Tensor, out: Tensor, rows: int
-    ) -> None:
-        """The product of a given kind; the library's takes all `rows`, the others `counts[row_count]` of them."""
-        if kind == LIBRARY:
-            torch.mm(x[:rows], weight, out=out[:rows])
-            return
-        tile = PRODUCT_TILES[kind]
-        inner, columns = weight.shape
-        self._launch(
-            multiply_tiles,
-            (cdiv(columns, tile.out), cdiv(rows, tile.rows)),
-            (x, weight, out, counts, x.stride(0), out.stride(0)),
-            ROW_COUNT=row_count,
-            IN=inner,
-            OUT=columns,
-            PRECISION=EXACT,
-            WIDEN=INTERPRETED,
-            TILE_ROWS=tile.rows,
-            TILE_OUT=min(tile.out, power_of_two(columns)),
-            TILE_IN=tile.inner,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+    def fused(self, name: str, rows: int) -> Tile | None:
+        """The tile of a product that goes on with what follows it; None for separate kernels."""
+        kind = self.kind(name, rows)
+        is_fused = kind.startswith(FUSED) and fits(kind, name, self._capability)
+        return PRODUCT_TILES[kind.removeprefix(FUSED)] if is_fused else None
+
+    def kinds(self, part: Part) -> list[Kind]:
+        """Kinds to try beside the reference, for bf16 alone: small tiles for few rows, large ones and the library for many."""
+        few, many = part.rows <= FEW_ROWS, part.rows >= FEW_ROWS
+        tiles = [kind for kind, tile in PRODUCT_TILES.items() if (few if tile.rows == 64 else many)]
+        if not self._narrow:
+            return []
+        if part.name == "attend":
+            return [SPREAD] * (few and self._spread)
+        if part.name in FUSABLE:
+            return [FUSED + kind for kind in tiles if fits(FUSED + kind, part.name, self._capability)]
+        if part.weights:
+            others = [kind for kind in tiles if kind != REFERENCE and fits(kind, part.name, self._capability)]
+            others = [kind for kind in others if PRODUCT_TILES[kind].out <= power_of_two(part.weights[0].shape[1])]
+            return others + [LIBRARY] * (many and part.name != "embed")
+        return []
+
+    def choose(self, parts: Callable[[int], Sequence[Part]], sizes: Sequence[int], build: str) -> dict[str, Any]:
+        """Of the kinds that give the reference's bits, itself included, the fastest, by name and size; timed at `timed_sizes`, the
+        others go by the nearest of them. Or what was kept for the same `build`, which whoever asks must check."""
+        described = f"{build} {sorted(sizes)} {PRODUCT_TILES} {triton.__version__}"
+        self._file = (
+            Path(triton.knobs.cache.dir) / f"choices-{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
         )
+        with suppress(OSError, ValueError, TypeError):
+            kept = {(str(name), int(size)): str(kind) for name, size, kind in json.loads(self._file.read_text())}
+            self._file.unlink()  # until they have been checked again
+            self.chosen = kept
+            return self._found("kept")
+        ranked: dict[tuple[str, int], list[Kind]] = {}
+        timed = timed_sizes(sizes)
+        for size in timed:
+            for part in parts(size):
+                equal = [REFERENCE, *(kind for kind in self.kinds(part) if self.is_equal(part, kind))]
+                ranked[part.name, size] = (
+                    sorted(equal, key=lambda kind: self.seconds(part, kind)) if equal[1:] else equal
+                )
+                self.chosen[part.name, size] = ranked[part.name, size][0]
+        for size in set(sizes) - set(timed):
+            nearest = min(timed, key=lambda other: abs(other - size))
+            for part in parts(size):
+                passes = (
+                    kind for kind in ranked[part.name, nearest] if kind != LIBRARY or self.is_equal(part, kind)
+                )  # the library takes another kernel for any size
+                self.chosen[part.name, size] = next(passes)
+        return self._found("timed")
 
-    def choose(self, weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, Any]:
-        """See `Kernels.choose_products`: of the kinds that equal the reference, itself included, the fastest here and now."""
-        found: dict[str, dict[str, str]] = {}
-        for weight in weights:
-            for size in sizes:
-                wanted = preferred(size, weight.dtype, library=self._library)
-                equal = [REFERENCE, *(kind for kind in wanted if self.equals_reference(kind, weight, size))]
-                kind = min(equal, key=lambda kind: self.seconds(kind, weight, size)) if len(equal) > 1 else REFERENCE
-                self.chosen[tuple(weight.shape), size] = kind
-                found.setdefault(shape_name(weight), {})[str(size)] = kind
-        return found
+    def _found(self, how: str) -> dict[str, Any]:
+        found: dict[str, dict[str, Kind]] = {}
+        for (name, size), kind in sorted(self.chosen.items()):
+            found.setdefault(name, {})[str(size)] = kind
+        return {"how": how, **found}
 
-    def seconds(self, kind: ProductKind, weight: Tensor, rows: int) -> float:
-        """See `least_seconds`."""
-        counts = torch.full((8,), rows, dtype=torch.int32, device=weight.device)
-        x = torch.randn(rows, weight.shape[0], device=weight.device).to(weight.dtype)
-        out = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        return least_seconds(partial(self.multiply_as, kind, counts, ROWS, x, weight, out, rows), weight.device)
+    def keep(self) -> None:
+        """Leave what was chosen to the next start, beside Triton's compiled kernels; nothing where that cannot be written."""
+        with suppress(OSError):
+            if self._file:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.write_text(json.dumps([(*key, kind) for key, kind in self.chosen.items()]))
 
-    def equals_reference(self, kind: ProductKind, weight: Tensor, rows: int) -> bool:
-        """Whether so many rows times a weight of this shape have the reference's bits, see `rows_are_independent`."""
-        counts = torch.full((8,), rows, dtype=torch.int32, device=weight.device)
+    def seconds(self, part: Part, kind: Kind) -> float:
+        """On the device, for one call; over the weights of several layers, which the cache does not hold together."""
+        self.chosen[part.name, part.rows] = kind
+        return device_seconds(part.run, part.layers, part.outputs[0].device)
 
-        def product(kind: ProductKind) -> Callable[[Tensor], Tensor]:
-            def run(x: Tensor) -> Tensor:
-                out = torch.full((len(x), weight.shape[1]), torch.nan, dtype=weight.dtype, device=weight.device)
-                self.multiply_as(kind, counts, ROWS, x, weight, out, len(x))
-                return out
+    def is_equal(self, part: Part, kind: Kind) -> bool:
+        """Whether a kind gives the reference's bits on several inputs, and leaves alone what the reference leaves alone. A kind that
+        does not compile or run does not. Raises AcceleratorError when the device is lost by it."""
+        for seed in range(PROOFS):
+            wanted = self._outputs(part, REFERENCE, seed)
+            try:
+                got = self._outputs(part, kind, seed)
+            except torch.AcceleratorError:
+                raise
+            except (RuntimeError, TritonError):
+                return False
+            pairs = zip(wanted, got, strict=True)
+            if not all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs):
+                return False
+        return True
 
-            return run
+    @staticmethod
+    def _fill(x: Tensor, generator: torch.Generator) -> None:
+        x.normal_(generator=generator)
 
-        return rows_are_independent(product(kind), product(REFERENCE), rows, weight.shape[0], weight)
+    def _outputs(self, part: Part, kind: Kind, seed: int) -> list[Tensor]:
+        """What the operation leaves on random inputs, its outputs poisoned before."""
+        self.chosen[part.name, part.rows] = kind
+        generator = torch.Generator(part.outputs[0].device).manual_seed(seed)
+        for each in part.inputs:
+            self._fill(each, generator)
+        for each in part.outputs:
+            each.fill_(torch.nan)
+        part.run(0)
+        return [each.clone(memory_format=torch.contiguous_format) for each in part.outputs]
 
 
-def preferred(rows: int, dtype: torch.dtype, *, library: bool) -> tuple[ProductKind, ...]:
-    """Kinds to try beside the reference: tiles of other sizes for bf16 alone, the library from where it fills the device."""
-    small, large = (("64x32", "64x16"), ("128x128", "128x256")) if dtype == torch.bfloat16 else ((), ())
-    return (*(small if rows <= FEW_ROWS else ()), *(((LIBRARY,) * library + large) if rows >= FEW_ROWS else ()))
-
-
-def least_seconds(work: Callable[[], None], device: torch.device) -> float:
-    """The least that one call takes in a queue of several, of a few readings."""
-    on_card = device.type == "cuda"
-    wait = torch.cuda.current_stream(device).synchronize if on_card else lambda: None
-    queued, readings = (20, 5) if on_card else (1, 3)
-    seen = []
-    for _ in range(readings):
-        wait()
-        start = time.perf_counter()
-        for _ in range(queued):
-            work()
-        wait()
-        seen.append((time.perf_counter() - start) / queued)
-    return min(seen)
+def timed_sizes(sizes: Sequence[int]) -> list[int]:
+    """Sizes at which kinds are timed: 64, 128, 256, from there to 2048 every 512, then powers of two, and the largest."""
+    wanted = {64, 128, 256, 512, 1024, 1536, 2048, 4096, 8192, max(sizes)}
+    return sorted(wanted & set(sizes))
 
 
 def settle_library() -> None:

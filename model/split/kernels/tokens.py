@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from model.split.kernels.matmul import multiply_inner
-from model.split.kernels.order import wait_for_previous
+from model.split.kernels.order import fetch_ahead, wait_for_previous
 from model.split.step import CANDIDATES, COUNTS, FIRST_USER, RECORD, ROWS
 
 _ROWS, _CANDIDATES, _FIRST_USER = tl.constexpr(ROWS), tl.constexpr(CANDIDATES), tl.constexpr(FIRST_USER)
@@ -25,15 +25,9 @@ def hashed_row(id, function):
 
 @triton.jit
 def small_inputs(
-    target,
-    history_actions,
-    item,
-    dwell_input,
-    ACTIONS: tl.constexpr,
-    DWELL_WIDTH: tl.constexpr,
-    SMALL: tl.constexpr,
+    target, history_actions, item, dwell_input, ACTIONS: tl.constexpr, DWELL_WIDTH: tl.constexpr, SMALL: tl.constexpr,
     SMALL_BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """What actions, and dwell seconds where DWELL_WIDTH is not 0, give a history item: SMALL numbers. Its dwell seconds stand before
     all actions, `StepArrays`."""
     columns = tl.arange(0, SMALL_BLOCK)
@@ -51,39 +45,24 @@ def small_inputs(
 
 @triton.jit
 def gather_rows(
-    table,
-    slots,
-    numbers,
-    dwell_input,
-    out,
-    out_stride,
-    counts,
-    history_actions,
-    NUMBERED: tl.constexpr,
-    POST_SLOTS: tl.constexpr,
-    ENTITY_SLOTS: tl.constexpr,
-    USER_SLOTS: tl.constexpr,
-    ROW_SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
-    ACTIONS: tl.constexpr,
-    DWELL_WIDTH: tl.constexpr,
-    SMALL: tl.constexpr,
-    SMALL_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    table, slots, numbers, dwell_input, out, out_stride, counts, history_actions, NUMBERED: tl.constexpr,
+    POST_SLOTS: tl.constexpr, ENTITY_SLOTS: tl.constexpr, USER_SLOTS: tl.constexpr, ROW_SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, ACTIONS: tl.constexpr, DWELL_WIDTH: tl.constexpr,
+    SMALL: tl.constexpr, SMALL_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """The inputs of tokens, see `TokenWeights`, to out `[rows, inputs]`; embedding row 0 reads as zero.
 
     One program a row and embedding, and one more for what actions and dwell seconds (DWELL_WIDTH 0: none) give a history item.
     slots int64 `[E + U, 5]`: where the embedding's table starts, in elements from `table`, and its hash function. NUMBERED:
     rows of the tables stand in `numbers` `[rows, ROW_SLOTS]`.
     """
-    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1)
-    if row >= tl.load(counts + _ROWS):
-        return
+    row_count = tl.load(counts + _ROWS)
     candidates = tl.load(counts + _CANDIDATES)
+    wait_for_previous(DEPENDENT)
+    if row >= row_count:
+        return
     is_user = row >= tl.load(counts + _FIRST_USER)
     target = out + row * out_stride
     if slot < tl.where(is_user, USER_SLOTS, ENTITY_SLOTS):
@@ -119,53 +98,39 @@ def tile_of_kind(counts, tile, TILE_ROWS: tl.constexpr):
     return start + (tile - before) * TILE_ROWS, stop, kind
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["surface_count"])
 def project_tiles(
-    inputs,
-    inputs_stride,
-    projection,
-    surfaces,
-    ages,
-    out,
-    counts,
-    CANDIDATE_IN: tl.constexpr,
-    HISTORY_IN: tl.constexpr,
-    USER_IN: tl.constexpr,
-    OUT: tl.constexpr,
-    SURFACES: tl.constexpr,
-    HAS_AGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    inputs, inputs_stride, projection, surfaces, ages, out, counts, candidate_in, history_in, user_in, out_columns,
+    surface_count, WHOLE_IN: tl.constexpr, WHOLE_OUT: tl.constexpr, HAS_AGES: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     """`token = inputs @ projection of its kind + surface + age`, see `TokenWeights`; out fp32 `[rows, D]`.
 
     One program a tile of rows of one kind and of columns, the whole inner axis in it: see `matmul.multiply_tiles`.
     """
-    wait_for_previous(DEPENDENT)
     first, stop, kind = tile_of_kind(counts, tl.program_id(1), TILE_ROWS)
+    first_column = tl.program_id(0) * TILE_OUT
+    columns = first_column + tl.arange(0, TILE_OUT)
+    skipped = tl.where(kind == 0, 0, tl.where(kind == 1, candidate_in, candidate_in + history_in))
+    depth = tl.where(kind == 0, candidate_in, tl.where(kind == 1, history_in, user_in))
+    projection += skipped.to(tl.int64) * out_columns
+    fetch_ahead(projection, first_column, depth, out_columns, TILE_OUT, TILE_IN, DEPENDENT)
+    wait_for_previous(DEPENDENT)
     if first >= stop:
         return
     rows = (first + tl.arange(0, TILE_ROWS)).to(tl.int64)
-    there = rows < stop
-    columns = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
-    wide = columns < OUT
-    skipped = tl.where(kind == 0, 0, tl.where(kind == 1, CANDIDATE_IN, CANDIDATE_IN + HISTORY_IN))
-    depth = tl.where(kind == 0, CANDIDATE_IN, tl.where(kind == 1, HISTORY_IN, USER_IN))
-    whole: tl.constexpr = CANDIDATE_IN % TILE_IN == 0 and HISTORY_IN % TILE_IN == 0 and USER_IN % TILE_IN == 0
-    total = multiply_inner(
-        inputs + rows[:, None] * inputs_stride, projection + skipped.to(tl.int64) * OUT + columns[None, :],
-        there, wide, depth, OUT, whole, OUT % TILE_OUT == 0, PRECISION, WIDEN, TILE_ROWS, TILE_OUT, TILE_IN,
+    there, wide = rows < stop, columns < out_columns
+    total, _ = multiply_inner(
+        inputs + rows[:, None] * inputs_stride, projection + columns[None, :], 0, there, wide, depth, out_columns,
+        False, WHOLE_IN, WHOLE_OUT, PRECISION, WIDEN, TILE_ROWS, TILE_OUT, TILE_IN,
     )  # fmt: skip
     record = counts + _HEAD + rows * _RECORD
     if kind < 2:
-        surface = tl.load(record + 5, mask=there, other=0) + kind * SURFACES
-        total += tl.load(surfaces + surface[:, None] * OUT + columns[None, :], mask=wide[None, :], other=0.0)
+        surface = tl.load(record + 5, mask=there, other=0) + kind * surface_count
+        total += tl.load(surfaces + surface[:, None] * out_columns + columns[None, :], mask=wide[None, :], other=0.0)
     if HAS_AGES:  # noqa: SIM102 (decided when compiling; the inner one on the device)
         if kind == 0:
             age = tl.load(record + 6, mask=there, other=0)
-            total += tl.load(ages + age[:, None] * OUT + columns[None, :], mask=wide[None, :], other=0.0)
-    tl.store(out + rows[:, None] * OUT + columns[None, :], total, mask=there[:, None] & wide[None, :])
+            total += tl.load(ages + age[:, None] * out_columns + columns[None, :], mask=wide[None, :], other=0.0)
+    tl.store(out + rows[:, None] * out_columns + columns[None, :], total, mask=there[:, None] & wide[None, :])
