@@ -191,7 +191,7 @@ class _Checks:
 
     def _columns(self, name: str, text: str) -> list[int]:
         is_long = text.count(",") >= len(self._index)
-        names = text.split(",") if (text or name == "actions") and not is_long else []
+        names = text.split(",") if text and not is_long else []
         if is_long or any(name not in self._index for name in names):
             self.problems.append((f"parameters.{name}", f"every name {ACTION_RULE}"))
             return []

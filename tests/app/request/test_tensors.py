@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "action too large": (with_input("history.actions", [[0] * 3, [0, 0, 2e6], [0] * 3], "f4"), "history.actions[1][2]"),
     "action NaN": (with_input("history.actions", [[0] * 3, [0] * 3, [np.nan, 0, 0]], "f4"), "history.actions[2][0]"),
     "too few actions": (with_input("history.actions", np.zeros((3, 2)), "f4"), "history.actions"),
-    "no actions": (with_parameters(actions=""), "parameters.actions"),
+    "no actions": (with_parameters(actions=""), "history.actions"),
     "weights as FP32": (with_input("weights", [1, 2, 3], "f4"), "weights"),
     "weight infinite": (with_input("weights", [1, np.inf, 3], "f8"), "weights[1]"),
     "unknown tensor": (with_input("zq9marker", [1]), "inputs[11].name"),
