@@ -224,6 +224,22 @@ class ReloadRefused(ServiceError):
     title = "Checkpoint refused"
 
 
+class StorageFull(ServiceError):
+    """The disk or the quota is full, or the file system is read-only: nothing was changed."""
+
+    status = 507
+    code = "storage_full"
+    title = "Insufficient storage"
+
+
+class LogLost(ServiceError):
+    """The log of changes is gone, cut or replaced beside the process that serves them: nothing was changed."""
+
+    status = 503
+    code = "log_lost"
+    title = "Log of changes lost"
+
+
 class ReloadBusy(ServiceError):
     """Another checkpoint is being loaded."""
 

@@ -193,6 +193,10 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
     def load() -> LoadedRetrieval:
         encoder = load_encoder(checkpoint)
         stored, log, changes = load_changed(corpus, encoder.manifest)
+        if log.torn_bytes:  # of a change whose writing a crash has cut: it was not acknowledged
+            structlog.get_logger("app").warning(
+                "log_of_changes_torn", path=str(log.path), bytes_passed_over=log.torn_bytes
+            )
         options = RetrievalOptions(
             settings.retrieval.dtype,
             "torch" if settings.backend == "dense" else settings.backend,

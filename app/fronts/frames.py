@@ -19,12 +19,14 @@ from app.telemetry.sums import Family
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, EngineError, EngineInfo
 from model.inputs import Candidates, Context, Scores
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, LogLost, StorageFull
 
 VERSION = 1
 MAX_BYTES = 64 * 2**20  # of one frame
 LENGTH = struct.Struct("<I")  # before each frame
 RELOAD_FAILURES: dict[str, type[Exception]] = {
+    "storage_full": StorageFull,
+    "log_lost": LogLost,
     "checkpoint": CheckpointError,
     "engine": EngineError,
     "in_progress": ReloadInProgress,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import orjson
 
+from app import errors
 from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
 from app.http.application import Application, create_pages
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
@@ -22,12 +23,13 @@ from app.settings import LOOPBACK, Admin
 from app.telemetry.logs import RequestLog
 from model.engine import EngineError
 from weights.corpus.manifest import CorpusManifest
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, LogLost, StorageFull
 from weights.format.manifest import Manifest
 
 WANTED = 'must be {"checkpoint": "name"}, {"second": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
 RELOAD, POSTS, COMPACT = "/admin/reload", "/admin/posts", "/admin/posts/compact"
 MAX_BODY_BYTES = 4096
+RETRY_AFTER_SECONDS = 30.0  # a full disk takes somebody to look at it
 NOT_BELOW_ROOT = "No checkpoint or corpus of that name lies below the configured root."
 MAX_CHANGE_BYTES = 4 * 2**20
 
@@ -87,6 +89,9 @@ class AdminCall(TaskCall):
             return 200, [JSON_HEADER], await self._endpoint.work(bytes(body))
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
+        except (StorageFull, LogLost) as error:
+            kind = errors.StorageFull if isinstance(error, StorageFull) else errors.LogLost
+            raise kind(str(error), retry_after_seconds=RETRY_AFTER_SECONDS) from error
         except (CheckpointError, EngineError) as error:
             raise ReloadRefused(str(error)) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,6 +24,9 @@ from app.scheduling.job import Clock
 from app.settings import Batching, Settings
 from app.telemetry.metrics import BatchReport, Metrics
 from model.retrieval.inputs import Change, Query
+from weights.corpus.store import load_corpus_manifest
+
+FOLLOW_SECONDS = 1.0
 
 log = structlog.get_logger("app.service.retrieval")
 
@@ -56,6 +60,9 @@ class RetrievalService:
         self._is_committing = False  # what it wrote is being put in force: no change may come between
         self._compact_at = settings.retrieval.compact_rows
         # for what takes long, and is not waited for at the end of the process: see `RankingService.has_running_threads`
+        self.trouble = ""  # a sentence while what serves and what lies on the disk do not agree
+        self.on_replaced: Callable[[], None] = lambda: None  # another process has compacted or replaced the corpus
+        self._follower: asyncio.Task[None] | None = None
         self._slow = ThreadPoolExecutor(1, thread_name_prefix=f"{RETRIEVAL_THREAD}-slow")
 
     @property
@@ -90,6 +97,7 @@ class RetrievalService:
         """Load what there is to load. Raises what the loader raises."""
         if self._load is not None:
             await self.swap(self._load)
+            self._follower = asyncio.get_running_loop().create_task(self._follow())
 
     async def swap(self, load: RetrievalLoader) -> ServedRetrieval:
         """Load another checkpoint and corpus beside those that serve, then serve new requests with both.
@@ -125,6 +133,8 @@ class RetrievalService:
     async def stop(self, timeout_seconds: float) -> bool:
         """Finish the searches that were admitted, then free the engines. False when the time was not enough."""
         begun: list[asyncio.Task[Changed]] = []
+        if self._follower is not None:
+            self._follower.cancel()
         if self._compaction is not None and self._is_committing:
             begun.append(self._compaction)
         elif self._compaction is not None:
@@ -140,6 +150,38 @@ class RetrievalService:
         self.versions.drop()
         self._slow.shutdown(wait=False, cancel_futures=True)
         return finished
+
+    # the disk
+
+    async def _follow(self) -> None:
+        """Look every second at the log of changes: what another process has written is served here too, and a loss costs readiness."""
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            before, self.trouble = self.trouble, ""
+            try:
+                async with self._changing:
+                    await self._look()
+            except CorpusNotLoaded:
+                continue
+            except Exception as error:
+                self.trouble = str(error) or type(error).__name__
+                if self.trouble != before:
+                    log.error("corpus_on_disk_differs", reason=self.trouble)
+
+    async def _look(self) -> None:
+        """Raises CheckpointError."""
+        loaded = self._loaded
+        if loaded.log.is_held:
+            await asyncio.to_thread(loaded.log.check)
+            return
+        found = await asyncio.to_thread(loaded.log.read)
+        for change in found:
+            await self._worker.between(functools.partial(loaded.engine.change, change))
+        if found:
+            log.info("changes_of_another_process", changes=len(found))
+        manifest = await asyncio.to_thread(load_corpus_manifest, loaded.stored.path)
+        if manifest.digest != loaded.served.corpus.digest:
+            self.on_replaced()
 
     # changes
 

@@ -25,7 +25,7 @@ from model.retrieval.inputs import Change
 from weights.corpus.changes import ChangeLog
 from weights.corpus.manifest import COLUMNS, VECTORS, CorpusManifest, file_of
 from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus, write_files
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, kind_of
 from weights.format.manifest import MANIFEST_NAME, Manifest, TensorEntry
 from weights.format.reader import open_directory, read_manifest
 from weights.format.writer import write_file
@@ -67,7 +67,10 @@ class Compaction:
         """Write these rows as the corpus that has had so many `changes`, and read it back, checked. It is not in force yet."""
         try:
             self.log.hold()
-            self._remove_others(self.old)
+        except CheckpointError as error:
+            raise self._refusal(error) from error
+        try:
+            self._remove_others(self.old, self.log)
             self.mark = secrets.token_hex(4)
             manifest = self._written(parts, changes)
             with open_directory(self.directory) as directory:
@@ -84,21 +87,28 @@ class Compaction:
                 if read_manifest(directory, CorpusManifest.from_json).digest != self.old.digest:
                     raise CheckpointError("another corpus has taken its place meanwhile")
                 log.begin(changes)
+                if missing := [name for name in new.files if not (self.directory / name).is_file()]:
+                    raise CheckpointError(f"{missing[0]} is gone")
                 write_file(self.directory / partial, new.to_json())
                 os.fsync(directory)
                 os.rename(partial, MANIFEST_NAME, src_dir_fd=directory, dst_dir_fd=directory)
                 self.log.end()  # whichever manifest the disk keeps, no change is acknowledged that its log lacks
                 os.fsync(directory)
         except (OSError, CheckpointError) as error:
+            if log.is_held:
+                log.path.unlink(missing_ok=True)
             log.close()
             self.drop()
             raise self._refusal(error) from error
-        self._remove_others(new)
+        self._remove_others(new, log)
         return log
 
     def drop(self) -> None:
-        """Remove what is not in force."""
-        self._remove_others(self.old)
+        """Remove what `write` made and is not in force, and nothing else."""
+        for path in self.directory.glob(f"*{self.mark}*") if self.mark else ():
+            if LEFT_BEHIND.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def _written(self, parts: Sequence[Part], changes: int) -> CorpusManifest:
         old, posts = self.old, sum(len(rows) for _, rows in parts)
@@ -125,8 +135,11 @@ class Compaction:
             tuple(topics), files, tensors,
         )  # fmt: skip
 
-    def _remove_others(self, kept: CorpusManifest) -> None:
-        """Remove the files of compactions that are not in force, and the logs of other corpora than `kept`."""
+    def _remove_others(self, kept: CorpusManifest, log: ChangeLog) -> None:
+        """Remove the files of compactions that are not in force, and the logs of other corpora than `kept`, whose `log` is held: nobody
+        else writes here then."""
+        if not log.is_held:
+            return
         kept_names = {*kept.files, ChangeLog(self.directory, kept).path.name}
         with contextlib.suppress(OSError, CheckpointError):  # what stays is removed another time
             if load_corpus_manifest(self.directory).digest != kept.digest:
@@ -137,7 +150,7 @@ class Compaction:
 
     def _refusal(self, error: Exception) -> CheckpointError:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".") or "not enough memory"
-        return CheckpointError(f"Corpus {self.directory} is not compacted: {reason}.")
+        return kind_of(error)(f"Corpus {self.directory} is not compacted: {reason}.")
 
 
 def changed_version(version: str, changes: int) -> str:

@@ -30,7 +30,7 @@ from tests.app import retrieving
 from tests.app.fakes import FakeClock, Gate, ended, until
 from weights.corpus import compaction
 from weights.corpus.compaction import Compaction
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, LogLost
 
 NO_IDS = np.empty(0, np.uint64)
 DEADLINE = 1000.0
@@ -534,5 +534,70 @@ def test_without_a_loader_there_is_nothing() -> None:
         with pytest.raises(CorpusNotLoaded, match="serves no corpus"):
             _ = service.served
         assert await service.stop(1.0)
+
+    asyncio.run(scenario())
+
+
+def tensors(directory: Path) -> list[str]:
+    """The files of tensors below it."""
+    return sorted(path.name for path in directory.rglob("*.safetensors"))
+
+
+def test_two_services_on_one_directory_lose_and_undo_nothing(tmp_path: Path) -> None:
+    """One holds the log. The other serves its changes and compactions within a second or two, and deletes nothing that is refused to it."""
+    load, clock = retrieving.loader(tmp_path), FakeClock()
+
+    async def scenario() -> None:
+        async with running(load, clock) as one, running(load, clock) as other:
+            other.on_replaced = lambda: replaced.set()
+            replaced, nothing = asyncio.Event(), PostRows(NO_IDS, NO_IDS, np.empty(0, np.int64), [])
+            for post in range(1, 41):
+                before = tensors(tmp_path)
+                await one.change(PostChange(np.array([post], np.uint64), nothing))
+                for refused in (other.compact(), other.change(PostChange(np.array([200 + post], np.uint64), nothing))):
+                    with suppress(CheckpointError):
+                        await refused
+                assert tensors(tmp_path) == before
+            await until(lambda: other.state() is not None and other._loaded.engine.changes >= 40, 20)
+            assert one._loaded.engine.posts <= 300 - 39
+            assert other._loaded.engine.posts == one._loaded.engine.posts
+            await one.compact()
+            await asyncio.wait_for(replaced.wait(), 20)
+            await other.swap(load)
+            assert other._loaded.engine.posts == one._loaded.engine.posts
+        again = load()
+        assert again.engine.posts == one_posts(load)
+
+    def one_posts(loader: RetrievalLoader) -> int:
+        return loader().engine.posts
+
+    asyncio.run(scenario())
+
+
+def test_a_log_that_vanishes_costs_readiness_and_nothing_is_acknowledged(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+            gone = PostChange(np.array([1], np.uint64), PostRows(NO_IDS, NO_IDS, np.empty(0, np.int64), []))
+            await service.change(gone)
+            service._loaded.log.path.unlink()
+            with pytest.raises(LogLost):
+                await service.change(gone)
+            await until(lambda: "deleted, cut or replaced" in service.trouble, 20)
+
+    asyncio.run(scenario())
+
+
+def test_the_old_log_is_let_go_by_a_swap(tmp_path: Path) -> None:
+    load = retrieving.loader(tmp_path)
+
+    async def scenario() -> None:
+        async with running(load, FakeClock()) as service:
+            await service.change(
+                PostChange(np.array([1], np.uint64), PostRows(NO_IDS, NO_IDS, np.empty(0, np.int64), []))
+            )
+            old = service._loaded.log
+            assert old.is_held
+            await service.swap(load)
+            assert not old.is_held
 
     asyncio.run(scenario())

@@ -13,7 +13,7 @@ import pytest
 from model.retrieval.inputs import Change, NewPosts
 from weights.corpus.changes import ChangeLog, no_posts
 from weights.corpus.manifest import COLUMNS, CorpusManifest, file_of
-from weights.errors import CheckpointError
+from weights.errors import CheckpointError, LogLost
 from weights.format.manifest import MANIFEST_NAME, FileEntry, TensorEntry
 
 WIDTH = 3
@@ -150,3 +150,42 @@ def test_a_disk_that_fails_leaves_nothing_half_written(tmp_path: Path, monkeypat
         log.append(change(7))
     with pytest.raises(CheckpointError, match="could not be written before"):
         log.append(change(8))
+
+
+def test_each_flipped_bit_is_harmless_or_refused_and_never_silent(tmp_path: Path) -> None:
+    """A change that was acknowledged is read, or its log is refused with a sentence: no flip makes it vanish."""
+    log = ChangeLog(tmp_path, manifest())
+    for seed in (1, 2, 3):
+        log.append(change(seed))
+    log.close()
+    whole = log.path.read_bytes()
+    refused = 0
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        log.path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=r"damaged at byte|belongs to another corpus"):
+            ChangeLog(tmp_path, manifest()).read()
+        refused += 1
+    assert refused == 8 * len(whole)
+    log.path.write_bytes(whole[:-5])  # as a crash leaves it
+    torn = ChangeLog(tmp_path, manifest())
+    assert len(torn.read()) == 2
+    assert torn.torn_bytes > 0
+
+
+def test_nothing_is_acknowledged_into_a_log_that_has_lost_its_name(tmp_path: Path) -> None:
+    log = ChangeLog(tmp_path, manifest())
+    log.append(change(1))
+    log.path.unlink()
+    with pytest.raises(LogLost, match="deleted, cut or replaced"):
+        log.append(change(2))
+
+
+def test_a_log_that_another_process_appends_to_is_read_on(tmp_path: Path) -> None:
+    writer, reader = ChangeLog(tmp_path, manifest()), ChangeLog(tmp_path, manifest())
+    writer.append(change(1))
+    assert [len(reader.read()), len(reader.read())] == [1, 0]
+    writer.append(change(2))
+    writer.append(change(3))
+    assert [len(reader.read()), len(reader.read())] == [2, 0]
