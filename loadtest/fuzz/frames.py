@@ -141,7 +141,7 @@ async def ask_frame(path: str, config: ModelConfig, call: Call) -> Answer:
 
 def _for_served(body: bytes, served: dict[str, int]) -> bytes:
     """The same frame for what serves, where it is a frame still, and for that at all."""
-    with contextlib.suppress(msgspec.MsgspecError, OverflowError):
+    with contextlib.suppress(msgspec.MsgspecError, OverflowError, UnicodeDecodeError):
         frame = frames.from_front.decode(body)
         named = {name: number for name, number in served.items() if getattr(frame, name, None) == SERVED}
         return frames.encode(msgspec.structs.replace(frame, **named))[frames.LENGTH.size :]
