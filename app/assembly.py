@@ -67,7 +67,7 @@ def create_reloader(service: RankingService, settings: Settings) -> Reloader:
     place = settings.checkpoint.absolute()
     root = settings.admin.root or (place if place.parent == place.parent.parent else place.parent)
     wanted = settings.retrieval
-    reloader = Reloader(
+    return Reloader(
         service,
         root,
         settings.checkpoint,
@@ -77,8 +77,6 @@ def create_reloader(service: RankingService, settings: Settings) -> Reloader:
         settings.shadow.checkpoint,
         None if settings.shadow.checkpoint is None else lambda path: second_loader(path, settings),
     )
-    service.retrieval.on_replaced = reloader.corpus_replaced
-    return reloader
 
 
 def second_loader(path: Path, settings: Settings) -> Loader:

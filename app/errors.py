@@ -198,6 +198,14 @@ class EngineDown(ServiceError):
     default_detail = "The engine cannot compute scores."
 
 
+class ChangeNotStored(ServiceError):
+    """A change of posts, or a corpus with its changes, could not be put on the disk. Nothing has changed."""
+
+    status = 503
+    code = "not_stored"
+    title = "Not stored"
+
+
 class CorpusNotLoaded(ServiceError):
     """Nothing can be retrieved: this process has no retrieval model and corpus, or has not loaded them yet."""
 
@@ -256,6 +264,15 @@ class NonFiniteScores(ServiceError):
     code = "non_finite_scores"
     title = "Non-finite scores"
     default_detail = "The model gave scores that are not finite numbers."
+
+
+def told(error: Exception) -> ServiceError:
+    """What a caller is told of an error of any kind."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, MemoryError):
+        return EngineDown("There is not enough memory for this request now.", retry_after_seconds=1.0)
+    return InternalError()
 
 
 def error_class(code: str) -> type[ServiceError]:

@@ -1,14 +1,14 @@
 """Checkpoint directories: load with every check, save in one step. The published layout is read by `weights.published`.
 
 A directory holds `manifest.json`, `params.safetensors` (fp32, read into memory) and one `tables.*.safetensors` per embedding
-table (fp32 or bf16, mapped, never copied on CPU). Replace a served checkpoint by renaming another directory over it,
-as `save_checkpoint` does: a write to a mapped file would change the model that is being served.
+table (fp32 or bf16; longer ones are mapped, never copied on CPU). Replace a served checkpoint by renaming another directory over it,
+as `save_checkpoint` does: a write to a mapped file changes the model that is being served, which then answers 503.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
 from weights.format.layout import model_for
 from weights.format.manifest import ContinuousOutput, Manifest
-from weights.format.reader import Progress, open_directory, read_manifest, read_tensors
+from weights.format.reader import MappedFiles, Progress, open_directory, read_manifest, read_tensors
 from weights.format.writer import Labels, TableDtype, write_checkpoint
 
 __all__ = [
@@ -45,6 +45,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     ranker: Ranker
+    mapped: MappedFiles = field(default_factory=MappedFiles)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +55,7 @@ class Encoder:
     path: Path
     manifest: Manifest
     towers: Towers
+    mapped: MappedFiles = field(default_factory=MappedFiles)
 
 
 def load_checkpoint(path: str | Path, progress: Progress | None = None, *, threads: int | None = None) -> Checkpoint:
@@ -80,17 +82,18 @@ def load_any(path: str | Path, progress: Progress | None = None, *, threads: int
     Raises CheckpointError, whose sentence names file and reason, for anything that is not exactly what was saved: format
     version, manifest, digests, tensor names, shapes, dtypes, NaN or infinity, links, or a file that changes while it is read.
     """
-    path = Path(path)
+    path, mapped = Path(path), MappedFiles()
     try:
         with open_directory(path) as directory:
             manifest = read_manifest(directory, Manifest.from_json)
             model = model_for(manifest)
-            tensors = read_tensors(directory, manifest, progress, threads)
+            tensors = read_tensors(directory, manifest, progress, threads, mapped=mapped)
     except (CheckpointError, OSError, MemoryError) as error:
         raise _refusal(path, error) from error
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False).eval()
-    return Encoder(path, manifest, model) if isinstance(model, Towers) else Checkpoint(path, manifest, model)
+    kept = path, manifest
+    return Encoder(*kept, model, mapped) if isinstance(model, Towers) else Checkpoint(*kept, model, mapped)
 
 
 def load_manifest(path: str | Path) -> Manifest:

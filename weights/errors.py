@@ -1,4 +1,4 @@
-"""The one error of this package, for what a user can mend; programming mistakes raise what Python raises."""
+"""The errors of this package, for what a user can mend; programming mistakes raise what Python raises."""
 
 import errno
 
@@ -14,17 +14,21 @@ class CheckpointError(Exception):
         super().__init__(shown)
 
 
-class StorageFull(CheckpointError):
+class NotStored(CheckpointError):
+    """What was to be written is not, for a reason that may pass: a full disk, another process that writes. Nothing has changed."""
+
+
+class StorageFull(NotStored):
     """Nothing can be written: the disk or the quota is full, or the file system is read-only."""
 
 
-class LogLost(CheckpointError):
+class LogLost(NotStored):
     """The log of changes of a corpus that serves was deleted, cut or replaced: what it held may be gone at the next start."""
 
 
 def kind_of(error: Exception) -> type[CheckpointError]:
-    """The class to raise for an error that is told anew."""
+    """The class to raise for an error, of a write, that is told anew."""
     if isinstance(error, CheckpointError):
         return type(error)
     is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-    return StorageFull if is_full else CheckpointError
+    return StorageFull if is_full else NotStored

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from app.errors import InternalError, NonFiniteScores, ServiceError
+from app.errors import NonFiniteScores, ServiceError, told
 from app.interface import Found, Ranked
 from app.scheduling.job import Job
 from model.engine import CacheResult, Item, Outcome
@@ -97,7 +97,7 @@ class QueuedJob(Job):
             result = error or self.result()
         except Exception as fault:  # no memory, say
             log.error("scores could not be joined", exc_info=fault)
-            result = InternalError()
+            result = told(fault)
         try:
             done(result)
         except Exception as fault:

@@ -24,6 +24,7 @@ from weights.corpus.changes import ChangeLog, no_posts
 from weights.corpus.compaction import Compaction, Part, load_changed
 from weights.corpus.importer import encode
 from weights.corpus.store import StoredCorpus
+from weights.errors import NotStored
 
 NICE = 10  # about a tenth of the time of a thread that serves, where both want the same core
 
@@ -38,6 +39,10 @@ class LoadedModel:
 
     def __post_init__(self) -> None:
         self.served = ServedModel(self.checkpoint.manifest, self.engine.info)
+
+    def changed_file(self) -> str:
+        """A sentence where a file that is served from was written to since it was read; else empty."""
+        return self.checkpoint.mapped.changed()
 
     def labels(self) -> dict[str, str]:
         """The labels of `model_info`."""
@@ -131,9 +136,20 @@ class LoadedRetrieval:
     log: ChangeLog
     encoder: Encoder
     stored: StoredCorpus
+    again: RetrievalLoader
+    """Reads the same checkpoint and corpus once more."""
+
+    def changed_file(self) -> str:
+        """As `LoadedModel.changed_file`, of both."""
+        return self.encoder.mapped.changed() or self.stored.mapped.changed()
+
+    def _check_files(self) -> None:
+        """Nothing is written that was made from wrong numbers. Raises NotStored."""
+        if changed := self.changed_file():
+            raise NotStored(changed)
 
     def record(self, change: PostChange) -> Change:
-        """Encode the new posts and write the change to the log; it is on the disk then. In any thread, one at a time.
+        """Encode the new posts and write the change to the log, which is held; it is on the disk then. In any thread, one at a time.
 
         Raises CheckpointError, and then nothing has changed.
         """
@@ -143,6 +159,7 @@ class LoadedRetrieval:
             vectors = encode(self.encoder, upsert.post_ids, upsert.author_ids).numpy()
             posts = NewPosts(upsert.post_ids, upsert.author_ids, upsert.created_at, upsert.topics, vectors)
         recorded = Change(change.delete, posts)
+        self._check_files()
         self.log.append(recorded)
         return recorded
 
@@ -152,14 +169,16 @@ class LoadedRetrieval:
         In any thread, one at a time. Raises CheckpointError or EngineError; the old corpus stays in force then.
         """
         compaction = Compaction(self.stored.path.resolve(), self.stored.manifest, self.log)
+        self._check_files()
         written = compaction.write(parts, changes)
         try:
+            self._check_files()
             engine = RetrievalEngine(self.encoder.towers, written.corpus, self.engine.options)
             engine.warm_up()
         except BaseException:
             compaction.drop()
             raise
-        return CompactedRetrieval(engine, self.encoder, written, compaction)
+        return CompactedRetrieval(engine, self.encoder, written, compaction, self.again)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +189,7 @@ class CompactedRetrieval:
     encoder: Encoder
     written: StoredCorpus
     compaction: Compaction
+    again: RetrievalLoader
 
     def commit(self, changes: Sequence[Change]) -> LoadedRetrieval:
         """Put it in force, on the disk too, with what has changed since. Raises CheckpointError; then the old corpus stays in force."""
@@ -180,7 +200,7 @@ class CompactedRetrieval:
         except BaseException:
             self.engine.close()
             raise
-        return _loaded(self.engine, self.encoder, self.written, log)
+        return _loaded(self.engine, self.encoder, self.written, log, self.again)
 
 
 RetrievalLoader = Callable[[], LoadedRetrieval]
@@ -193,9 +213,9 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
     def load() -> LoadedRetrieval:
         encoder = load_encoder(checkpoint)
         stored, log, changes = load_changed(corpus, encoder.manifest)
-        if log.torn_bytes:  # of a change whose writing a crash has cut: it was not acknowledged
+        if log.passed_over:
             structlog.get_logger("app").warning(
-                "log_of_changes_torn", path=str(log.path), bytes_passed_over=log.torn_bytes
+                "change_log_cut", log=str(log.path), passed_over_bytes=log.passed_over, changes=len(changes)
             )
         options = RetrievalOptions(
             settings.retrieval.dtype,
@@ -209,15 +229,17 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
         engine.warm_up()
         for change in changes:
             engine.change(change)
-        return _loaded(engine, encoder, stored, log)
+        return _loaded(engine, encoder, stored, log, load)
 
     return load
 
 
-def _loaded(engine: RetrievalEngine, encoder: Encoder, stored: StoredCorpus, log: ChangeLog) -> LoadedRetrieval:
+def _loaded(
+    engine: RetrievalEngine, encoder: Encoder, stored: StoredCorpus, log: ChangeLog, again: RetrievalLoader
+) -> LoadedRetrieval:
     hidden, duplicates = int(stored.corpus.hidden.sum()), stored.corpus.duplicates
     served = ServedRetrieval(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
-    return LoadedRetrieval(engine, served, log, encoder, stored)
+    return LoadedRetrieval(engine, served, log, encoder, stored, again)
 
 
 def engine_options(settings: Settings) -> EngineOptions:

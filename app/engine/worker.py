@@ -229,6 +229,8 @@ class Worker(Generic[J]):
         seconds = finished - self._collated
         for chunk in chunks:
             chunk.job.forward_seconds += seconds
+        if not isinstance(result, BaseException) and (changed := self.model.changed_file()):
+            result = EngineError(changed)
         is_failed = isinstance(result, BaseException)
         ended = self._failed(chunks, result) if isinstance(result, BaseException) else self._keep(chunks, result)
         report = BatchReport(

@@ -19,19 +19,21 @@ from app.telemetry.sums import Family
 from model.config import CandidatePositions, ModelConfig
 from model.engine import CacheResult, EngineError, EngineInfo
 from model.inputs import Candidates, Context, Scores
-from weights.errors import CheckpointError, LogLost, StorageFull
+from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 
 VERSION = 1
 MAX_BYTES = 64 * 2**20  # of one frame
 LENGTH = struct.Struct("<I")  # before each frame
 RELOAD_FAILURES: dict[str, type[Exception]] = {
-    "storage_full": StorageFull,
+    "storage_full": StorageFull,  # before what they are, too
     "log_lost": LogLost,
+    "not_stored": NotStored,
     "checkpoint": CheckpointError,
     "engine": EngineError,
     "in_progress": ReloadInProgress,
     "not_found": CheckpointNotFound,
     "draining": Draining,
+    "memory": MemoryError,
 }
 
 

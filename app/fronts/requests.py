@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from app.errors import InternalError, Overloaded, ServiceError
+from app.errors import InternalError, Overloaded, ServiceError, told
 from app.fronts import frames
 from app.fronts.models import Front, Models
 from app.fronts.retrieval import posts_frame, query_of
@@ -107,7 +107,7 @@ class Requests:
             fail(front, number, error)
         except Exception as error:  # such as an answer that is too long for a frame
             log.error("fault", exc_info=error)
-            fail(front, number, InternalError())
+            fail(front, number, told(error))
         finally:
             front.tickets.pop(number, None)
 

@@ -10,7 +10,16 @@ from pathlib import Path
 import orjson
 
 from app import errors
-from app.errors import InvalidRequest, NotFound, ReloadBusy, ReloadRefused, Unauthorized, UnsupportedMediaType
+from app.errors import (
+    ChangeNotStored,
+    InvalidRequest,
+    NotFound,
+    ReloadBusy,
+    ReloadRefused,
+    ServiceError,
+    Unauthorized,
+    UnsupportedMediaType,
+)
 from app.http.application import Application, create_pages
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
 from app.http.negotiation import BATCH, Headers, check_length, is_compressed, wire_of
@@ -23,13 +32,18 @@ from app.settings import LOOPBACK, Admin
 from app.telemetry.logs import RequestLog
 from model.engine import EngineError
 from weights.corpus.manifest import CorpusManifest
-from weights.errors import CheckpointError, LogLost, StorageFull
+from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.format.manifest import Manifest
 
 WANTED = 'must be {"checkpoint": "name"}, {"second": "name"}, {"retrieval": "name", "corpus": "name"} or {}'
 RELOAD, POSTS, COMPACT = "/admin/reload", "/admin/posts", "/admin/posts/compact"
 MAX_BODY_BYTES = 4096
-RETRY_AFTER_SECONDS = 30.0  # a full disk takes somebody to look at it
+NOT_STORED: dict[
+    type[Exception], tuple[type[ServiceError], float]
+] = {  # and seconds: a full disk takes somebody to look at it
+    StorageFull: (errors.StorageFull, 30.0),
+    LogLost: (errors.LogLost, 30.0),
+}
 NOT_BELOW_ROOT = "No checkpoint or corpus of that name lies below the configured root."
 MAX_CHANGE_BYTES = 4 * 2**20
 
@@ -89,9 +103,9 @@ class AdminCall(TaskCall):
             return 200, [JSON_HEADER], await self._endpoint.work(bytes(body))
         except ReloadInProgress:
             raise ReloadBusy(retry_after_seconds=5.0) from None
-        except (StorageFull, LogLost) as error:
-            kind = errors.StorageFull if isinstance(error, StorageFull) else errors.LogLost
-            raise kind(str(error), retry_after_seconds=RETRY_AFTER_SECONDS) from error
+        except NotStored as error:
+            kind, seconds = NOT_STORED.get(type(error), (ChangeNotStored, 5.0))
+            raise kind(str(error), retry_after_seconds=seconds) from error
         except (CheckpointError, EngineError) as error:
             raise ReloadRefused(str(error)) from error
 

@@ -12,7 +12,7 @@ import structlog
 from prometheus_client import Counter
 from starlette.routing import compile_path
 
-from app.errors import EngineDown, InternalError, ServiceError, TooLarge
+from app.errors import ServiceError, TooLarge, told
 from app.http.negotiation import Headers, request_id_of
 from app.telemetry.distributions import Series
 from app.telemetry.exchange import Exchange
@@ -71,9 +71,7 @@ class Recorder:
 
     def problem(self, error: Exception, exchange: Exchange) -> ServiceError:
         """What the caller is told of an error. Any but ServiceError is a fault of ours, which is logged."""
-        if isinstance(error, MemoryError):
-            error = EngineDown("There is not enough memory for this request now.", retry_after_seconds=1.0)
-        problem = error if isinstance(error, ServiceError) else InternalError()
+        problem = told(error)
         exchange.code = problem.code
         if problem is not error:
             _log_fault(error, exchange)

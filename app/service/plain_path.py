@@ -34,7 +34,10 @@ class PlainPath:
         future = loop.run_in_executor(self._executor, candidate_attention, ranker, context, candidates, positions)
         try:
             async with asyncio.timeout(timeout_seconds):
-                return await future
+                found = await future
+            if changed := model.changed_file():
+                raise EngineDown(changed, retry_after_seconds=1.0)
+            return found
         except TimeoutError:
             raise DeadlineExceeded from None
         except (MemoryError, RuntimeError) as error:  # the second is how torch says it

@@ -52,7 +52,6 @@ class Reloader:
         self._retrieval_loader = retrieval_loader
         self._second_loader = second_loader
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tasks_of_corpus: set[asyncio.Task[None]] = set()
 
     def resolve(self, name: str) -> Path:
         """The place that a relative name means; a link stays one. Raises CheckpointNotFound, also for what leads out of the root."""
@@ -129,23 +128,13 @@ class Reloader:
         """Read the present checkpoint again in the background, then what retrieves; outcomes are logged and counted. For SIGHUP."""
         self._keep(self._everything())
 
-    def corpus_replaced(self) -> None:
-        """Another process has written the corpus anew: serve that, unless a reload is under way."""
-        if not self._tasks_of_corpus:
-            task = asyncio.get_running_loop().create_task(self._replaced())
-            self._tasks_of_corpus.add(task)
-            task.add_done_callback(self._tasks_of_corpus.discard)
-
-    async def _replaced(self) -> None:
-        await self._try(self.reload_retrieval())
-
     def watch(self, seconds: float) -> None:
         """From now on, look that often whether the present checkpoint has another manifest, and load it then."""
         self._keep(self._watch(seconds))
 
     def stop(self) -> None:
         """End the watch and whatever still loads."""
-        for task in self._tasks | self._tasks_of_corpus:
+        for task in self._tasks:
             task.cancel()
 
     async def _watch(self, seconds: float) -> None:

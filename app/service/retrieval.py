@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,9 +23,9 @@ from app.scheduling.job import Clock
 from app.settings import Batching, Settings
 from app.telemetry.metrics import BatchReport, Metrics
 from model.retrieval.inputs import Change, Query
-from weights.corpus.store import load_corpus_manifest
 
-FOLLOW_SECONDS = 1.0
+FOLLOW_SECONDS = 0.25  # from one look at what other processes have changed to the next
+MOST_FOLLOW_SECONDS = 60.0  # where what they have left cannot be read
 
 log = structlog.get_logger("app.service.retrieval")
 
@@ -59,10 +58,11 @@ class RetrievalService:
         self._since: list[Change] | None = None  # since the compaction that runs has begun
         self._is_committing = False  # what it wrote is being put in force: no change may come between
         self._compact_at = settings.retrieval.compact_rows
-        # for what takes long, and is not waited for at the end of the process: see `RankingService.has_running_threads`
-        self.trouble = ""  # a sentence while what serves and what lies on the disk do not agree
-        self.on_replaced: Callable[[], None] = lambda: None  # another process has compacted or replaced the corpus
+        self.problem = ""
+        """Why this process is not to be asked, though what it serves is whole: a sentence about the files of the corpus."""
         self._follower: asyncio.Task[None] | None = None
+        self._behind: LoadedRetrieval | None = None  # its log has a change that its engine could not make
+        # for what takes long, and is not waited for at the end of the process: see `RankingService.has_running_threads`
         self._slow = ThreadPoolExecutor(1, thread_name_prefix=f"{RETRIEVAL_THREAD}-slow")
 
     @property
@@ -97,7 +97,7 @@ class RetrievalService:
         """Load what there is to load. Raises what the loader raises."""
         if self._load is not None:
             await self.swap(self._load)
-            self._follower = asyncio.get_running_loop().create_task(self._follow())
+        self._follower = asyncio.get_running_loop().create_task(self._follow())
 
     async def swap(self, load: RetrievalLoader) -> ServedRetrieval:
         """Load another checkpoint and corpus beside those that serve, then serve new requests with both.
@@ -132,9 +132,9 @@ class RetrievalService:
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Finish the searches that were admitted, then free the engines. False when the time was not enough."""
-        begun: list[asyncio.Task[Changed]] = []
         if self._follower is not None:
             self._follower.cancel()
+        begun: list[asyncio.Task[Changed]] = []
         if self._compaction is not None and self._is_committing:
             begun.append(self._compaction)
         elif self._compaction is not None:
@@ -145,43 +145,11 @@ class RetrievalService:
                 await asyncio.gather(*begun, *self._changes, return_exceptions=True)
         finished = self.queue.idle.is_set() and not self._changes
         self.abandon(lambda: EngineDown("The process stops."))
-        for worker in self.versions.held:
+        for worker in self.versions.held if not self._changes else ():  # a change may still write: its process ends
             worker.model.log.close()
         self.versions.drop()
         self._slow.shutdown(wait=False, cancel_futures=True)
         return finished
-
-    # the disk
-
-    async def _follow(self) -> None:
-        """Look every second at the log of changes: what another process has written is served here too, and a loss costs readiness."""
-        while True:
-            await asyncio.sleep(FOLLOW_SECONDS)
-            before, self.trouble = self.trouble, ""
-            try:
-                async with self._changing:
-                    await self._look()
-            except CorpusNotLoaded:
-                continue
-            except Exception as error:
-                self.trouble = str(error) or type(error).__name__
-                if self.trouble != before:
-                    log.error("corpus_on_disk_differs", reason=self.trouble)
-
-    async def _look(self) -> None:
-        """Raises CheckpointError."""
-        loaded = self._loaded
-        if loaded.log.is_held:
-            await asyncio.to_thread(loaded.log.check)
-            return
-        found = await asyncio.to_thread(loaded.log.read)
-        for change in found:
-            await self._worker.between(functools.partial(loaded.engine.change, change))
-        if found:
-            log.info("changes_of_another_process", changes=len(found))
-        manifest = await asyncio.to_thread(load_corpus_manifest, loaded.stored.path)
-        if manifest.digest != loaded.served.corpus.digest:
-            self.on_replaced()
 
     # changes
 
@@ -201,19 +169,66 @@ class RetrievalService:
     async def _change(self, change: PostChange) -> Changed:
         async with self._changing:
             loaded = self._loaded
-            engine = loaded.engine
+            await self._hold(loaded)
             recorded = await asyncio.to_thread(loaded.record, change)
             if self._since is not None:
                 self._since.append(recorded)
-
-            def apply() -> Changed:
-                deleted = engine.change(recorded)
-                return Changed(loaded.served.corpus, engine.posts, engine.changes, deleted)
-
-            changed = await self._worker.between(apply)
-        if self.settings.retrieval.compact_rows and engine.changed_rows >= self._compact_at:
+            changed = await self._apply(loaded, recorded)
+        if self.settings.retrieval.compact_rows and loaded.engine.changed_rows >= self._compact_at:
             self._begin_compaction()
         return changed
+
+    async def _hold(self, loaded: LoadedRetrieval) -> None:
+        """Be who may change the corpus, and have made all changes to it so far. Raises CheckpointError."""
+        for missed in await asyncio.to_thread(loaded.log.hold):
+            await self._apply(loaded, missed)
+
+    async def _apply(self, loaded: LoadedRetrieval, recorded: Change) -> Changed:
+        """Make a change that is on the disk. Raises EngineDown where that fails: all is read again then."""
+        engine = loaded.engine
+
+        def apply() -> Changed:
+            deleted = engine.change(recorded)
+            return Changed(loaded.served.corpus, engine.posts, engine.changes, deleted)
+
+        try:
+            return await self._worker.between(apply)
+        except Exception as error:
+            self._behind = loaded
+            log.error("change_not_made", reason=str(error) or type(error).__name__)
+            raise EngineDown("The change is on the disk and not served yet.", retry_after_seconds=5.0) from error
+
+    # what other processes change
+
+    async def _follow(self) -> None:
+        """Make the changes that other processes make to the corpus, and see to it that its files are those that were read."""
+        seconds = FOLLOW_SECONDS
+        while True:
+            await asyncio.sleep(seconds)
+            problem = ""
+            try:
+                if self.versions.current is not None and not await self._catch_up():
+                    await self.swap(self._loaded.again)
+                seconds = FOLLOW_SECONDS
+            except (ReloadInProgress, CorpusNotLoaded):
+                continue
+            except Exception as error:
+                problem = str(error) or type(error).__name__
+                seconds = min(MOST_FOLLOW_SECONDS, 2 * seconds)
+            if problem != self.problem:
+                self.problem = problem
+                log.error("corpus_files", reason=problem) if problem else log.info("corpus_files_right_again")
+
+    async def _catch_up(self) -> bool:
+        """False where the corpus has to be read again. Raises CheckpointError and EngineDown."""
+        async with self._changing:
+            loaded = self._loaded
+            if loaded is self._behind:
+                return False
+            changes = await asyncio.to_thread(loaded.log.follow)
+            for change in changes or ():
+                await self._apply(loaded, change)
+        return changes is not None
 
     async def compact(self) -> Changed:
         """As `interface.Retrieval.compact`. What has been begun ends, whoever waits for it."""
@@ -236,6 +251,7 @@ class RetrievalService:
                 return self._state()
             try:
                 async with self._changing:
+                    await self._hold(loaded)
                     parts, changes = await self._worker.between(lambda: (engine.parts(), engine.changes))
                     self._since = []
                 writing = asyncio.get_running_loop().run_in_executor(self._slow, loaded.compact, parts, changes)
@@ -243,7 +259,11 @@ class RetrievalService:
                 async with self._changing:
                     self._is_committing = True
                     loaded = await asyncio.to_thread(compacted.commit, self._since)
-                    self._install(await self.versions.load(lambda steps: loaded))
+                    try:
+                        self._install(await self.versions.load(lambda steps: loaded))
+                    except BaseException:
+                        loaded.log.close()  # nobody would: what is in force is read again by who follows
+                        raise
             except Exception as error:
                 self._compact_at = engine.changed_rows + self.settings.retrieval.compact_rows
                 self.metrics.compactions.labels("failure").inc()

@@ -283,7 +283,7 @@ class RankingService:
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
-        return self.lifecycle.health(self.watchdog.stall() or self.retrieval.trouble)
+        return self.lifecycle.health(self.watchdog.stall() or self.retrieval.problem)
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""

@@ -76,8 +76,10 @@ class Watchdog:
         os._exit(EXIT_ENGINE_LOST)
 
     def stall(self) -> str:
-        """A sentence when work waits and nothing finishes, else nothing."""
-        return self._silence(self._queue.stall_seconds)
+        """A sentence when work waits and nothing finishes, or when a file that is served from was written to, else nothing."""
+        serving = [worker.model for worker in (self._versions.current, self._searches.current) if worker is not None]
+        changed = (model.changed_file() for model in serving)
+        return self._silence(self._queue.stall_seconds) or next(filter(None, changed), "")
 
     def _silence(self, seconds: float) -> str:
         """A sentence when a forward or a search has taken longer than that."""

@@ -16,6 +16,7 @@ from loadtest.soak import (
     leak,
     lines,
     overload,
+    pairs,
     posts,
     protocol,
     shadow,
@@ -56,6 +57,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "posts": (0.06, lambda seconds: posts.changes(_count(seconds, 60, 1000))),
     "fronts_posts": (0.03, lambda seconds: posts.changes(_count(seconds, 60, 500), fronts=2)),
     "posts_kills": (0.03, lambda seconds: [posts.kills(_count(seconds, 1 / 8, 2))]),
+    "posts_pairs": (0.05, lambda seconds: pairs.pairs(_count(seconds, 1.5, 60), seconds=seconds)),
     "cluster": (0.05, lambda seconds: cluster.all_rows(_count(seconds, 1 / 60, 2))),
     "vanishing": (0.05, lambda seconds: [endings.vanishing(_count(seconds, 80, 500))]),
 }

@@ -1,9 +1,10 @@
-"""The short form of R1 to R3: posts are changed, compacted, swapped and killed while they are searched, against a replay."""
+"""The short form of R1 to R4: posts are changed, compacted, swapped and killed while they are searched, against a replay."""
 
 from __future__ import annotations
 
 import pytest
 
+from loadtest.soak.pairs import pairs
 from loadtest.soak.posts import Pace, changes, kills
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,3 +36,22 @@ def test_r1_a_kill_loses_no_acknowledged_change() -> None:
 
 def test_r1_is_red_where_a_crash_takes_half_of_the_log() -> None:
     assert kills(1, ["lose"]).figure == 1
+
+
+def test_r4_two_servers_on_one_corpus_lose_no_acknowledged_change() -> None:
+    rows = pairs(10, 6)
+    assert [row.to_json() for row in rows if not row.ok] == []
+    assert rows[0].tried > 5
+
+
+def test_r4_is_red_where_a_crash_takes_half_of_the_log() -> None:
+    rows = pairs(4, 10, ["lose"], compact_share=0)
+    assert [(row.ok, row.figure > 0) for row in rows[:1]] == [(False, True)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_r4_holds_for_a_thousand_rounds() -> None:
+    rows = pairs(1000, seconds=1000)
+    assert [row.to_json() for row in rows if not row.ok] == []
+    assert rows[0].tried > 900

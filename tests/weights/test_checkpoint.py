@@ -207,13 +207,37 @@ def test_a_replaced_directory_is_read_as_one(tmp_path: Path) -> None:
         assert torch.equal(tensor, original[name])
 
 
-def test_a_write_to_the_loaded_tables_does_not_reach_the_file(small: Path) -> None:
+@pytest.mark.parametrize("copied", [0, 2**30])
+def test_a_write_to_the_loaded_tables_does_not_reach_the_file(
+    small: Path, monkeypatch: pytest.MonkeyPatch, copied: int
+) -> None:
+    monkeypatch.setattr("weights.format.reader.COPIED_BYTES", copied)
     ranker = load_checkpoint(small).ranker
     ranker.tables.user.zero_()
     assert load_checkpoint(small).ranker.tables.user.abs().max() > 0
 
 
-def test_tables_are_mapped_while_the_ranker_lives(small: Path) -> None:
+def test_a_write_to_a_mapped_file_is_seen_and_a_copied_one_is_not_touched(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = load_checkpoint(small)
+    monkeypatch.setattr("weights.format.reader.COPIED_BYTES", 0)
+    mapped = load_checkpoint(small)
+    before = copied.ranker.tables.post.clone()
+    assert (copied.mapped.changed(), mapped.mapped.changed()) == ("", "")
+    (small / "params.safetensors").write_bytes(b"")  # in memory in any case
+    (small / "tables.user.safetensors").unlink()  # what is mapped lives on
+    assert mapped.mapped.changed() == ""
+    with (small / "tables.post.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\xff\xff\xff\xff")
+    assert "tables.post.safetensors was written to" in mapped.mapped.changed()
+    assert copied.mapped.changed() == ""
+    assert torch.equal(copied.ranker.tables.post, before)
+
+
+def test_tables_are_mapped_while_the_ranker_lives(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weights.format.reader.COPIED_BYTES", 0)
     tables = {str(file) for file in small.glob("tables.*")}
 
     def mapped() -> set[str]:

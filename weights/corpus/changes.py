@@ -1,19 +1,20 @@
 """The changes to a corpus since it was written: a log beside it that a crash at any byte leaves readable.
 
-A record is a header, a payload and 8 bytes of BLAKE2b of both. The header is `chg2`, the payload's length (uint32, little-endian) and
-8 bytes of BLAKE2b of these two; the payload is a JSON object, a line feed, and the new posts' vectors as float32. The first record
-names the corpus. A change is acknowledged once its record is on the disk. Logs of older builds begin with records of another form
-(length, 8 bytes of BLAKE2b of the payload, payload); those are read, too.
+The log begins with MAGIC. A record is a header (the payload's length as uint32, little-endian; 8 bytes of BLAKE2b of the payload; 8 of
+the record's place in the file and those twelve), the payload (a JSON object, a line feed, the new posts' vectors as float32), and END.
+The first record names the corpus. A change is acknowledged once its record is on the disk. Logs of before MAGIC are read as they are
+(`weights.corpus.old_changes`), and go on with MAGIC and such records.
+
+Who has locked the log of the corpus in force is the only process that may write to its directory or remove anything there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,96 +24,179 @@ import numpy as np
 from model.inputs import Ids
 from model.retrieval.inputs import Change, NewPosts
 from weights.corpus.manifest import CorpusManifest
+from weights.corpus.old_changes import digest_of, is_old_log, old_record
 from weights.corpus.store import load_corpus_manifest
-from weights.errors import CheckpointError, LogLost, kind_of
+from weights.errors import CheckpointError, LogLost, NotStored, kind_of
+from weights.format.manifest import MANIFEST_NAME
 from weights.format.writer import sync_directory
 
-MAGIC = b"chg2"
-HEADER_BYTES = 16
-DIGEST_BYTES = 8
-OLD_HEADER_BYTES = 12
-RECORD = re.compile(rb"chg2|(?s:.{12})(?=\{\")")  # where a record may begin, of this form or the older one
-LOST = "was deleted, cut or replaced beside a process that serves its changes: put it back, or compact or import the corpus anew"
+MAGIC = b"\2\0\0\0changes\n"  # to the reader of before it is a damaged record of two bytes, which it refuses
+HEADER_BYTES = 20
+END = b"\xff"  # not 0: a file that a crash leaves too long reads as zeros where nothing was written
 NO_IDS = np.empty(0, np.uint64)
+
+Identity = tuple[int, ...]
 
 
 class ChangeLog:
-    """The log of one corpus. `read` first; then `append`, from one process at a time. Raises CheckpointError."""
+    """The log of one corpus. `read` first; then `append`, from one process at a time. Raises CheckpointError, and NotStored where a
+    change cannot be written now. Used by one thread at a time."""
 
     def __init__(self, directory: Path, manifest: CorpusManifest) -> None:
         self.path = directory / f"changes-{manifest.digest[:16]}.log"
-        self.torn_bytes = 0
-        """What `read` has passed over at the end: of a record that was not acknowledged."""
+        self.passed_over = 0
+        """Bytes behind the last whole record when `read` was called last: what a crash left of one."""
         self._manifest = manifest
         self._end = 0  # after the last whole record
-        self._descriptor: int | None = None
-        self._is_broken = False
+        self._is_old = False  # whether the records up to there are of the format before MAGIC
+        self._descriptor: int | None = None  # while it is held
+        self._broken: CheckpointError | None = None  # why nothing can be appended any more
+        self._file: Identity | None = None  # device and inode of the file that was read or written
+        self._seen: Identity = ()  # its size and time when it was
+        self._directory = _place(os.stat(directory))
+        self._in_force: Identity | None = None  # of the manifest file that was seen to be this corpus's
+
+    # reading
 
     def read(self) -> list[Change]:
-        """Every change that was acknowledged since the last `read`, in order. What a crash left of a record that was not is passed over."""
+        """Every change that was acknowledged and not read before, in order. What a crash left of a record that was not is passed over."""
         try:
-            with open(self.path, "rb") as file:
-                file.seek(self._end)
-                raw = file.read()
+            descriptor = self._opened(os.O_RDONLY)
         except FileNotFoundError:
-            raw = b""
+            if self._file is not None:
+                raise self._lost() from None
+            return []
         except OSError as error:
             raise self._refusal(f"cannot be read: {error.strerror}") from error
-        payloads, end = self._records(raw)
-        if not self._end and payloads and json.loads(payloads.pop(0)) != {"corpus": self._manifest.digest}:
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            file.seek(self._end)
+            raw = file.read()
+        if status.st_size < self._end:
+            raise self._lost()
+        is_first, payloads = not self._end, self._records(raw)
+        self._seen = _state(status)
+        if is_first and payloads and payloads.pop(0) != self._name():
             raise self._refusal("belongs to another corpus")
-        changes = [self._decoded(payload) for payload in payloads]
-        self._end += end
-        self.torn_bytes = len(raw) - end
-        return changes
+        return [self._decoded(payload) for payload in payloads]
+
+    def follow(self) -> list[Change] | None:
+        """What other processes have changed since; None where one has written the corpus anew, which is to be read again then.
+
+        Nothing where another directory has taken the place of the corpus's.
+        """
+        try:
+            if _place(os.stat(self.path.parent)) != self._directory:
+                return []
+            if not self._is_in_force():
+                return None
+            if _place(found := os.lstat(self.path)) != self._file or _state(found) != self._seen:
+                return self.read()
+        except FileNotFoundError:
+            if self._file is not None and self._is_in_force():
+                raise self._lost() from None
+        except CheckpointError:
+            if self._is_in_force():
+                raise
+            return None
+        except OSError as error:
+            raise self._refusal(f"cannot be read: {error.strerror}") from error
+        return [] if self._is_in_force() else None
+
+    def _records(self, raw: bytes) -> list[bytes]:
+        """The payloads of the whole records at the start of `raw`, which the file holds from `_end` on; moves that behind them."""
+        payloads, start, at = list[bytes](), self._end, 0
+        self._is_old = self._is_old or not start
+        while at < len(raw):
+            if self._is_old and raw.startswith(MAGIC, at):
+                self._is_old, at = False, at + len(MAGIC)
+                continue
+            if self._is_old and not start + at and not is_old_log(raw, self._name(), MAGIC):
+                raise self._refusal("is damaged at byte 0, or in a form that this build does not read")
+            payload, stop = old_record(raw, at, MAGIC) if self._is_old else _record_at(raw, at, start)
+            if not stop:
+                raise self._refusal(
+                    f"is damaged at byte {start + at}: what follows is not what was written. Restore the file; or, to go on "
+                    "without the changes from there on, cut it off at that byte (truncate -s)"
+                )
+            if payload is None:
+                break
+            payloads.append(payload)
+            at = stop
+        if start or payloads:
+            self._end += at
+        self.passed_over = start + len(raw) - self._end
+        return payloads
+
+    # writing
 
     def append(self, change: Change) -> None:
         """Returns when the change is on the disk; where it raises, the change never was."""
-        if self._is_broken:
-            raise self._refusal("could not be written before; read the corpus again")
-        try:
-            self.hold()
-            record = b"" if self._end else self._first()
-            self._write(record + _record(_encoded(change)))
-        except OSError as error:
-            raise self._refusal(f"cannot be written: {error.strerror}", kind_of(error)) from error
+        self.hold_as_read()
+        self._check_whole()
+        begin = b"" if self._end and not self._is_old else MAGIC
+        self._is_old = False
+        self._write([begin, *([] if self._end else [self._name()]), _encoded(change)])
+        self._check_whole()
 
-    def hold(self) -> None:
-        """Be the one process that may change the corpus, until `close`. Raises CheckpointError where another one is."""
-        if self._descriptor is None:
-            try:
-                self._descriptor = self._open()
-            except OSError as error:
+    def hold(self) -> list[Change]:
+        """Be the one process that may change the corpus, until `close`; what others have changed since `read`. Raises NotStored where
+        another one is."""
+        if self._broken is not None:
+            raise type(self._broken)(str(self._broken))
+        if self._descriptor is not None:
+            return []
+        try:
+            if not self._is_in_force():
+                raise self._replaced()
+            self._descriptor = self._opened(os.O_RDWR | (os.O_CREAT if self._file is None else 0))
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._is_in_force():
+                raise self._replaced()
+            changes = self.read()
+            sync_directory(self.path.parent)
+            return changes
+        except BaseException as error:
+            self.close()
+            if isinstance(error, BlockingIOError):
+                raise self._not_stored("is being written by another process") from None
+            if isinstance(error, FileNotFoundError):
+                raise self._lost() from None
+            if isinstance(error, OSError):
                 raise self._refusal(f"cannot be written: {error.strerror}", kind_of(error)) from error
+            raise
+
+    def hold_as_read(self) -> None:
+        """The same for one who would not make changes that are missed. Raises NotStored where there are any."""
+        if self.hold():
+            self.close()
+            self._broken = self._not_stored("was written by another process; read the corpus again")
+            raise type(self._broken)(str(self._broken))
 
     @property
     def is_held(self) -> bool:
-        """Whether this is the process that may change the corpus."""
+        """Whether this process may write to the corpus's directory."""
         return self._descriptor is not None
 
-    def check(self) -> None:
-        """Raises LogLost unless the file is held and has its name still, and holds every change that was read or appended."""
-        try:
-            if self._descriptor is None:
-                raise self._refusal("is not held", LogLost)
-            held, named = os.fstat(self._descriptor), os.stat(self.path, follow_symlinks=False)
-            if os.path.samestat(held, named) and named.st_size >= self._end:
-                return
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise self._refusal(f"cannot be looked at: {error.strerror}", LogLost) from error
-        raise self._refusal(LOST, LogLost)
-
     def begin(self, changes: Sequence[Change]) -> None:
-        """Make the log of a corpus that is not in force yet, and hold it: it is on the disk when this returns."""
+        """Make the log of a corpus that is not in force yet, and hold it: it is on the disk when this returns. Raises OSError."""
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._write(self._first() + b"".join(_record(_encoded(change)) for change in changes))
+        self._file = _place(os.fstat(self._descriptor))
+        self._write([MAGIC, self._name(), *map(_encoded, changes)])
+
+    def check(self) -> None:
+        """Raises NotStored where the name of the log that is held no longer leads to it."""
+        try:
+            is_there = self._descriptor is not None and _place(os.lstat(self.path)) == self._file
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise self._lost()
 
     def end(self) -> None:
         """From now on refuse changes: another log may have taken the place of this one."""
-        self._is_broken = True
+        self._broken = self._not_stored("could not be written before; read the corpus again")
 
     def close(self) -> None:
         """Let another process append."""
@@ -120,110 +204,99 @@ class ChangeLog:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _open(self) -> int:
-        create = 0 if self._end else os.O_CREAT  # one that held changes is never made anew
+    def _check_whole(self) -> None:
+        """What is acknowledged has to be found by the next who reads this corpus."""
         try:
-            descriptor = os.open(self.path, os.O_RDWR | create | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:
-            self._check_corpus()
-            raise self._refusal(LOST, LogLost) from None
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._refusal("is being written by another process") from None
-            try:
-                self._check_corpus()
-            except CheckpointError:
-                if not os.fstat(descriptor).st_size:
-                    self.path.unlink(missing_ok=True)
-                raise
-            if (size := os.fstat(descriptor).st_size) < self._end:
-                raise self._refusal(LOST, LogLost)
-            if size > self._end:
-                if self._records(os.pread(descriptor, size - self._end, self._end))[0]:
-                    raise self._refusal("was written by another process; read the corpus again")
-                os.ftruncate(descriptor, self._end)
-            sync_directory(self.path.parent)
-        except BaseException:
-            os.close(descriptor)
+            if self._broken is not None:
+                raise type(self._broken)(str(self._broken))
+            self.check()
+            if not self._is_in_force():
+                raise self._replaced()
+        except CheckpointError as error:
+            self._broken = error
             raise
+
+    def _is_in_force(self) -> bool:
+        """Whether the manifest in the directory is still this corpus's."""
+        try:
+            found = os.stat(self.path.parent / MANIFEST_NAME)
+        except OSError as error:
+            raise self._not_stored(f"is left without its corpus: {MANIFEST_NAME}: {error.strerror}") from error
+        seen = _place(found) + _state(found)
+        if seen != self._in_force:
+            if load_corpus_manifest(self.path.parent).digest != self._manifest.digest:
+                return False
+            self._in_force = seen
+        return True
+
+    def _opened(self, flags: int) -> int:
+        """Raises OSError, and CheckpointError for what is not the regular file that it was."""
+        descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or self._file not in (None, _place(status)):
+            os.close(descriptor)
+            raise self._lost() if stat.S_ISREG(status.st_mode) else self._not_stored("is no regular file")
+        self._file = _place(status)
         return descriptor
 
-    def _check_corpus(self) -> None:
-        if load_corpus_manifest(self.path.parent).digest != self._manifest.digest:
-            raise self._refusal("belongs to a corpus in whose place there is another; read the corpus again")
-
-    def _write(self, record: bytes) -> None:
+    def _write(self, parts: Sequence[bytes]) -> None:
+        """Write MAGIC or nothing, and records of the other parts, behind the last one."""
         assert self._descriptor is not None
+        data = bytearray(parts[0])
+        for payload in parts[1:]:
+            data += _record(payload, self._end + len(data))
         written = 0
         try:
-            self.check()
-            while written < len(record):
-                written += os.pwrite(self._descriptor, record[written:], self._end + written)
+            if os.fstat(self._descriptor).st_size > self._end:
+                os.ftruncate(self._descriptor, self._end)
+            while written < len(data):
+                written += os.pwrite(self._descriptor, memoryview(data)[written:], self._end + written)
             os.fsync(self._descriptor)
-            self.check()
-        except (OSError, LogLost):
-            self._is_broken = True  # what a failed fsync left on the disk is not known, unless it can be cut off
+        except OSError as error:
+            self.end()  # what a failed fsync left on the disk is not known, unless it can be cut off
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._end)
                 os.fsync(self._descriptor)
-                self._is_broken = False
-            raise
-        self._end += len(record)
+                self._broken = None
+            raise self._refusal(f"cannot be written: {error.strerror}", kind_of(error)) from error
+        self._end += len(data)
+        self._seen, self.passed_over = _state(os.fstat(self._descriptor)), 0
 
-    def _first(self) -> bytes:
-        """The record that names the corpus."""
-        return _record(self._name())
+    # payloads
 
     def _name(self) -> bytes:
+        """The first one, which names the corpus."""
         return json.dumps({"corpus": self._manifest.digest}).encode()
-
-    def _records(self, raw: bytes) -> tuple[list[bytes], int]:
-        """The payloads of all whole records of what follows `_end`, and where the last of them ends.
-
-        Raises CheckpointError for a record that is not what was written, unless it ends as one whose writing a crash has cut: with
-        fewer bytes than it has, or with zeros.
-        """
-        payloads, end = [], 0
-        old_form = not self._end and raw[:4] == len(self._name()).to_bytes(4, "little")
-        while end < len(raw):
-            is_old = old_form and raw[end : end + 4] != MAGIC
-            found = _old_record(raw, end) if is_old else _new_record(raw, end)
-            if found is None:
-                self._check_torn(raw, end, is_old)
-                break
-            payload, end = found
-            payloads.append(payload)
-        return payloads, end
-
-    def _check_torn(self, raw: bytes, start: int, is_old: bool) -> None:
-        """Raises CheckpointError unless what begins at `start` is what a crash has left of one record."""
-        if is_old:
-            end = start + OLD_HEADER_BYTES + int.from_bytes(raw[start : start + 4], "little")
-            is_torn = end > len(raw) or end == start + OLD_HEADER_BYTES or end == len(raw)
-        else:
-            end = _end_of(raw, start)
-            is_short = len(raw) - start < HEADER_BYTES or end > len(raw)
-            is_torn = is_short or not any(raw[-DIGEST_BYTES:]) or (end == len(raw) and _ends_in_zeros(raw, start))
-        follows = (
-            _old_record(raw, at.start()) or _new_record(raw, at.start()) for at in RECORD.finditer(raw, start + 1)
-        )
-        if not is_torn or any(follows):
-            raise self._refusal(f"is damaged at byte {self._end + start}: a record there is not what was written")
 
     def _decoded(self, payload: bytes) -> Change:
         head, _, vectors = payload.partition(b"\n")
-        values: dict[str, Any] = json.loads(head)
-        count, width = len(values["post_ids"]), self._manifest.width
-        posts = NewPosts(
-            np.array(values["post_ids"], np.uint64),
-            np.array(values["author_ids"], np.uint64),
-            np.array(values["created_at"], np.int64),
-            values["topics"],
-            np.frombuffer(vectors, np.float32).reshape(count, width).copy(),
+        try:
+            values: dict[str, Any] = json.loads(head)
+            posts = NewPosts(
+                np.array(values["post_ids"], np.uint64),
+                np.array(values["author_ids"], np.uint64),
+                np.array(values["created_at"], np.int64),
+                values["topics"],
+                np.frombuffer(vectors, np.float32).reshape(len(values["post_ids"]), self._manifest.width).copy(),
+            )
+            return Change(np.array(values["delete"], np.uint64), posts)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise self._refusal("holds a record that is no change") from error
+
+    # errors
+
+    def _lost(self) -> CheckpointError:
+        return self._refusal(
+            "was deleted, cut or replaced under this process, which still has its changes: restore it, or read the corpus again to go "
+            "on without them",
+            LogLost,
         )
-        return Change(np.array(values["delete"], np.uint64), posts)
+
+    def _replaced(self) -> CheckpointError:
+        return self._not_stored("belongs to a corpus in whose place there is another; read the corpus again")
+
+    def _not_stored(self, reason: str) -> CheckpointError:
+        return self._refusal(reason, NotStored)
 
     def _refusal(self, reason: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
         return kind(f"The log of changes {self.path} {reason}.")
@@ -242,43 +315,35 @@ def _encoded(change: Change) -> bytes:
     return json.dumps(head).encode() + b"\n" + np.ascontiguousarray(posts.vectors, np.float32).tobytes()
 
 
-def _record(payload: bytes) -> bytes:
-    head = MAGIC + len(payload).to_bytes(4, "little")
-    whole = head + _digest(head) + payload
-    return whole + _digest(whole)
+def _record(payload: bytes, place: int) -> bytes:
+    """A record that lies `place` bytes into the file."""
+    head = len(payload).to_bytes(4, "little") + digest_of(payload)
+    return head + digest_of(place.to_bytes(8, "little") + head) + payload + END
 
 
-def _end_of(raw: bytes, start: int) -> int:
-    """Where the record at `start` ends, by its own header; `start` where that is not one."""
-    head = raw[start : start + 8]
-    if head[:4] != MAGIC or _digest(head) != raw[start + 8 : start + HEADER_BYTES]:
-        return start
-    return start + HEADER_BYTES + int.from_bytes(head[4:], "little") + DIGEST_BYTES
+def _record_at(raw: bytes, at: int, start: int) -> tuple[bytes | None, int]:
+    """The payload of a record and where it stops, `raw` being the file from `start` on; None where a crash left what is there, and 0
+    where that is damage.
+
+    A crash leaves a file that is too short, or one whose last record lacks its end, and nothing behind it.
+    """
+    body = at + HEADER_BYTES
+    head = raw[at:body]
+    if head[12:] != digest_of((start + at).to_bytes(8, "little") + head[:12]):
+        return None, len(raw) if len(raw.rstrip(b"\0")) < body else 0
+    stop = body + int.from_bytes(head[:4], "little") + len(END)
+    payload = raw[body : stop - len(END)]
+    if raw[stop - len(END) : stop] == END and digest_of(payload) == head[4:12]:
+        return payload, stop
+    is_cut = len(raw) < stop or (len(raw) == stop and len(raw.rstrip(b"\0")) < stop)
+    return None, len(raw) if is_cut else 0
 
 
-def _ends_in_zeros(raw: bytes, start: int) -> bool:
-    """Whether the digest that ends `raw` was written in part and the rest reads as zeros. One bit more is no such end."""
-    stored, right = raw[-DIGEST_BYTES:], _digest(raw[start:-DIGEST_BYTES])
-    differing = (int.from_bytes(stored, "big") ^ int.from_bytes(right, "big")).bit_count()
-    return right.startswith(stored.rstrip(b"\0")) and differing > 1
+def _place(found: os.stat_result) -> Identity:
+    """The same for as long as it is the same file, whatever is written to it."""
+    return found.st_dev, found.st_ino
 
 
-def _new_record(raw: bytes, start: int) -> tuple[bytes, int] | None:
-    """The payload of the whole record at `start` and where it ends; None where there is none."""
-    end = _end_of(raw, start)
-    if start == end or end > len(raw) or _digest(raw[start : end - DIGEST_BYTES]) != raw[end - DIGEST_BYTES : end]:
-        return None
-    return raw[start + HEADER_BYTES : end - DIGEST_BYTES], end
-
-
-def _old_record(raw: bytes, start: int) -> tuple[bytes, int] | None:
-    """As `_new_record`, of the older form."""
-    begin = start + OLD_HEADER_BYTES
-    end = begin + int.from_bytes(raw[start : start + 4], "little")
-    if begin == end or end > len(raw) or _digest(raw[begin:end]) != raw[begin - DIGEST_BYTES : begin]:
-        return None
-    return raw[begin:end], end
-
-
-def _digest(payload: bytes) -> bytes:
-    return hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest()
+def _state(found: os.stat_result) -> Identity:
+    """Another one where somebody has written to the file."""
+    return found.st_size, found.st_mtime_ns

@@ -2,7 +2,7 @@
 
 The new files have names of their own, and so has the new log; nobody reads them until a manifest that lists them is renamed over
 the old one. So whatever a crash leaves, the directory holds the old corpus with its log or the new one with its own. What lies
-there besides is removed by the next compaction.
+there besides is removed by the next compaction. Nothing is removed but by the process that holds the log of the corpus in force.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weights.corpus.manifest import COLUMNS, VECTORS, CorpusManifest, file_of
 from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus, write_files
 from weights.errors import CheckpointError, kind_of
 from weights.format.manifest import MANIFEST_NAME, Manifest, TensorEntry
-from weights.format.reader import open_directory, read_manifest
+from weights.format.reader import MappedFiles, check_length, open_directory, read_manifest
 from weights.format.writer import write_file
 
 LEFT_BEHIND = re.compile(
@@ -45,7 +45,7 @@ def load_changed(path: Path, encoder: Manifest) -> tuple[StoredCorpus, ChangeLog
             stored = load_corpus(path, encoder)
             log = ChangeLog(path, stored.manifest)
             found = stored, log, log.read()
-        except CheckpointError:
+        except (CheckpointError, OSError):
             if load_corpus_manifest(path).digest == digest:
                 raise
             continue
@@ -62,19 +62,18 @@ class Compaction:
     log: ChangeLog
     """Of the old corpus. Held from `write` on, so that no other process changes it meanwhile."""
     mark: str = ""
+    """In the names of the files that this compaction makes."""
 
     def write(self, parts: Sequence[Part], changes: int) -> StoredCorpus:
         """Write these rows as the corpus that has had so many `changes`, and read it back, checked. It is not in force yet."""
         try:
-            self.log.hold()
-        except CheckpointError as error:
-            raise self._refusal(error) from error
-        try:
+            self.log.hold_as_read()
             self._remove_others(self.old, self.log)
             self.mark = secrets.token_hex(4)
             manifest = self._written(parts, changes)
+            mapped = MappedFiles()
             with open_directory(self.directory) as directory:
-                return StoredCorpus(self.directory, manifest, read_corpus(directory, manifest))
+                return StoredCorpus(self.directory, manifest, read_corpus(directory, manifest, mapped), mapped)
         except (OSError, CheckpointError, MemoryError) as error:
             self.drop()
             raise self._refusal(error) from error
@@ -87,28 +86,38 @@ class Compaction:
                 if read_manifest(directory, CorpusManifest.from_json).digest != self.old.digest:
                     raise CheckpointError("another corpus has taken its place meanwhile")
                 log.begin(changes)
-                if missing := [name for name in new.files if not (self.directory / name).is_file()]:
-                    raise CheckpointError(f"{missing[0]} is gone")
                 write_file(self.directory / partial, new.to_json())
                 os.fsync(directory)
+                self._check_there(directory, new, log)
                 os.rename(partial, MANIFEST_NAME, src_dir_fd=directory, dst_dir_fd=directory)
                 self.log.end()  # whichever manifest the disk keeps, no change is acknowledged that its log lacks
                 os.fsync(directory)
         except (OSError, CheckpointError) as error:
-            if log.is_held:
-                log.path.unlink(missing_ok=True)
+            self.drop(log)
             log.close()
-            self.drop()
             raise self._refusal(error) from error
         self._remove_others(new, log)
         return log
 
-    def drop(self) -> None:
-        """Remove what `write` made and is not in force, and nothing else."""
-        for path in self.directory.glob(f"*{self.mark}*") if self.mark else ():
-            if LEFT_BEHIND.fullmatch(path.name):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+    def drop(self, log: ChangeLog | None = None) -> None:
+        """Remove what this compaction has made, unless it is in force; `log`: the one that it began, if it did."""
+        names = [file_of(name, self.mark) for name in (VECTORS, "posts")] + [f".{MANIFEST_NAME}.{self.mark}.partial"]
+        made = names + ([log.path.name] if log is not None and log.is_held else [])
+        with contextlib.suppress(OSError, CheckpointError):
+            if self.mark and self.log.is_held and load_corpus_manifest(self.directory).digest == self.old.digest:
+                for name in made:
+                    (self.directory / name).unlink(missing_ok=True)
+
+    def _check_there(self, directory: int, new: CorpusManifest, log: ChangeLog) -> None:
+        """Raises CheckpointError where something is gone that the new manifest is about to name, or the right to write it."""
+        self.log.check()
+        log.check()
+        for name, entry in new.files.items():
+            try:
+                length = os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+            except FileNotFoundError:
+                raise CheckpointError(f"{name} was removed meanwhile") from None
+            check_length(length, entry)
 
     def _written(self, parts: Sequence[Part], changes: int) -> CorpusManifest:
         old, posts = self.old, sum(len(rows) for _, rows in parts)
@@ -136,17 +145,15 @@ class Compaction:
         )  # fmt: skip
 
     def _remove_others(self, kept: CorpusManifest, log: ChangeLog) -> None:
-        """Remove the files of compactions that are not in force, and the logs of other corpora than `kept`, whose `log` is held: nobody
-        else writes here then."""
-        if not log.is_held:
-            return
-        kept_names = {*kept.files, ChangeLog(self.directory, kept).path.name}
+        """Remove what compactions that a crash ended have left behind, and the logs of corpora before `kept`, whose log is held."""
+        kept_names = {*kept.files, log.path.name}
         with contextlib.suppress(OSError, CheckpointError):  # what stays is removed another time
+            log.check()
             if load_corpus_manifest(self.directory).digest != kept.digest:
                 return  # the directory is not ours any more
             for path in self.directory.iterdir():
                 if LEFT_BEHIND.fullmatch(path.name) and path.name not in kept_names:
-                    path.unlink(missing_ok=True)
+                    path.unlink()
 
     def _refusal(self, error: Exception) -> CheckpointError:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".") or "not enough memory"

@@ -14,7 +14,7 @@ from weights.checkpoint import Encoder
 from weights.corpus.manifest import COLUMNS, VECTORS, CorpusManifest, file_of
 from weights.errors import CheckpointError
 from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry
-from weights.format.reader import Progress, open_directory, read_manifest, read_tensors
+from weights.format.reader import MappedFiles, Progress, open_directory, read_manifest, read_tensors
 from weights.format.tensorfile import write_tensors
 from weights.format.writer import TableDtype, check_target, write_file, written_beside
 
@@ -29,6 +29,7 @@ class StoredCorpus:
     path: Path
     manifest: CorpusManifest
     corpus: Corpus
+    mapped: MappedFiles
 
 
 def load_corpus(
@@ -39,24 +40,31 @@ def load_corpus(
     Raises CheckpointError, whose sentence names file and reason, for anything that is not exactly what was saved, for vectors
     that are not of unit length, and where `encoder` is given for vectors that another one made.
     """
-    path = Path(path)
+    path, mapped = Path(path), MappedFiles()
     try:
         with open_directory(path) as directory:
             manifest = read_manifest(directory, CorpusManifest.from_json)
             if encoder is not None:
                 check_encoder(manifest, encoder)
-            return StoredCorpus(path, manifest, read_corpus(directory, manifest, progress, threads))
+            return StoredCorpus(path, manifest, read_corpus(directory, manifest, mapped, progress, threads), mapped)
     except (CheckpointError, OSError, MemoryError) as error:
         raise _refusal(path, error) from error
 
 
 def read_corpus(
-    directory: int, manifest: CorpusManifest, progress: Progress | None = None, threads: int | None = None
+    directory: int,
+    manifest: CorpusManifest,
+    mapped: MappedFiles,
+    progress: Progress | None = None,
+    threads: int | None = None,
 ) -> Corpus:
-    """The arrays that a manifest lists, of an open directory. Raises CheckpointError, as `load_corpus` but for the path."""
-    tensors = read_tensors(directory, manifest, progress, threads, lambda _: True)
+    """The arrays that a manifest lists, of an open directory; those that are mapped are noted. Raises CheckpointError, as `load_corpus`
+    but for the path."""
+    tensors = read_tensors(directory, manifest, progress, threads, lambda _: True, mapped)
     arrays = {name: tensor.numpy() for name, tensor in tensors.items() if name != VECTORS}
     vectors, stored = tensors[VECTORS].float().numpy(), manifest.tensors
+    if stored[VECTORS].dtype != "float32":
+        mapped.forget(stored[VECTORS].file)
     worst, length = worst_norm(vectors)
     if not abs(length - 1) <= LENGTH_OFF[stored[VECTORS].dtype]:
         raise CheckpointError(f"{stored[VECTORS].file} holds a vector of length {length:.6g} in row {worst}, not 1")

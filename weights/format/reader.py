@@ -22,6 +22,9 @@ from weights.format.layout import is_table
 from weights.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, TensorEntry
 from weights.format.tensorfile import Buffer, StoredTensor, read_header, scan
 
+COPIED_BYTES = 16 * 2**20
+"""A file up to this length is copied into memory, not mapped: nothing that is done to it then reaches what serves."""
+
 _CLOCK_STEP_SECONDS = 0.02  # more than a tick of the kernel's clock for file times
 
 T = TypeVar("T")
@@ -39,6 +42,37 @@ class Listing(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """Where each tensor lies."""
+
+
+class MappedFiles:
+    """The files that tensors are mapped from, each by a descriptor of its own, as they were when they were checked. For any thread."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[FileIO, os.stat_result]] = {}
+
+    def add(self, name: str, file: FileIO, status: os.stat_result) -> None:
+        """This open file is mapped; `status` is what it was."""
+        self._files[name] = FileIO(os.dup(file.fileno())), status
+
+    def forget(self, name: str) -> None:
+        """Nothing is read from it any more."""
+        if name in self._files:
+            self._files.pop(name)[0].close()
+
+    def changed(self) -> str:
+        """A sentence where one was written to or cut since; empty while all are what they were. Takes a microsecond a file."""
+        for name, (file, before) in self._files.items():
+            try:
+                after = os.fstat(file.fileno())
+            except OSError as error:
+                return f"{name} cannot be looked at any more: {error.strerror}."
+            if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                return f"{name} was written to while it was served: load what is to serve from a directory of its own."
+        return ""
+
+    def __del__(self) -> None:
+        for name in list(self._files):
+            self.forget(name)
 
 
 @contextmanager
@@ -71,10 +105,11 @@ def read_tensors(
     progress: Progress | None,
     threads: int | None,
     is_mapped: Callable[[str], bool] = is_table,
+    mapped: MappedFiles | None = None,
 ) -> dict[str, Tensor]:
     """Every tensor by name; `threads` threads (one per core if None) read the files in parallel.
 
-    A file whose tensors all are to be mapped is mapped; any other is read into memory.
+    A file whose tensors all are to be mapped is mapped, and noted in `mapped`; any other, and a short one, is read into memory.
     Raises CheckpointError; with several bad files, for the first.
     """
     done, total, lock = 0, sum(entry.bytes for entry in manifest.files.values()), threading.Lock()
@@ -88,7 +123,7 @@ def read_tensors(
 
     def read(name: str) -> dict[str, Tensor]:
         try:
-            return _read_file(directory, name, manifest, advance, is_mapped)
+            return _read_file(directory, name, manifest, advance, is_mapped, mapped or MappedFiles())
         except CheckpointError as error:
             raise CheckpointError(f"{name} {error}") from error
 
@@ -139,7 +174,12 @@ def check_finite(corrupted: str | None) -> None:
 
 
 def _read_file(
-    directory: int, name: str, manifest: Listing, advance: Callable[[int], None], is_mapped: Callable[[str], bool]
+    directory: int,
+    name: str,
+    manifest: Listing,
+    advance: Callable[[int], None],
+    is_mapped: Callable[[str], bool],
+    mapped: MappedFiles,
 ) -> dict[str, Tensor]:
     listed = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
     with _open_file(directory, name) as file:
@@ -147,19 +187,22 @@ def _read_file(
         check_length(before.st_size, manifest.files[name])
         header, stored = read_header(file, before.st_size)
         check_stored(stored, listed)
-        params = None if all(map(is_mapped, listed)) else _room(before.st_size)
+        params = None if before.st_size > COPIED_BYTES and all(map(is_mapped, listed)) else _room(before.st_size)
         digest, corrupted = scan(file, header, stored, params, advance)
         buffer: Buffer = params or _map(file, before.st_size)
+        if params is None:
+            mapped.add(name, file, before)
         check_unchanged(before, os.fstat(file.fileno()))
     check_digest(digest, manifest.files[name])
     check_finite(corrupted)
     return {key: tensor.view(buffer) for key, tensor in stored.items()}
 
 
-def _room(length: int) -> bytearray:
+def _room(length: int) -> mmap.mmap:
+    """Memory of its own, that begins where a page does, as a file's does."""
     if problem := shortage(length):
         raise CheckpointError(f"does not fit into memory: {problem}")
-    return bytearray(length)
+    return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _map(file: FileIO, length: int) -> mmap.mmap:

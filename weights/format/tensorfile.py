@@ -104,7 +104,7 @@ def scan(
     file: FileIO,
     header: bytes,
     tensors: Mapping[str, StoredTensor],
-    keep: bytearray | None,
+    keep: Buffer | None,
     advance: Callable[[int], None],
 ) -> tuple[str, str | None]:
     """Read the data of a file after `read_header`: its SHA-256 in hex, and the first tensor with a NaN or an infinity.

@@ -81,7 +81,8 @@ class Bench:
     async def begin(self, engine: FakeRetrieval | None = None) -> Any:
         """Serve this engine; what it is known by."""
         served = object()
-        loaded = SimpleNamespace(engine=engine or self.engine, served=served, log=SimpleNamespace(close=lambda: None))
+        log = SimpleNamespace(close=lambda: None)
+        loaded = SimpleNamespace(engine=engine or self.engine, served=served, log=log, changed_file=str)
         self.service._install(await self.service.versions.load(lambda steps: loaded))
         return served
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from app.engine.loading import LoadedModel, Steps
-from app.errors import DeadlineExceeded, EngineDown, InternalError
+from app.errors import DeadlineExceeded, EngineDown
 from app.interface import Done, ranked
 from app.settings import Batching
 from model.engine import EngineError, Item, Outcome
@@ -113,7 +113,7 @@ async def test_scores_that_cannot_be_joined_keep_no_mate_waiting(monkeypatch: py
         await asyncio.sleep(0)
         gate.opened.set()
         assert right(await first, 1)
-        with pytest.raises(InternalError):
+        with pytest.raises(EngineDown):
             await mates[0]
         assert right(await mates[1], 3)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -482,6 +484,35 @@ def test_a_change_that_is_not_right_changes_nothing(
     client, _ = retrieving_client
     assert change(client, **body)[0] == status
     assert not list((tmp_path / "corpus-v1").glob("changes-*.log"))
+
+
+@pytest.mark.parametrize("options", ["full", "read-only", "memory"])
+def test_a_change_that_cannot_be_stored_is_refused_for_now(
+    retrieving_client: tuple[TestClient, RankingService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    """The disk is full or cannot be written to; a compaction says the same."""
+    client, _ = retrieving_client
+
+    def opened(path: Any, flags: int, *arguments: Any, **further: Any) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY) and Path(path).name.startswith("changes-"):
+            raise (
+                MemoryError
+                if options == "memory"
+                else OSError(errno.ENOSPC if options == "full" else errno.EROFS, "no")
+            )
+        return real(path, flags, *arguments, **further)
+
+    real = os.open
+    assert change(client, delete=[5])[0] == 200
+    assert client.post("/admin/reload", json={"corpus": "corpus-v1"}, headers=GOOD).status_code == 200
+    monkeypatch.setattr(os, "open", opened)
+    status, code = (503, "engine_down") if options == "memory" else (507, "storage_full")
+    for path, body in (("/admin/posts", {"delete": [1]}), ("/admin/posts/compact", None)):
+        reply = client.post(path, json=body, headers=GOOD) if body else client.post(path, headers=GOOD)
+        assert (reply.status_code, reply.json()["code"]) == (status, code), reply.text
+        assert reply.headers["retry-after"]
+    monkeypatch.undo()
+    assert change(client, delete=[1])[1]["deleted"] == 1
 
 
 def test_who_may_change_posts(client: TestClient, retrieving_client: tuple[TestClient, RankingService]) -> None:

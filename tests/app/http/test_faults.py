@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from app.errors import Overloaded
 from app.http.application import create_app
+from app.interface import PostChange, PostRows
+from app.scheduling.loop_lag import TICK_SECONDS
 from app.service.service import RankingService
 from app.settings import Deadline, Limits, Settings
-from tests.app.fakes import FakeEngine, loaded, running, until
+from tests.app import retrieving
+from tests.app.fakes import FakeEngine, loaded, loader, running, until
 from tests.app.serving import ask, chunk, good, served, value_of
 from tests.reliability.live import wait_until
 
@@ -36,6 +43,74 @@ def test_a_fault_of_ours_is_a_problem_too(monkeypatch: pytest.MonkeyPatch, capsy
     out = capsys.readouterr()
     assert "RuntimeError" in out.out + out.err
     assert "secret" not in out.out + out.err
+
+
+@pytest.mark.parametrize("path", ["/rank", "/rank/batch", "/retrieve", "/recommend"])
+def test_a_request_that_gets_no_memory_is_told_so(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    bodies: dict[str, Any] = {"/rank": good(), "/rank/batch": {"requests": [good()]}}
+    body = bodies.get(path, {"user_id": 1, "history": [], "k": 5})
+    with served(retrieval=retrieving.loader(tmp_path)) as (client, service):
+        assert client.post(path, json=body).status_code == 200
+        for place in ("app.request.codec.Packed.unpack", "app.service.retrieval.SearchJob"):
+            monkeypatch.setattr(place, fail)
+        reply = client.post(path, json=body)
+        assert (reply.status_code, reply.json()["code"], reply.headers["retry-after"]) == (503, "engine_down", "1")
+        monkeypatch.undo()
+        assert service.admission.requests == 0
+        assert client.post(path, json=body).status_code == 200
+
+
+def test_scores_that_get_no_memory_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with served() as (client, _):
+        monkeypatch.setattr("app.engine.job.RankJob.result", fail)
+        reply = client.post("/rank", json=good())
+    assert (reply.status_code, reply.json()["code"]) == (503, "engine_down")
+
+
+def test_readiness_says_that_the_log_of_changes_is_gone(tmp_path: Path) -> None:
+    change = PostChange(np.array([1], np.uint64), PostRows(*[np.empty(0, np.uint64)] * 2, np.empty(0, np.int64), []))
+    with served(retrieval=retrieving.loader(tmp_path)) as (client, service):
+        assert client.portal is not None
+        client.portal.call(service.retrieval.change, change)
+        (log,) = (tmp_path / "corpus-v1").glob("changes-*.log")
+        log.unlink()
+        wait_until(lambda: client.get("/readyz").status_code == 503)
+        assert "was deleted, cut or replaced" in client.get("/readyz").json()["detail"]
+        assert client.post("/retrieve", json={"user_id": 1, "history": [], "k": 5}).status_code == 200
+
+
+def test_no_reply_comes_from_a_file_that_was_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tables.post.safetensors"
+    path.write_bytes(b"numbers")
+    with served() as (client, service), path.open("rb", buffering=0) as file:
+        assert service.versions.current is not None
+        service.versions.current.model.checkpoint.mapped.add(path.name, file, os.fstat(file.fileno()))
+        assert client.post("/rank", json=good()).status_code == 200
+        os.utime(path, ns=(1, 1))
+        ready = client.get("/readyz")
+        assert (ready.status_code, ready.json()["code"]) == (503, "engine_down")
+        assert "tables.post.safetensors was written to while it was served" in ready.json()["detail"]
+        time.sleep(5 * TICK_SECONDS)
+        refused = client.post("/rank", json=good())
+        assert (refused.status_code, refused.json()["code"]) == (503, "engine_down")
+        assert refused.headers["retry-after"]
+        # admitted before it was seen
+        monkeypatch.setattr(service.watchdog, "stall", lambda: "")
+        time.sleep(5 * TICK_SECONDS)
+        late = client.post("/rank", json=good())
+        assert (late.status_code, late.json()["detail"]) == (503, "The engine failed on this request.")
+        monkeypatch.undo()
+        assert client.portal is not None
+        client.portal.call(service.swap, loader(FakeEngine()))
+        time.sleep(5 * TICK_SECONDS)
+        assert client.post("/rank", json=good()).status_code == 200
+        assert client.get("/readyz").status_code == 200
 
 
 def test_a_refused_request_gives_its_place_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,13 +25,15 @@ from app.settings import Budgets, Queue, Retrieval, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import CacheStats
 from model.inputs import Context
-from model.retrieval.engine import Users
+from model.retrieval.engine import RetrievalEngine, Users
 from model.retrieval.inputs import Answers, Filters, Query
 from tests.app import retrieving
 from tests.app.fakes import FakeClock, Gate, ended, until
 from weights.corpus import compaction
+from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction
-from weights.errors import CheckpointError, LogLost
+from weights.corpus.store import load_corpus_manifest
+from weights.errors import CheckpointError, NotStored
 
 NO_IDS = np.empty(0, np.uint64)
 DEADLINE = 1000.0
@@ -401,6 +404,199 @@ def test_after_the_end_another_process_may_change_the_corpus(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+def two_of(tmp_path: Path) -> list[RetrievalService]:
+    """Two processes' services on one corpus, not loaded yet."""
+    paths = retrieving.written(tmp_path)
+    return [
+        RetrievalService(retrieval_loader(*paths, Settings(threads=1)), Settings(), Metrics(), FakeClock())
+        for _ in range(2)
+    ]
+
+
+async def posts_of(service: RetrievalService) -> set[int]:
+    return set((await found(service, query(1, 500), DEADLINE)).posts.post_ids.tolist())
+
+
+def test_what_another_process_changes_is_followed(tmp_path: Path) -> None:
+    """Changes, a compaction, changes after it; and when that process is gone this one goes on."""
+
+    async def scenario() -> None:
+        first, second = two_of(tmp_path)
+        await first.load(), await second.load()
+        await first.change(change([1], [900]))
+        while {1} & (there := await posts_of(second)) or 900 not in there:  # noqa: ASYNC110  # nobody is told
+            await asyncio.sleep(0.02)
+        with pytest.raises(NotStored, match="is being written by another process"):
+            await second.change(change([2], []))
+        with pytest.raises(NotStored):
+            await second.compact()
+        assert (await first.compact()).corpus.version == "v1+1"
+        await first.change(change([3], []))
+        while second.served.corpus.version == "v1" or 3 in await posts_of(second):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await first.change(change([4], []))
+        assert await first.stop(5.0)
+        assert (await second.change(change([5], []))).changes == 3, "with those that it had not followed yet"
+        assert not {1, 3, 4, 5} & await posts_of(second)
+        assert second.problem == ""
+        assert await second.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_two_services_on_one_directory_lose_and_undo_nothing(tmp_path: Path) -> None:
+    """One holds the log; what is refused to the other deletes no file, and at last both serve the same posts."""
+    corpus = tmp_path / "corpus-v1"
+
+    async def scenario() -> None:
+        one, other = two_of(tmp_path)
+        await one.load(), await other.load()
+        for post in range(1, 41):
+            before = sorted(corpus.glob("*.safetensors"))
+            await one.change(change([post], []))
+            for refused in (other.change(change([200 + post], [])), other.compact()):
+                with suppress(NotStored):
+                    await refused
+            assert sorted(corpus.glob("*.safetensors")) == before
+        await one.compact()
+        await until(lambda: other.served.corpus.version == "v1+40", 20)
+        assert await posts_of(one) == await posts_of(other)
+        await one.stop(5.0), await other.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_compaction_has_the_changes_that_were_not_followed_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.service.retrieval.FOLLOW_SECONDS", 1000.0)
+
+    async def scenario() -> None:
+        first, second = two_of(tmp_path)
+        await first.load()
+        await first.change(change([1], []))
+        await second.load()
+        await first.change(change([2], []))
+        assert await first.stop(5.0)
+        assert (await second.compact()).corpus.version == "v1+2"
+        assert not {1, 2} & await posts_of(second)
+        assert await second.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_journal_that_is_removed_costs_readiness_until_the_corpus_is_read_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service, _ = two_of(tmp_path)
+        await service.load()
+        await service.change(change([1], []))
+        (log,) = (tmp_path / "corpus-v1").glob("changes-*.log")
+        log.unlink()
+        for _ in range(2):
+            with pytest.raises(NotStored, match="was deleted, cut or replaced"):
+                await service.change(change([2], []))
+        await until(lambda: "was deleted, cut or replaced" in service.problem)
+        assert service._load is not None
+        await service.swap(service._load)
+        await until(lambda: service.problem == "")
+        assert (await service.change(change([2], []))).changes == 1
+        await service.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_change_on_the_disk_that_fails_here_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        service, _ = two_of(tmp_path)
+        await service.load()
+
+        def fails(*_: Any) -> int:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RetrievalEngine, "change", fails)
+            with pytest.raises(EngineDown, match="is on the disk and not served yet"):
+                await service.change(change([1], []))
+        while 1 in await posts_of(service):  # noqa: ASYNC110  # nobody is told
+            await asyncio.sleep(0.02)
+        await service.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("by", ["swap", "compaction"])
+def test_the_log_of_what_was_replaced_is_free(tmp_path: Path, by: str) -> None:
+    async def scenario() -> None:
+        service, _ = two_of(tmp_path)
+        await service.load()
+        await service.change(change([1], []))
+        log = service._loaded.log
+        assert log.is_held
+        if by == "swap":
+            await service.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
+            other = ChangeLog(log.path.parent, load_corpus_manifest(log.path.parent))
+            assert len(other.read()) == 1
+            other.hold()
+            other.close()
+        else:
+            await service.compact()
+        assert not log.is_held
+        await service.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("write", ["zeros", "touch", "cut"])
+def test_writing_into_files_that_are_mapped_costs_all_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    """Until what is there is right again and read again. What is written into the corpus meanwhile comes to nothing."""
+    monkeypatch.setattr("weights.format.reader.COPIED_BYTES", 0)
+
+    async def scenario() -> None:
+        service, _ = two_of(tmp_path)
+        await service.load()
+        await service.change(change([1], [900]))
+        vectors = tmp_path / "corpus-v1" / "vectors.safetensors"
+        raw = vectors.read_bytes()
+        if write == "cut":
+            os.truncate(vectors, len(raw) - 1)  # not so far that a page goes, which ends the process
+        elif write == "zeros":
+            with vectors.open("r+b") as file:
+                file.seek(4096)
+                file.write(bytes(8192))
+        else:
+            os.utime(vectors)
+        with pytest.raises(EngineDown):
+            await found(service, query(1), DEADLINE)
+        assert "was written to while it was served" in service._loaded.changed_file()
+        with pytest.raises(NotStored, match="was written to while it was served"):
+            await service.change(change([2], []))
+        with pytest.raises(NotStored, match="was written to while it was served"):
+            await service.compact()
+        vectors.write_bytes(raw)
+        assert service._load is not None
+        await service.swap(service._load)
+        assert service._loaded.changed_file() == ""
+        assert (await service.change(change([2], []))).changes == 2
+        await service.stop(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_short_files_are_not_mapped_and_may_be_written_to(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service, _ = two_of(tmp_path)
+        await service.load()
+        before = everything(await found(service, query(1, 500), DEADLINE))
+        for path in (*(tmp_path / "corpus-v1").glob("*.safetensors"), *(tmp_path / "towers-v1").glob("*.safetensors")):
+            os.truncate(path, 0)
+        assert everything(await found(service, query(1, 500), DEADLINE)) == before
+        await service.stop(5.0)
+
+    asyncio.run(scenario())
+
+
 def test_the_end_does_not_wait_for_a_compaction(tmp_path: Path, held_writing: Gate) -> None:
     async def scenario() -> None:
         service = RetrievalService(retrieving.loader(tmp_path), Settings(), Metrics(), FakeClock())
@@ -534,70 +730,5 @@ def test_without_a_loader_there_is_nothing() -> None:
         with pytest.raises(CorpusNotLoaded, match="serves no corpus"):
             _ = service.served
         assert await service.stop(1.0)
-
-    asyncio.run(scenario())
-
-
-def tensors(directory: Path) -> list[str]:
-    """The files of tensors below it."""
-    return sorted(path.name for path in directory.rglob("*.safetensors"))
-
-
-def test_two_services_on_one_directory_lose_and_undo_nothing(tmp_path: Path) -> None:
-    """One holds the log. The other serves its changes and compactions within a second or two, and deletes nothing that is refused to it."""
-    load, clock = retrieving.loader(tmp_path), FakeClock()
-
-    async def scenario() -> None:
-        async with running(load, clock) as one, running(load, clock) as other:
-            other.on_replaced = lambda: replaced.set()
-            replaced, nothing = asyncio.Event(), PostRows(NO_IDS, NO_IDS, np.empty(0, np.int64), [])
-            for post in range(1, 41):
-                before = tensors(tmp_path)
-                await one.change(PostChange(np.array([post], np.uint64), nothing))
-                for refused in (other.compact(), other.change(PostChange(np.array([200 + post], np.uint64), nothing))):
-                    with suppress(CheckpointError):
-                        await refused
-                assert tensors(tmp_path) == before
-            await until(lambda: other.state() is not None and other._loaded.engine.changes >= 40, 20)
-            assert one._loaded.engine.posts <= 300 - 39
-            assert other._loaded.engine.posts == one._loaded.engine.posts
-            await one.compact()
-            await asyncio.wait_for(replaced.wait(), 20)
-            await other.swap(load)
-            assert other._loaded.engine.posts == one._loaded.engine.posts
-        again = load()
-        assert again.engine.posts == one_posts(load)
-
-    def one_posts(loader: RetrievalLoader) -> int:
-        return loader().engine.posts
-
-    asyncio.run(scenario())
-
-
-def test_a_log_that_vanishes_costs_readiness_and_nothing_is_acknowledged(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
-            gone = PostChange(np.array([1], np.uint64), PostRows(NO_IDS, NO_IDS, np.empty(0, np.int64), []))
-            await service.change(gone)
-            service._loaded.log.path.unlink()
-            with pytest.raises(LogLost):
-                await service.change(gone)
-            await until(lambda: "deleted, cut or replaced" in service.trouble, 20)
-
-    asyncio.run(scenario())
-
-
-def test_the_old_log_is_let_go_by_a_swap(tmp_path: Path) -> None:
-    load = retrieving.loader(tmp_path)
-
-    async def scenario() -> None:
-        async with running(load, FakeClock()) as service:
-            await service.change(
-                PostChange(np.array([1], np.uint64), PostRows(NO_IDS, NO_IDS, np.empty(0, np.int64), []))
-            )
-            old = service._loaded.log
-            assert old.is_held
-            await service.swap(load)
-            assert not old.is_held
 
     asyncio.run(scenario())

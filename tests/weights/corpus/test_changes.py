@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +15,16 @@ import numpy as np
 import pytest
 
 from model.retrieval.inputs import Change, NewPosts
-from weights.corpus.changes import ChangeLog, no_posts
+from weights.corpus.changes import HEADER_BYTES, ChangeLog, _encoded, no_posts
 from weights.corpus.manifest import COLUMNS, CorpusManifest, file_of
-from weights.errors import CheckpointError, LogLost
+from weights.corpus.old_changes import digest_of
+from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.format.manifest import MANIFEST_NAME, FileEntry, TensorEntry
 
 WIDTH = 3
 
 
+@functools.cache
 def manifest(version: str = "v1") -> CorpusManifest:
     tensors = {name: TensorEntry(file_of(name), dtype, (5,)) for name, dtype in COLUMNS.items()}
     tensors["vectors"] = TensorEntry(file_of("vectors"), "float32", (5, WIDTH))
@@ -90,6 +96,7 @@ def test_a_crash_at_any_byte_loses_nothing_that_was_acknowledged(tmp_path: Path,
             assert tail == "zeros", cut  # zeros inside of a record with others after it are damage, and refused
             assert whole < 2
             continue
+        assert not whole or log.passed_over == (len(raw) if tail == "zeros" else cut) - ends[whole]
         log.append(change(7))
         log.close()
         assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(seed) for seed in (*range(whole), 7)]), cut
@@ -98,10 +105,197 @@ def test_a_crash_at_any_byte_loses_nothing_that_was_acknowledged(tmp_path: Path,
 def test_damage_before_the_last_record_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, 3)
     raw = bytearray(path.read_bytes())
+    start = raw.index(b'{"delete"') - HEADER_BYTES
     raw[140] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="is damaged at byte"):
+    with pytest.raises(CheckpointError, match=rf"is damaged at byte {start}: .* cut it off at that byte"):
         ChangeLog(tmp_path, manifest()).read()
+    os.truncate(path, start)
+    assert ChangeLog(tmp_path, manifest()).read() == [], "as the sentence says"
+
+
+def flipped(path: Path) -> int:
+    """Flip each bit of a log by itself: it reads the same, or it is refused with a sentence. How many flips were refused."""
+    raw, refused = path.read_bytes(), 0
+    expected = seen(ChangeLog(path.parent, manifest()).read())
+    with path.open("r+b", buffering=0) as file:
+        for bit in range(8 * len(raw)):
+            os.pwrite(file.fileno(), bytes([raw[bit // 8] ^ 1 << bit % 8]), bit // 8)
+            try:
+                assert seen(ChangeLog(path.parent, manifest()).read()) == expected, bit
+            except CheckpointError:
+                refused += 1
+            os.pwrite(file.fileno(), raw[bit // 8 : bit // 8 + 1], bit // 8)
+    return refused
+
+
+def test_no_flipped_bit_loses_a_change(tmp_path: Path) -> None:
+    path = written(tmp_path, 3)
+    assert flipped(path) == 8 * path.stat().st_size, "nothing in it is without meaning"
+
+
+def test_a_length_of_zero_loses_no_change(tmp_path: Path) -> None:
+    path = written(tmp_path, 3)
+    raw = path.read_bytes()
+    for at in (0, *(found.start() - HEADER_BYTES for found in re.finditer(rb'{"(corpus|delete)"', raw))):
+        path.write_bytes(raw[:at] + bytes(4) + raw[at + 4 :])
+        with pytest.raises(CheckpointError, match=f"is damaged at byte {at}"):
+            ChangeLog(tmp_path, manifest()).read()
+
+
+def old_log(directory: Path, count: int) -> Path:
+    """As logs were written until November 2026."""
+    path = ChangeLog(directory, manifest()).path
+    payloads = [json.dumps({"corpus": manifest().digest}).encode(), *(_encoded(change(seed)) for seed in range(count))]
+    path.write_bytes(b"".join(len(one).to_bytes(4, "little") + digest_of(one) + one for one in payloads))
+    return path
+
+
+def test_an_old_log_is_read_and_goes_on(tmp_path: Path) -> None:
+    path = old_log(tmp_path, 2)
+    log = ChangeLog(tmp_path, manifest())
+    assert seen(log.read()) == seen([change(seed) for seed in range(2)])
+    assert flipped(path) == 8 * path.stat().st_size
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    log.append(change(2)), log.append(change(3)), log.close()
+    assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(seed) for seed in range(4)])
+    assert flipped(path) == 8 * path.stat().st_size
+
+
+def test_a_log_of_a_form_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, 0)
+    for begin in (b"chg2" + bytes(40), b"\xff" * 100, b"chg3\xff\xff\xff\x7f" + b"x" * 50):
+        path.write_bytes(begin)
+        with pytest.raises(CheckpointError, match="is damaged at byte 0, or in a form that this build does not read"):
+            ChangeLog(tmp_path, manifest()).read()
+
+
+def test_what_a_crash_left_of_an_old_record_is_passed_over(tmp_path: Path) -> None:
+    path = old_log(tmp_path, 2)
+    raw, last = path.read_bytes(), path.read_bytes().rindex(b'{"delete"') - 12
+    for cut in range(last, len(raw)):
+        path.write_bytes(raw[:cut])
+        log = ChangeLog(tmp_path, manifest())
+        assert seen(log.read()) == seen([change(0)]), cut
+        assert log.passed_over == cut - last
+        log.append(change(7)), log.close()
+        assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(0), change(7)]), cut
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link", "gone", "another"])
+def test_a_log_that_is_not_the_file_it_was_takes_no_change(tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path, 2)
+    holder, reader, first = (ChangeLog(tmp_path, manifest()) for _ in range(3))
+    holder.read(), reader.read()
+    holder.append(change(2))
+    path.rename(tmp_path / "aside")
+    make = {"pipe": os.mkfifo, "directory": Path.mkdir, "link": lambda path: path.symlink_to("aside"),
+            "another": lambda path: shutil.copy(tmp_path / "aside", path), "gone": lambda path: None}  # fmt: skip
+    make[kind](path)
+    for log in (holder, reader):
+        for _ in range(2):
+            with pytest.raises(LogLost if kind in ("gone", "another") else NotStored):
+                log.append(change(3))
+        with pytest.raises(CheckpointError):
+            log.follow()
+    if kind in ("pipe", "directory", "link"):
+        with pytest.raises(CheckpointError):
+            first.read()
+
+
+def test_others_changes_are_followed(tmp_path: Path) -> None:
+    """To the last whole record, and again when the rest of it is there; who follows may go on with the log itself."""
+    writer, reader = ChangeLog(tmp_path, manifest()), ChangeLog(tmp_path, manifest())
+    assert (writer.read(), reader.read(), reader.follow()) == ([], [], [])
+    for seed in range(3):
+        writer.append(change(seed))
+        assert seen(reader.follow() or []) == seen([change(seed)])
+        assert reader.follow() == []
+    raw = writer.path.read_bytes()
+    writer.append(change(3))
+    whole = writer.path.read_bytes()
+    for cut in range(len(raw), len(whole)):
+        os.truncate(writer.path, cut)
+        assert reader.follow() == []
+        with writer.path.open("r+b") as file:
+            file.write(whole[: cut + 1])
+    assert seen(reader.follow() or []) == seen([change(3)])
+    writer.append(change(4)), writer.close()
+    assert seen(reader.hold()) == seen([change(4)])
+    reader.append(change(5))
+    assert seen(ChangeLog(tmp_path, manifest()).read()) == seen([change(seed) for seed in range(6)])
+
+
+def test_a_corpus_in_place_of_the_one_that_is_followed(tmp_path: Path) -> None:
+    """Written anew in the same directory it is to be read again; another directory is nobody's wish yet, but takes no change."""
+    directory = tmp_path / "corpus"
+    directory.mkdir()
+    shutil.copy(tmp_path / MANIFEST_NAME, directory)
+    written(directory, 1)
+    log = ChangeLog(directory, manifest())
+    log.read()
+    (tmp_path / "next").write_bytes(manifest("v2").to_json())
+    (tmp_path / "next").rename(directory / MANIFEST_NAME)
+    assert log.follow() is None
+    log.path.unlink()
+    assert log.follow() is None
+    with pytest.raises(NotStored, match="in whose place there is another"):
+        log.append(change(1))
+    (directory / MANIFEST_NAME).unlink()
+    with pytest.raises(NotStored, match="is left without its corpus"):
+        log.follow()
+    directory.rename(tmp_path / "old")
+    directory.mkdir()
+    (directory / MANIFEST_NAME).write_bytes(manifest("v3").to_json())
+    assert log.follow() == []
+    assert not list(directory.glob("changes-*")), "and nothing is made there"
+
+
+def test_a_change_is_not_acknowledged_that_nobody_will_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log goes while the record is written."""
+    written(tmp_path, 1)
+    log = ChangeLog(tmp_path, manifest())
+    log.read()
+    log.hold()
+    sync = os.fsync
+
+    def removing(descriptor: int) -> None:
+        sync(descriptor)
+        log.path.unlink(missing_ok=True)
+
+    monkeypatch.setattr(os, "fsync", removing)
+    with pytest.raises(NotStored, match="was deleted, cut or replaced"):
+        log.append(change(1))
+
+
+@pytest.mark.parametrize("options", ["size=16k", "ro"])
+def test_a_disk_that_is_full_or_read_only_takes_no_change_and_loses_none(tmp_path: Path, options: str) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        shutil.copy(tmp_path / MANIFEST_NAME, disk)
+        written(disk, 1)
+        log = ChangeLog(disk, manifest())
+        log.read()
+        count = 1
+        if options == "ro":
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, capture_output=True)
+        said = ""
+        while not said and count < 1000:
+            try:
+                log.append(change(count))
+            except StorageFull as error:
+                said = str(error)
+            else:
+                count += 1
+        assert ("No space left" if options != "ro" else "Read-only file system") in said
+        log.close()
+        assert seen(ChangeLog(disk, manifest()).read()) == seen([change(seed) for seed in range(count)])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_the_log_of_another_corpus_is_not_read(tmp_path: Path) -> None:
@@ -150,42 +344,3 @@ def test_a_disk_that_fails_leaves_nothing_half_written(tmp_path: Path, monkeypat
         log.append(change(7))
     with pytest.raises(CheckpointError, match="could not be written before"):
         log.append(change(8))
-
-
-def test_each_flipped_bit_is_harmless_or_refused_and_never_silent(tmp_path: Path) -> None:
-    """A change that was acknowledged is read, or its log is refused with a sentence: no flip makes it vanish."""
-    log = ChangeLog(tmp_path, manifest())
-    for seed in (1, 2, 3):
-        log.append(change(seed))
-    log.close()
-    whole = log.path.read_bytes()
-    refused = 0
-    for bit in range(8 * len(whole)):
-        flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
-        log.path.write_bytes(flipped)
-        with pytest.raises(CheckpointError, match=r"damaged at byte|belongs to another corpus"):
-            ChangeLog(tmp_path, manifest()).read()
-        refused += 1
-    assert refused == 8 * len(whole)
-    log.path.write_bytes(whole[:-5])  # as a crash leaves it
-    torn = ChangeLog(tmp_path, manifest())
-    assert len(torn.read()) == 2
-    assert torn.torn_bytes > 0
-
-
-def test_nothing_is_acknowledged_into_a_log_that_has_lost_its_name(tmp_path: Path) -> None:
-    log = ChangeLog(tmp_path, manifest())
-    log.append(change(1))
-    log.path.unlink()
-    with pytest.raises(LogLost, match="deleted, cut or replaced"):
-        log.append(change(2))
-
-
-def test_a_log_that_another_process_appends_to_is_read_on(tmp_path: Path) -> None:
-    writer, reader = ChangeLog(tmp_path, manifest()), ChangeLog(tmp_path, manifest())
-    writer.append(change(1))
-    assert [len(reader.read()), len(reader.read())] == [1, 0]
-    writer.append(change(2))
-    writer.append(change(3))
-    assert [len(reader.read()), len(reader.read())] == [2, 0]
