@@ -29,10 +29,9 @@ def unwalked(routes: Collection[str]) -> set[str]:
 
 def test_every_path_is_walked() -> None:
     settings = Settings(admin=Admin(port=1, token_sha256="0" * 64))
-    server = build_server(settings)
-    app, [(_, _, admin)] = server.config.app, server.side_apps
-    assert isinstance(app, Application)
-    routes = {*app.recorder.routes, "unmatched", *(route.path for route in admin.routes)}  # type: ignore[attr-defined]
+    apps = [port.routes.__self__ for port in build_server(settings).ports]  # type: ignore[attr-defined]
+    assert all(isinstance(app, Application) for app in apps)
+    routes = {"unmatched", *(path for app in apps for path in (*app.recorder.routes, *app.endpoints))}
     assert len(routes) > 25
     assert unwalked(routes) == set()
     assert unwalked({*routes, "/new"}) == {"/new"}, "the control: a path without a row"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from app.server import protocol
+from app.server import connection as module
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
@@ -85,11 +85,11 @@ def test_a_requests_time_begins_with_its_own_first_byte() -> None:
     with live(FakeEngine()) as server, connect(server.port) as sock:
         sock.sendall(rank_request(1))
         assert statuses(one_reply(sock)) == [200]
-        [connection] = server.server.server_state.connections
+        [connection] = server.server.observer.open
         connection.begun -= 3600  # the first request was long ago
         sent = rank_request(2)
         sock.sendall(sent[:20])
-        wait_until(lambda: connection.state is protocol.State.HEADERS)
+        wait_until(lambda: connection.state is module.State.HEADERS)
         sock.sendall(sent[20:])
         assert statuses(one_reply(sock)) == [200]
 
@@ -97,8 +97,8 @@ def test_a_requests_time_begins_with_its_own_first_byte() -> None:
 def test_the_defaults_close_within_ten_seconds() -> None:
     """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
     limits = Connections()
-    assert limits.header_seconds + max(limits.stall_seconds, protocol.LEAST_BODY_SECONDS) <= 10
-    assert protocol.WRITE_SECONDS <= 10
+    assert limits.header_seconds + max(limits.stall_seconds, module.LEAST_BODY_SECONDS) <= 10
+    assert module.WRITE_SECONDS <= 10
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel has no such deadline")
@@ -108,19 +108,19 @@ def test_a_client_that_does_not_read_its_replies_is_cut_off(
     count: int, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However little it was sent: what the process has handed to the kernel has the same deadline."""
-    monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.3)
     sent = rank_request(1, candidates=4000) * (count - 1) + rank_request(1, candidates=4000, headers=headers)
     with live(FakeEngine()) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(sent)
         wait_until(lambda: closed(server, "slow_reader") == 1, 5)
-        wait_until(lambda: not server.server.server_state.connections)
+        wait_until(lambda: not server.server.observer.open)
 
 
 def test_a_slow_reader_that_makes_progress_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """For three times the deadline it takes half a megabyte a second of ten."""
-    monkeypatch.setattr(protocol, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "WRITE_SECONDS", 1.0)
     last = rank_request(1, candidates=4000, headers={"Connection": "close"})
     with live(FakeEngine()) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
@@ -144,7 +144,7 @@ def test_others_do_not_feel_fifty_slow_connections(server: Live) -> None:
         read_all(sock)
         sock.close()
     assert beside <= quiet * 1.5 + 0.01
-    wait_until(lambda: not server.server.server_state.connections)
+    wait_until(lambda: not server.server.observer.open)
 
 
 def latencies(server: Live) -> float:
