@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Protocol
 
-from app.budgets import REFUSED_SECONDS
+from app.budgets import CHUNK_BYTES, REFUSED_SECONDS
 from app.server.observer import Observer
 
 Fields = Sequence[tuple[bytes, bytes]]
@@ -85,19 +85,20 @@ class Cycle:
     """One request, as its connection knows it."""
 
     __slots__ = (
-        "_body", "_bytes", "_connection", "_endpoint", "_expects_continue", "_fields", "_handler", "_held", "_is_read",
-        "_is_wrong", "_ranks", "_size", "disconnected", "keep_alive", "response_complete", "response_started",
+        "_body", "_bytes", "_connection", "_fields", "_handler", "_held", "_is_read", "_is_wrong", "_method", "_ranks",
+        "_routes", "_size", "_target", "disconnected", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
-        self, connection: Connection, endpoint: Endpoint, fields: Fields, *, keep_alive: bool, expects_continue: bool
+        self, connection: Connection, routes: Routes, method: bytes, target: bytes, fields: Fields, *, keep_alive: bool
     ) -> None:
         self.keep_alive = keep_alive
         self.disconnected = self.response_started = self.response_complete = False
         self._connection = connection
-        self._endpoint = endpoint
+        self._routes = routes
+        self._method = method
+        self._target = target
         self._fields = fields
-        self._expects_continue = expects_continue
         self._handler: Handler | None = None
         self._body: list[bytes] = []
         self._size = 0
@@ -107,11 +108,16 @@ class Cycle:
 
     def start(self) -> None:
         """It is this request's turn: those before it on the connection have their replies."""
-        self._handler = self._endpoint.begin(self._fields, self._reply)
+        self._handler = self._routes(self._method, self._target).begin(self._fields, self._reply)
         if self._is_read:
             self._finish()
-        elif self._expects_continue and not self.response_started:
+        elif not self.response_started and _expects_continue(self._fields):
             self._connection.write(CONTINUE)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the body, which nobody has taken yet."""
+        return self._size + CHUNK_BYTES * len(self._body) if self._body else 0
 
     def feed(self, data: bytes) -> None:
         """Some of the body."""
@@ -195,3 +201,7 @@ class Cycle:
         if not self.keep_alive:
             connection.end_with_reply()
         connection.on_response_complete()
+
+
+def _expects_continue(fields: Fields) -> bool:
+    return any(value.lower() == b"100-continue" for name, value in fields if name == b"expect")
