@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from app.errors import Overloaded
-from app.http.negotiation import Headers, too_long
+from app.http.headers import Headers, too_long
 from app.http.observe import Recorder
 from app.http.problems import problem_reply
 from app.interface import Ticket

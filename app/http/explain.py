@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from app.budgets import Budget
 from app.errors import Overloaded
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
-from app.http.negotiation import BATCH, check_accept
+from app.http.headers import BATCH, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Ranking, Terms
 from app.http.rank_batch import JSON_HEADER

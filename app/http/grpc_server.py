@@ -12,7 +12,7 @@ import orjson
 from app.budgets import CALL_AHEAD_BYTES, calls_of_a_connection
 from app.errors import BadRequest, RequestTimeout, ServiceError
 from app.http.arms import named
-from app.http.negotiation import Headers, timeout_seconds_of
+from app.http.headers import Headers, timeout_seconds_of
 from app.http.observe import Recorder
 from app.http.open_inference import describe_server
 from app.http.problems import retry_after

@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from starlette.routing import compile_path
 
 from app.errors import ServiceError, TooLarge, told
-from app.http.negotiation import Headers, request_id_of
+from app.http.headers import Headers, request_id_of
 from app.telemetry.distributions import Series
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog

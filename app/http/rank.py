@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from app.errors import ServiceError
 from app.http.arms import ANY, HEADER, Arms, named
-from app.http.auth import KeyRing
+from app.http.headers import KeyRing
 from app.http.call import Call, Endpoint, Fields, Reply
-from app.http.negotiation import (
+from app.http.headers import (
     RANK,
     Headers,
     Wires,

@@ -13,7 +13,7 @@ import orjson
 from app.budgets import Budget, rest_seconds
 from app.errors import Overloaded, ServiceError, TooLarge
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
-from app.http.negotiation import BATCH, check_accept
+from app.http.headers import BATCH, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Prepared, Ranking, Terms
 from app.http.window import Window

@@ -10,7 +10,7 @@ import numpy as np
 
 from app.errors import ServiceError
 from app.http.call import Call, Endpoint, Fields, Reply
-from app.http.negotiation import BATCH, Headers, check_accept
+from app.http.headers import BATCH, Headers, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Ranking, Words, add_seconds
 from app.http.rank_batch import JSON_HEADER
