@@ -17,7 +17,7 @@ from app.fronts.places import ENDED, Place, Version
 from app.fronts.retrieval import RemoteRetrieval
 from app.fronts.uplink import Uplink
 from app.interface import Done, Health, Second, ServedModel, Ticket
-from app.scheduling.loop_lag import LoopClock, Work
+from app.loop_lag import LoopClock, Work
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from app.telemetry.sums import Deltas

@@ -84,6 +84,11 @@ class Recorder:
         requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
         requests.inc()
         duration.observe(seconds)
+        if exchange.version:  # it was answered with scores
+            for stage in ("parse", "serialize"):
+                self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
+            for names, probabilities in exchange.scored:
+                self.metrics.reply_probabilities.record(names, probabilities)
         if exchange.code == TooLarge.code:
             self.metrics.rejected.labels("too_large").inc()
         trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, headers)

@@ -22,14 +22,23 @@ STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".enc
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
+class Steps(Protocol):
+    """What a request does after `finish`, in several turns of the event loop."""
+
+    def held_seconds(self) -> float:
+        """How long the longest of them has held the event loop, in processor time of its thread."""
+        ...
+
+
 class Handler(Protocol):
     """One request in the endpoint's hands."""
 
     max_body_bytes: int
     ranks: bool  # else connections with such requests share a fifth of the event loop
 
-    def held_seconds(self) -> float:
-        """How long the longest step since `finish` has held the event loop, in processor time of its thread."""
+    @property
+    def steps(self) -> Steps | None:
+        """None where `finish` was the last one."""
         ...
 
     def finish(self, body: bytes) -> None:
@@ -180,7 +189,8 @@ class Cycle:
         self._is_wrong = 400 <= status < 500 and status != 429
         if self._handler is not None:
             self._ranks = self._handler.ranks and status < 400
-            self._held = self._handler.held_seconds() + (0.0 if self._ranks else len(body) * COPY_SECONDS)
+            steps = self._handler.steps
+            self._held = (steps.held_seconds() if steps else 0.0) + (0.0 if self._ranks else len(body) * COPY_SECONDS)
         self._handler = None  # what the request held would else stay until the connection's next one
         self._bytes = b"".join((STATUS_LINES[status], connection.observer.date, fields, end, body))
         is_impatient = may_wait and connection.is_impatient()

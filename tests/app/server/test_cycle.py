@@ -18,7 +18,7 @@ import pytest
 
 from app import budgets
 from app.http.rank import RankCall, RankEndpoint
-from app.scheduling.loop_lag import LoopLag
+from app.loop_lag import LoopLag
 from app.server import connection, cycle
 from app.server.connection import Connection
 from app.server.cycle import Cycle

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.scheduling.loop_lag import LoopLag
+from app.loop_lag import LoopLag
 from app.server.patience import HOLD_SECONDS, REPEAT_SECONDS
 from app.settings import Connections
 from loadtest.generate.payload import rank_request

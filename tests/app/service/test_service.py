@@ -20,8 +20,8 @@ from app.engine.loading import LoadedModel, Steps, checkpoint_loader
 from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, NonFiniteScores, NotReady, Overloaded
 from app.exits import EXIT_ENGINE_LOST
 from app.interface import Found, Health, ranked
+from app.loop_lag import LoopLag, Work
 from app.request.body import decode
-from app.scheduling.loop_lag import LoopLag, Work
 from app.service.service import RankingService
 from app.service.watchdog import COLLECT_OBJECTS
 from app.settings import Batching, Deadline, Limits, Queue, Settings
