@@ -205,7 +205,7 @@ class Ranking:
             if len(request.history.post_ids):
                 request = request.without_history()
         seconds = time.perf_counter() - started
-        exchange.stages["parse"] += seconds
+        exchange.stages["parse"] = exchange.stages.get("parse", 0.0) + seconds
         if request.request_id is not None and not exchange.is_named_by_caller:
             exchange.request_id = request.request_id
         return Prepared(model, ticket, request, context, candidates, form, seconds)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 
 class Exchange(msgspec.Struct):
     """Nothing here comes from a history; ids have been checked.
 
     `stages` are seconds; `status` 499 means that the client disconnected; `code` is a problem's. A request that was not named
-    by its caller's header takes the name in its body, if there is one. `scored`: action names and probabilities `[C, A]` of its replies.
+    by its caller's header takes the name in its body, if there is one. `scored`: of its replies, the action names and the
+    probabilities, float32 `[C, A]`.
     """
 
     request_id: str
@@ -27,5 +28,5 @@ class Exchange(msgspec.Struct):
     requests: int = 0
     cache: str = ""
     stages: dict[str, float] = msgspec.field(default_factory=dict)
-    scored: list[tuple[tuple[str, ...], NDArray[np.float32]]] = msgspec.field(default_factory=list)
+    scored: list[tuple[tuple[str, ...], Any]] = msgspec.field(default_factory=list)
     is_named_by_caller: bool = False
