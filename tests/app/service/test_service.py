@@ -169,7 +169,12 @@ async def test_refusals_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPa
         await first
         service.check_open("light")
         monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: unanswered > 0)
-        monkeypatch.setattr(LoopLag, "overrun", property(lambda _: True, lambda *_: None), raising=False)
+        monkeypatch.setattr(
+            LoopLag,
+            "overrun",
+            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
+            raising=False,
+        )
         service.check_open()
         ticket = service.admit(service.model, candidates=1, history=0, deadline=None)
         with pytest.raises(Overloaded, match="faster than they can be answered") as caught:
