@@ -106,6 +106,7 @@ class Ranking:
     def __init__(self, service: Service, settings: Settings) -> None:
         self.service = service
         self.limits = settings.limits
+        self.default_seconds = settings.deadline.default_seconds
         self.keys = KeyRing(settings.auth)
         self.metrics = service.metrics
         self.arms = Arms(service, settings.split)

@@ -75,7 +75,7 @@ class BatchCall(TaskCall):
         exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
         # one deadline for all, from the start
-        deadline = terms.deadline or ranking.deadline(ranking.service.default_deadline_seconds)
+        deadline = terms.deadline or ranking.deadline(ranking.default_seconds)
         run = Run(ranking, endpoint.batching, deadline, exchange, endpoint.candidates, held, terms.wanted)
         try:
             answers = await run.all(items)

@@ -90,8 +90,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """As `asyncio.Protocol`."""
-        self.transport = cast(asyncio.Transport, transport)
-        transport = self.transport
+        transport = self.transport = cast(asyncio.Transport, transport)
         self.reader = Reader(self, self.hosts, self.limits.max_header_bytes)
         self.write = transport.write
         self.observer.open.add(self)
@@ -225,33 +224,24 @@ class Connection(asyncio.Protocol):
 
     def on_response_complete(self) -> None:
         """A reply is written whole."""
-        for cycle in self.pending:
-            if cycle.response_complete:
-                self.release(cycle)
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:
             self._rest()
 
-    def rest(self, seconds: float) -> None:
-        """A request has held the event loop for so long: other connections come first for a while."""
-        self._rest_for(rest_seconds(seconds))
-
-    def rest_with_others(self, seconds: float) -> None:
-        """A request that ranks nothing, or a wrong one, has held the event loop for so long."""
+    def rest(self, seconds: float, *, shares: bool = False) -> None:
+        """A request has held the event loop for so long: other connections come first for a while. `shares`: it ranked nothing, or
+        was wrong; all connections with such requests share a part of the loop."""
         resting = self.observer.resting if self.is_counted else 1  # no crowd delays an operator
-        self._rest_for(shared_rest_seconds(seconds, resting))
-
-    def _rest_for(self, seconds: float) -> None:
-        if seconds:
+        if wait := shared_rest_seconds(seconds, resting) if shares else rest_seconds(seconds):
             self.rests += 1
             self.observer.resting += 1
             self._pause()
-            self.loop.call_later(seconds, self._rest_ends)
+            self.loop.call_later(wait, self._rest_ends)
 
     def end_with_reply(self) -> None:
         """The last reply is written."""
-        if not self._is_ending():
+        if self.state not in (State.LINGERING, State.CLOSED) and not self.transport.is_closing():
             self._enter(State.LINGERING)
             self._resume()
             self.leftover.linger(draining=self.observer.draining)
@@ -346,9 +336,6 @@ class Connection(asyncio.Protocol):
         self.observer.closed(reason)
         self._enter(State.CLOSED)
         self.transport.abort()
-
-    def _is_ending(self) -> bool:
-        return self.state in (State.LINGERING, State.CLOSED) or self.transport.is_closing()
 
     def _is_answered(self) -> bool:
         """Whether a body still arrives whose reply is out, on a connection that stays."""

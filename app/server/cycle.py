@@ -79,9 +79,7 @@ class Connection(Protocol):
 
     def release(self, cycle: Cycle) -> None: ...
 
-    def rest(self, seconds: float) -> None: ...
-
-    def rest_with_others(self, seconds: float) -> None: ...
+    def rest(self, seconds: float, *, shares: bool = False) -> None: ...
 
     def is_impatient(self) -> bool: ...
 
@@ -173,8 +171,7 @@ class Cycle:
         handler.finish(whole)
         self._connection.release(self)
         if not is_short:
-            rest = self._connection.rest_with_others if self._is_wrong else self._connection.rest
-            rest(time.thread_time() - started)
+            self._connection.rest(time.thread_time() - started, shares=self._is_wrong)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
         """Write head and body at once. Raises RuntimeError for a value that would break the head."""
@@ -202,12 +199,13 @@ class Cycle:
         if self.disconnected:
             return
         self.response_complete = True
+        connection.release(self)
         data, self._bytes = self._bytes, b""
         connection.write(data)
         if self._is_wrong:
-            connection.rest_with_others(max(self._held, REFUSED_SECONDS))
+            connection.rest(max(self._held, REFUSED_SECONDS), shares=True)
         elif self._held:
-            (connection.rest if self._ranks else connection.rest_with_others)(self._held)
+            connection.rest(self._held, shares=not self._ranks)
         if not self.keep_alive:
             connection.end_with_reply()
         connection.on_response_complete()

@@ -156,11 +156,6 @@ class RankingService:
     # admission
 
     @property
-    def default_deadline_seconds(self) -> float:
-        """For a request that names no deadline."""
-        return self.settings.deadline.default_seconds
-
-    @property
     def model(self) -> ServedModel:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
         if self.versions.current is None:
@@ -203,13 +198,13 @@ class RankingService:
         Overloaded or DeadlineExceeded.
         """
         self._check_able()
-        worker, now = self._worker(model), self.clock()
-        deadline = now + self.default_deadline_seconds if deadline is None else deadline
+        worker, now, limits = self._worker(model), self.clock(), self.settings.deadline
+        deadline = now + limits.default_seconds if deadline is None else deadline
         job = RankJob(
             candidates=candidates,
             context_tokens=1 + min(history, model.manifest.config.history_length),
             chunks=chunk_count(candidates, self.settings.batching),
-            deadline=min(deadline, now + self.settings.deadline.max_seconds),
+            deadline=min(deadline, now + limits.max_seconds),
             key=key,
             worker=worker,
             on_release=self.queue.leave,
