@@ -118,8 +118,11 @@ class Cycle:
         self._handler = self._routes(self._method, self._target).begin(self._fields, self._reply)
         if self._is_read:
             self._finish()
-        elif not self.response_started and _expects_continue(self._fields):
-            self._connection.write(CONTINUE)
+        elif not self.response_started:
+            for name, value in self._fields:
+                if name == b"expect" and value.lower() == b"100-continue":
+                    self._connection.write(CONTINUE)
+                    break
 
     @property
     def held_bytes(self) -> int:
@@ -166,7 +169,7 @@ class Cycle:
             handler.too_long()
             return
         whole = body[0] if len(body) == 1 else b"".join(body)
-        is_short = self._size < SHORT_BYTES and not any(name == b"content-encoding" for name, _ in self._fields)
+        is_short = self._size < SHORT_BYTES and b"content-encoding" not in [name for name, _ in self._fields]
         started = 0.0 if is_short else time.thread_time()  # not by the clock: a busy machine holds the loop as well
         handler.finish(whole)
         self._connection.release(self)
@@ -209,7 +212,3 @@ class Cycle:
         if not self.keep_alive:
             connection.end_with_reply()
         connection.on_response_complete()
-
-
-def _expects_continue(fields: Fields) -> bool:
-    return any(value.lower() == b"100-continue" for name, value in fields if name == b"expect")

@@ -115,11 +115,16 @@ class Reader:
     def on_url(self, url: bytes) -> None:
         """As httptools calls it, for each piece."""
         self._target += url
-        self._count_field(len(url))
+        self._field_bytes += len(url)
+        if self._field_bytes > self._max_header_bytes:
+            raise Refused("headers")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """As httptools calls it."""
-        self._count_field(len(name) + len(value))
+        self._count += 1
+        self._field_bytes += len(name) + len(value)
+        if self._field_bytes > self._max_header_bytes or self._count > MAX_HEADERS:
+            raise Refused("headers")
         if not self._is_in_body:  # trailers are counted and dropped
             self._headers.append((name.lower(), value))
 
@@ -145,18 +150,16 @@ class Reader:
         parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows a last request is thrown away
         return parser
 
-    def _count_field(self, length: int) -> None:
-        self._count += 1
-        self._field_bytes += length
-        if self._field_bytes > self._max_header_bytes or self._count > MAX_HEADERS:
-            raise Refused("headers")
-
     def _check(self, method: bytes, version: str) -> None:
         """What llhttp lets through and a proxy may read otherwise, and names of hosts that are not ours. Raises Refused."""
         if version not in ("1.1", "1.0"):
             raise Refused("version")
-        hosts = [value for name, value in self._headers if name == b"host"]
-        codings = [value.strip().lower() for name, value in self._headers if name == b"transfer-encoding"]
+        hosts, codings = [], []
+        for name, value in self._headers:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"transfer-encoding":
+                codings.append(value.strip().lower())
         if (
             method == b"CONNECT"
             or len(hosts) > 1
