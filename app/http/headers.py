@@ -93,6 +93,8 @@ def timeout_seconds_of(headers: Headers) -> float | None:
     Envoy's header is a proxy's, so a bad one is no fault of the caller and does not count; 0 means no limit there.
     """
     own, envoy = headers.get(b"x-request-timeout-ms"), headers.get(b"x-envoy-expected-rq-timeout-ms")
+    if own is None and envoy is None:
+        return None
     found = []
     if own is not None:
         if not _is_count(own):

@@ -123,7 +123,9 @@ class Ranking:
         exchange.key = self.keys.caller(headers)
         wire, compressed = wire_of(headers, wires), is_compressed(headers)
         check_length(headers, self.limits.max_body_bytes)
-        terms = Terms(wire, self.deadline(timeout_seconds_of(headers)), compressed, self.wanted(headers, *wanted))
+        seconds = timeout_seconds_of(headers)
+        deadline = None if seconds is None else self.deadline(seconds)
+        terms = Terms(wire, deadline, compressed, self.wanted(headers, *wanted))
         self.service.check_open(exchange.key)
         return terms
 
