@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.errors import InvalidRequest, NotAcceptable, TooLarge, UnsupportedMediaType
-from app.request.bounds import is_request_id
 from app.request.coding import check_coding
+from app.request.schema import is_request_id
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS, Wire
 
 Headers = Mapping[bytes, bytes]

@@ -16,7 +16,6 @@ from app.http.rank import Ranking, Words, add_seconds
 from app.http.rank_batch import JSON_HEADER
 from app.interface import Found, Ranked, ServedModel
 from app.request import reply
-from app.request.posts_body import PostsBody
 from app.request.reply import Joined
 from app.request.retrieval import (
     Models,
@@ -29,6 +28,7 @@ from app.request.retrieval import (
     user_of,
     work_of,
 )
+from app.request.schema import RetrieveRequest
 from app.request.validate import Request
 from app.request.wires import JSON
 from app.settings import Settings
@@ -102,7 +102,7 @@ class PostsCall(Call):
         self._admit(posts, history)
         return check_posts(typed, models)
 
-    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | PostsBody, Models]:
+    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | RetrieveRequest, Models]:
         models = self._models()
         return read_posts(body, self.ranking.limits, models), models
 
@@ -151,7 +151,9 @@ class RetrieveCall(PostsCall):
     def _go_on(self) -> None:
         began, posts, request = time.perf_counter(), self._found.posts, self._request
         used = len(request.query.context)
-        body = render(posts, request, self._served, history_used=used, timings_ms=self._timings_ms())
+        body = render(
+            posts, request, self._served.manifest, self._served.corpus, history_used=used, timings_ms=self._timings_ms()
+        )
         self._send(body, began, self._served.manifest.version, posts.cached)
 
 
@@ -164,7 +166,7 @@ class RecommendCall(PostsCall):
     _model: ServedModel
     _to_rank: Request
 
-    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | PostsBody, Models]:
+    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | RetrieveRequest, Models]:
         """In the words of the checkpoint that ranks this user."""
         arms, wanted = self.ranking.arms, self._terms.wanted
         self._model = arms.model(0, wanted)
@@ -204,7 +206,7 @@ class RecommendCall(PostsCall):
         manifest = self._model.manifest
         self._to_rank = self._request.ranking(self._found.posts)
         names = reply.names_of(self._to_rank, self.ranking.words_of(manifest)[1])
-        self._joined = joined(self._found.posts, self._served, manifest, names)
+        self._joined = joined(self._found.posts, self._served.manifest, self._served.corpus, manifest, names)
 
     def _ranked(self, result: Ranked | ServiceError) -> None:
         if isinstance(result, ServiceError):

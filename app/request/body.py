@@ -1,34 +1,26 @@
 """Bytes → typed bodies: the types, required fields, unknown fields and bounds of a request are checked while its JSON is read.
 
-What is wrong with one that does not fit its type is said by `explain`. `contract` is the plain definition of the same, and
-tests hold all three to the same verdict. Ids in range, known names and equal lengths are left to `validate`.
+What is wrong with one that does not fit its type is said by `explain`. Ids in range, known names and equal lengths are left to
+`validate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct
 
-from app.errors import InvalidRequest, MalformedJson, TooLarge
-from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import MAX_TOPIC_LETTERS, Rule, explain, explanation_rule, request_rule
-from app.request.ids import MAX_ID_DIGITS
+from app.errors import MAX_PROBLEMS, InvalidRequest, MalformedJson, TooLarge
+from app.request.explain import Problem, Rule, explain, object_of, once, required_of, rules_of, struct_rule
+from app.request.schema import DEFAULT_K, ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, UserRequest
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
-
-Id = int | Annotated[str, Meta(max_length=MAX_ID_DIGITS)]  # what it holds is checked column by column
-Surface = Annotated[int, Meta(ge=0)]
-Time = Annotated[int, Meta(ge=0, le=MAX_TIME)]
-Dwell = Annotated[float, Meta(ge=0)]
-Actions = list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)]]
-Topic = Annotated[str, Meta(max_length=MAX_TOPIC_LETTERS)]
-Weights = dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]]
 
 
 class Typed(Protocol):
@@ -54,76 +46,28 @@ class Typed(Protocol):
         ...
 
 
-class Strict(Struct, forbid_unknown_fields=True, gc=False):
-    """Unknown fields are errors, and so is `null`. The garbage collector need not look: JSON has no cycles."""
-
-
-def _shapes(name: str, **optional: Any) -> tuple[type[Struct], type[Struct]]:
-    """A post with these optional fields, as one item and as arrays with an entry an item. Both have the fields in this order."""
-    required, many = {"post_id": Id, "author_id": Id}, cast(Any, list)
-    item: list[Any] = [*required.items(), *((field, kind | UnsetType, UNSET) for field, kind in optional.items())]
-    arrays: list[Any] = [(field, many[kind]) for field, kind in required.items()]
-    arrays += [(field, many[kind] | UnsetType, UNSET) for field, kind in optional.items()]
-    return msgspec.defstruct(name, item, bases=(Strict,)), msgspec.defstruct(f"{name}Arrays", arrays, bases=(Strict,))
-
-
-HistoryItem, HistoryArrays = _shapes("HistoryItem", product_surface=Surface, actions=Actions, dwell_time=Dwell)
-Candidate, CandidateArrays = _shapes("Candidate", product_surface=Surface, created_at=Time)
-
-
-class Wishes(Strict):
-    """What a request says of its reply."""
-
-    weights: Weights | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    actions_wanted: list[str] | UnsetType = UNSET
-    request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
-    reply: Literal["objects", "columns"] | UnsetType = UNSET
-
-
-class Body(Wishes, kw_only=True):
-    """A request whose types are right. Ids, names and lengths are still to be checked."""
-
-    user_id: Id
-    candidates: list[Candidate] | CandidateArrays  # type: ignore[valid-type]
-    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
-    impression_ts: Time | UnsetType = UNSET
-
-    timeout_seconds: ClassVar[None] = None  # a header says it
-
-    def count(self, name: str) -> int:
-        """Items of `candidates` or `history`, in either shape: how much work they ask for. Arrays may still differ in length."""
-        items: Any = getattr(self, name)
-        if isinstance(items, HistoryArrays | CandidateArrays):
-            items = items.post_id  # type: ignore[attr-defined]
-        return 0 if items is UNSET else len(items)
-
-
-class ExplainBody(Body, kw_only=True):
-    """A request with the post ids of the candidates to explain."""
-
-    explain: Annotated[list[Id], Meta(min_length=1)]
-
-
 SHORT_BYTES = 2**14  # nothing in a body of that length is slow
 
 T = TypeVar("T")
-_BODY, _EXPLAIN = msgspec.json.Decoder(Body), msgspec.json.Decoder(ExplainBody)
+_RANK, _EXPLAIN = msgspec.json.Decoder(RankRequest), msgspec.json.Decoder(ExplainRequest)
+_POSTS = msgspec.json.Decoder(RetrieveRequest), msgspec.json.Decoder(RecommendRequest)
 _ENCODER = msgspec.json.Encoder()
 
 
-def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> Body:
+def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> RankRequest:
     """The typed body, with no more candidates and history than the limits allow.
 
     Raises MalformedJson, TooLarge or InvalidRequest. What takes too long to read is refused before it is read.
     """
     check_cost(body, limits.max_values)
-    typed = read(_BODY, body, lambda: request_rule(vocabulary))
+    typed = read(_RANK, body, lambda: request_rule(vocabulary))
     refuse_long(typed, limits)
     return typed
 
 
-def decode_explain(body: bytes | bytearray, limits: Limits, most_explained: int, vocabulary: Vocabulary) -> ExplainBody:
+def decode_explain(
+    body: bytes | bytearray, limits: Limits, most_explained: int, vocabulary: Vocabulary
+) -> ExplainRequest:
     """As `decode`, with no more candidates to explain than that."""
     check_cost(body, limits.max_values)
     typed = read(_EXPLAIN, body, lambda: explanation_rule(vocabulary))
@@ -131,6 +75,67 @@ def decode_explain(body: bytes | bytearray, limits: Limits, most_explained: int,
     if len(typed.explain) > most_explained:
         raise TooLarge(f"explain: {len(typed.explain)} items, and at most {most_explained} are taken.")
     return typed
+
+
+def decode_posts(
+    body: bytes | bytearray, limits: Limits, vocabularies: Sequence[Vocabulary]
+) -> RetrieveRequest | RecommendRequest:
+    """As `decode`. `vocabularies`: of the retrieval model, and of the ranker where the posts are to be ranked."""
+    check_cost(body, limits.max_values)
+    decoder: Any = _POSTS[len(vocabularies) > 1]
+    typed: RetrieveRequest | RecommendRequest = read(decoder, body, lambda: retrieval_rule(vocabularies))
+    refuse_many(typed, typed.count("history"), limits)
+    return typed
+
+
+def refuse_many(wishes: Any, events: int, limits: Limits) -> None:
+    """Raise TooLarge for more posts, or more items of the history, than the limits allow."""
+    for name, count, limit in (
+        ("history", events, limits.max_history),
+        ("exclude", len(wishes.exclude or ()), limits.max_excluded),
+    ):
+        if count > limit:
+            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+    if (wishes.k or DEFAULT_K) > limits.max_retrieved:
+        raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
+
+
+def request_rule(vocabulary: Vocabulary) -> Rule:
+    """Of a request to rank."""
+    return struct_rule(RankRequest, vocabulary)
+
+
+def explanation_rule(vocabulary: Vocabulary) -> Rule:
+    """Of a request for an explanation: those to explain must be among the candidates."""
+    request = struct_rule(ExplainRequest, vocabulary)
+
+    def problems(value: Any) -> Sequence[Problem]:
+        if found := request.problems(value):
+            return found
+        candidates = value["candidates"]
+        posts = candidates["post_id"] if type(candidates) is dict else [post["post_id"] for post in candidates]
+        known = set(map(int, posts))
+        unknown = (place for place, post in enumerate(value["explain"]) if int(post) not in known)
+        return [(f".explain[{place}]", "must be the post_id of a candidate") for place in islice(unknown, MAX_PROBLEMS)]
+
+    return once(problems)
+
+
+def retrieval_rule(vocabularies: Sequence[Vocabulary]) -> Rule:
+    """Of a request for posts. The history must make sense to every vocabulary; a second one is the ranker's, which knows the weights."""
+    ranker = vocabularies[-1]
+    asked = rules_of(RecommendRequest if len(vocabularies) > 1 else RetrieveRequest, ranker)
+    rules = [object_of(asked | rules_of(UserRequest, words), required_of(UserRequest)) for words in vocabularies]
+
+    def problems(value: Any) -> Sequence[Problem]:
+        for rule in rules:
+            if found := rule.problems(value):
+                return found
+        if "max_age_seconds" in value and not value.get("impression_ts"):
+            return [(".max_age_seconds", "needs impression_ts, from which ages are counted")]
+        return ()
+
+    return once(problems)
 
 
 def read(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, rule: Callable[[], Rule]) -> T:

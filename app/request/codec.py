@@ -1,6 +1,7 @@
 """The compiled short cut for requests as most callers write them: JSON → columns, scores → JSON. What it declines, Python does.
 
-`body`, `validate`, `features` and `reply` are the plain definition of the same; tests hold both to the same columns and bytes.
+`schema`, `validate`, `features` and `reply` are the plain definition of the same; tests hold both to the same columns and bytes. Its
+bounds are those of `schema`, the checkpoint and the settings, given once.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import structlog
 from numpy.typing import NDArray
 
 from app.errors import ServiceError
-from app.request.body import Wishes
-from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME
+from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, rest_of
 from app.request.strict_json import refuse_duplicates
 from app.request.validate import NO_POSTS, NOTHING, Posts, Request, check_wishes, wishes_of
 from app.request.vocabulary import Vocabulary
@@ -119,7 +119,7 @@ class Codec:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
         return Viewed(context, posts, data[end:] or b"{}")
 
-    def _wishes(self, text: bytes) -> tuple[Wishes | None, Any, list[int] | None]:
+    def _wishes(self, text: bytes) -> tuple[Any, Any, list[int] | None]:
         try:
             wishes = _WISHES.decode(text)
             refuse_duplicates(text, msgspec.json.encode(wishes))
@@ -169,6 +169,7 @@ class Codec:
         return written or None
 
 
+Wishes = rest_of(RankRequest, "user_id", "history", "candidates", "impression_ts")
 _WISHES = msgspec.json.Decoder(Wishes)
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)  # made for each array, else
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -211,7 +212,7 @@ class Packed:
     kept: int
     candidates: int
     is_quoted: bool
-    wishes: Wishes
+    wishes: Any
     weights: Any
     wanted: list[int] | None
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from msgspec import NODEFAULT, Meta, Raw, Struct, UnsetType
+from msgspec.structs import fields
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.bounds import MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
-from app.request.ids import are_ids
 from app.request.vocabulary import Vocabulary
 
 Problem = tuple[str, str]
@@ -21,33 +23,20 @@ Problems = Callable[[Any], Sequence[Problem]]  # (path below the value, sentence
 
 
 class Rule(NamedTuple):
-    """What a value must be, said twice: whether all of several values are right, fast, and what is wrong with one."""
+    """What a value must be, said twice: whether all of several values are right, fast, and what is wrong with one.
+
+    `bounds`: the least and the most that the numbers in it may be."""
 
     fit: Callable[[Sequence[Any]], bool]
     problems: Problems
+    bounds: tuple[float, float] | None = None
 
 
 Rules = Mapping[str, Rule]
 
-REQUIRED = (
-    "user_id",
-    "candidates",
-    "explain",
-    "post_id",
-    "author_id",
-    "inputs",
-    "name",
-    "datatype",
-    "shape",
-    "binary_data_size",
-)
 BLOCKS = (256, 16, 1)
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
-ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
-REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
-MAX_TOPICS_WANTED = 1000
-MAX_TOPIC_LETTERS = 100
 NAMED_TWICE = ("", "names one action twice, by name and by index")
 
 
@@ -58,102 +47,79 @@ def explain(body: Any, rule: Rule) -> InvalidRequest:
     return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
 
 
-def request_rule(vocabulary: Vocabulary) -> Rule:
-    """Of a request in JSON objects or arrays."""
-    return object_of(_request(vocabulary))
+def rule_of(hint: Any, vocabulary: Vocabulary | None = None) -> Rule:
+    """The rule of a declared type, from its bounds, or made by the `rule` that its metadata names."""
+    kind, metas = parts_of(hint)
+    least: dict[str, Any] = {}
+    for meta in metas:
+        if meta.extra and "rule" in meta.extra:
+            made: Rule = meta.extra["rule"](vocabulary)
+            return made
+        known = {"ge": meta.ge, "le": meta.le, "min": meta.min_length, "max": meta.max_length}
+        known |= {"le": (meta.extra_json_schema or {}).get("maximum", meta.le)}
+        least |= {name: bound for name, bound in known.items() if bound is not None}
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        return struct_rule(kind, vocabulary)
+    if kind is int:
+        return integer(least["ge"], least["le"])
+    if kind is float:
+        return number(least["ge"], least.get("le", float("inf")))
+    if get_origin(kind) is list:
+        return array_of(rule_of(get_args(kind)[0], vocabulary), least.get("max"), least.get("min", 0))
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        return fulfils(lambda value: value in choices, f"must be one of {', '.join(choices)}")
+    return {bool: FLAG, str: TEXT, Raw: ANYTHING}[kind]
 
 
-def explanation_rule(vocabulary: Vocabulary) -> Rule:
-    """Of a request for an explanation: those to explain must be among the candidates."""
-    ids = array_of(_rule(are_ids, ID_RULE))
-    one_or_more = _once(lambda value: ids.problems(value) or ([] if value else [("", "must not be empty")]))
-    request = object_of({**_request(vocabulary), "explain": one_or_more})
-
-    def problems(value: Any) -> Sequence[Problem]:
-        if found := request.problems(value):
-            return found
-        candidates = value["candidates"]
-        posts = candidates["post_id"] if type(candidates) is dict else [post["post_id"] for post in candidates]
-        known = set(map(int, posts))
-        unknown = (place for place, post in enumerate(value["explain"]) if int(post) not in known)
-        return [(f".explain[{place}]", "must be the post_id of a candidate") for place in islice(unknown, MAX_PROBLEMS)]
-
-    return _once(problems)
+def parts_of(hint: Any) -> tuple[Any, list[Meta]]:
+    """A type without what says that it may be left out, and its metadata."""
+    metas: list[Meta] = []
+    while True:
+        if get_origin(hint) is Annotated:
+            metas += hint.__metadata__
+            hint = hint.__origin__
+            continue
+        rest = [kind for kind in get_args(hint) if kind is not UnsetType]
+        if get_origin(hint) not in (Union, UnionType) or len(rest) != 1:
+            return hint, metas
+        hint = rest[0]
 
 
-def _request(vocabulary: Vocabulary) -> Rules:
-    candidates = _once(_posts(_post(vocabulary) | {"created_at": integer(0, MAX_TIME)}, least=1))
-    reply = fulfils(lambda value: value in REPLIES, f"must be one of {', '.join(REPLIES)}")
-    return _viewer(vocabulary) | {"candidates": candidates, "reply": reply} | _wishes(vocabulary)
+def struct_rule(struct: type[Struct], vocabulary: Vocabulary | None = None) -> Rule:
+    """The rule of an object: of each field, in their order."""
+    return object_of(rules_of(struct, vocabulary), required_of(struct))
 
 
-def retrieval_rule(vocabularies: Sequence[Vocabulary], *, ranks: bool) -> Rule:
-    """Of a request for posts. The history must make sense to every vocabulary, of which the last is the ranker's where it `ranks`."""
-    topic = fulfils(lambda name: type(name) is str and len(name) <= MAX_TOPIC_LETTERS, "must be a short text")
-    filters: Rules = {
-        "k": COUNT,
-        "exclude": array_of(_rule(are_ids, ID_RULE)),
-        "exclude_history": fulfils(lambda value: type(value) is bool, "must be true or false"),
-        "topics": array_of(topic, MAX_TOPICS_WANTED),
-        "min_score": _number(-1, 1),
-        "max_age_seconds": integer(1, MAX_TIME),
-    }
-    wishes = _wishes(vocabularies[-1]) if ranks else {}
-    rules = [object_of({**_viewer(vocabulary), **filters, **wishes}) for vocabulary in vocabularies]
-
-    def problems(value: Any) -> Sequence[Problem]:
-        for rule in rules:
-            if found := rule.problems(value):
-                return found
-        if "max_age_seconds" in value and not value.get("impression_ts"):
-            return [(".max_age_seconds", "needs impression_ts, from which ages are counted")]
-        return ()
-
-    return _once(problems)
+def required_of(struct: type[Struct]) -> set[str]:
+    """The fields that must be there."""
+    return {field.name for field in fields(struct) if field.default is NODEFAULT}
 
 
-def _post(vocabulary: Vocabulary) -> dict[str, Rule]:
-    ids = _rule(are_ids, ID_RULE)
-    return {"post_id": ids, "author_id": ids, "product_surface": integer(0, vocabulary.product_surfaces - 1)}
+def rules_of(struct: type[Struct], vocabulary: Vocabulary | None = None) -> dict[str, Rule]:
+    """The rules of its fields by name."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {field.name: rule_of(hints[field.name], vocabulary) for field in fields(struct)}
 
 
-def _viewer(vocabulary: Vocabulary) -> dict[str, Rule]:
-    """What every request has: who it is for."""
-    event = _post(vocabulary) | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
-    return {
-        "user_id": _rule(are_ids, ID_RULE),
-        "history": _once(_posts(event, least=0)),
-        "impression_ts": integer(0, MAX_TIME),
-        "request_id": NAME,
-    }
-
-
-def _wishes(vocabulary: Vocabulary) -> dict[str, Rule]:
-    """What a request for scores may say about its reply."""
-    names = _names(vocabulary.index)
-    return {
-        "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
-        "top_k": COUNT,
-        "actions_wanted": _once(lambda value: names.problems(value) or _named_twice(value, vocabulary.index)),
-    }
-
-
-def _rule(fit: Callable[[Sequence[Any]], bool], sentence: str) -> Rule:
+def rule(fit: Callable[[Sequence[Any]], bool], sentence: str) -> Rule:
     problem = [("", sentence)]
     return Rule(fit, lambda value: () if fit([value]) else problem)
 
 
 def fulfils(is_good: Callable[[Any], bool], sentence: str) -> Rule:
     """Of a value that is good in one way alone."""
-    return _rule(lambda values: all(map(is_good, values)), sentence)
+    return rule(lambda values: all(map(is_good, values)), sentence)
 
 
-def _once(problems: Problems) -> Rule:
+def once(problems: Problems) -> Rule:
     """A rule for what a request holds once."""
     return Rule(lambda values: not any(map(problems, values)), problems)
 
 
-NAME = fulfils(is_request_id, REQUEST_ID_RULE)
+ANYTHING = fulfils(lambda value: True, "")
+TEXT = fulfils(lambda value: type(value) is str, "must be a string")
+FLAG = fulfils(lambda value: type(value) is bool, "must be true or false")
 
 
 def integer_rule(low: int, high: int) -> str:
@@ -163,7 +129,7 @@ def integer_rule(low: int, high: int) -> str:
 
 def integer(low: int, high: int) -> Rule:
     """Of an integer in these bounds."""
-    return _rule(_within({int}, low, high), integer_rule(low, high))
+    return rule(_within({int}, low, high), integer_rule(low, high))._replace(bounds=(low, high))
 
 
 def number_rule(low: float, high: float) -> str:
@@ -171,8 +137,9 @@ def number_rule(low: float, high: float) -> str:
     return "must be a number " + (f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}")
 
 
-def _number(low: float, high: float) -> Rule:
-    return _rule(_within({int, float}, low, high), number_rule(low, high))
+def number(low: float, high: float) -> Rule:
+    """Of a number in these bounds."""
+    return rule(_within({int, float}, low, high), number_rule(low, high))._replace(bounds=(low, high))
 
 
 def _within(kinds: set[type], low: float, high: float) -> Callable[[Sequence[Any]], bool]:
@@ -181,18 +148,15 @@ def _within(kinds: set[type], low: float, high: float) -> Callable[[Sequence[Any
     )
 
 
-COUNT = integer(1, MAX_ID)
-
-
-def object_of(rules: Rules) -> Rule:
-    """Of an object whose fields have these rules; those in REQUIRED must be there."""
+def object_of(rules: Rules, required: Collection[str]) -> Rule:
+    """Of an object whose fields have these rules."""
 
     def fit(values: Sequence[Any]) -> bool:
         if not set(map(type, values)) <= {dict} or not set().union(*values) <= rules.keys():
             return False
         for name, rule in rules.items():
             found = [value[name] for value in values if name in value]
-            if (name in REQUIRED and len(found) < len(values)) or not rule.fit(found):
+            if (name in required and len(found) < len(values)) or not rule.fit(found):
                 return False
         return True
 
@@ -205,7 +169,7 @@ def object_of(rules: Rules) -> Rule:
             if name in value:
                 if below := rule.problems(value[name]):
                     found += [(f".{name}{path}", sentence) for path, sentence in below]
-            elif name in REQUIRED:
+            elif name in required:
                 found.append((f".{name}", "is required"))
         return found
 
@@ -218,11 +182,13 @@ def _unknown_field(name: str, known: Collection[str]) -> str:
     return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
-def array_of(rule: Rule, most: int | None = None) -> Rule:
-    """Of an array all of whose entries have this rule, and that holds no more than `most`."""
+def array_of(rule: Rule, most: int | None = None, least: int = 0) -> Rule:
+    """Of an array all of whose entries have this rule, and that holds `least` … `most` of them."""
 
     def fit(values: Sequence[Any]) -> bool:
-        if not set(map(type, values)) <= {list} or (most is not None and any(len(value) > most for value in values)):
+        if not set(map(type, values)) <= {list}:
+            return False
+        if any(len(value) < least or (most is not None and len(value) > most) for value in values):
             return False
         return rule.fit(list(chain.from_iterable(values)))
 
@@ -231,6 +197,8 @@ def array_of(rule: Rule, most: int | None = None) -> Rule:
             return [("", "must be an array")]
         if most is not None and len(value) > most:
             return [("", f"must hold at most {most}")]
+        if len(value) < least:
+            return [("", "must not be empty")]
         found: list[Problem] = []
         for place in _wrong(rule, value):
             found += [(f"[{place}]{path}", sentence) for path, sentence in rule.problems(value[place])]
@@ -254,8 +222,14 @@ def _wrong(rule: Rule, values: list[Any], start: int = 0, sizes: Sequence[int] =
             yield start + first
 
 
-def _posts(rules: Rules, least: int) -> Problems:
-    objects, arrays = array_of(object_of(rules)), object_of({name: array_of(rule) for name, rule in rules.items()})
+def posts(struct: type[Struct], least: int) -> Callable[[Vocabulary], Rule]:
+    """Makes the rule of posts in either shape, `least` at least."""
+    return lambda vocabulary: once(_posts(rules_of(struct, vocabulary), required_of(struct), least))
+
+
+def _posts(rules: Rules, required: Collection[str], least: int) -> Problems:
+    objects = array_of(object_of(rules, required))
+    arrays = object_of({name: array_of(rule) for name, rule in rules.items()}, required)
 
     def problems(value: Any) -> Sequence[Problem]:
         if type(value) is list:
@@ -273,21 +247,32 @@ def _posts(rules: Rules, least: int) -> Problems:
     return problems
 
 
+def known_names(vocabulary: Vocabulary) -> Rule:
+    """Of names of different actions."""
+    names, index = _names(vocabulary.index), vocabulary.index
+    return once(lambda value: names.problems(value) or _named_twice(value, index))
+
+
+def by_action(least: float, most: float) -> Callable[[Vocabulary], Rule]:
+    """Makes the rule of a map from action to number."""
+    return lambda vocabulary: _action_map(vocabulary.index, number(least, most))
+
+
 def _names(index: Mapping[str, int]) -> Rule:
-    return array_of(_rule(lambda names: set(map(type, names)) <= {str} and set(names) <= index.keys(), ACTION_RULE))
+    return array_of(rule(lambda names: set(map(type, names)) <= {str} and set(names) <= index.keys(), ACTION_RULE))
 
 
 def _named_twice(names: Collection[str], index: Mapping[str, int]) -> Sequence[Problem]:
     return [NAMED_TWICE] if len(set(map(index.__getitem__, names))) < len(names) else ()
 
 
-def _action_map(index: Mapping[str, int], number: Rule) -> Rule:
+def _action_map(index: Mapping[str, int], value_rule: Rule) -> Rule:
     def fit(values: Sequence[Any]) -> bool:
         return (
             set(map(type, values)) <= {dict}
             and set().union(*values) <= index.keys()
             and not any(_named_twice(value, index) for value in values if len(value) > 1)
-            and number.fit(list(chain.from_iterable(map(dict.values, values))))
+            and value_rule.fit(list(chain.from_iterable(map(dict.values, values))))
         )
 
     def problems(value: Any) -> Sequence[Problem]:
@@ -295,13 +280,20 @@ def _action_map(index: Mapping[str, int], number: Rule) -> Rule:
             return [("", "must be a map of action to number")]
         if not value.keys() <= index.keys():
             return [("", f"every name {ACTION_RULE}")]
-        return _named_twice(value, index) or [problem for entry in value.values() for problem in number.problems(entry)]
+        return _named_twice(value, index) or [
+            problem for entry in value.values() for problem in value_rule.problems(entry)
+        ]
 
-    return Rule(fit, problems)
+    return Rule(fit, problems, value_rule.bounds)
 
 
-def _actions(index: Mapping[str, int]) -> Rule:
-    names, values = _names(index), _action_map(index, _number(0, MAX_ACTION_VALUE))
+def actions_taken(most: float) -> Callable[[Vocabulary], Rule]:
+    """Makes the rule of a list of names or a map of name to value."""
+    return lambda vocabulary: _actions(vocabulary.index, most)
+
+
+def _actions(index: Mapping[str, int], most: float) -> Rule:
+    names, values = _names(index), _action_map(index, number(0, most))
     neither = [("", "must be a list of names or a map of name to value")]
 
     def fit(found: Sequence[Any]) -> bool:
@@ -313,4 +305,5 @@ def _actions(index: Mapping[str, int]) -> Rule:
         lambda value: (
             names.problems(value) if type(value) is list else values.problems(value) if type(value) is dict else neither
         ),
+        (0, most),
     )

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import orjson
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
-from app.request.body import Strict, check_cost, read, refuse_long
-from app.request.bounds import is_request_id
-from app.request.explain import NAME, REQUEST_ID_RULE, array_of, fulfils, integer, object_of
+from app.request.body import check_cost, read, refuse_long
+from app.request.explain import struct_rule
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
-from app.request.tensors import (
-    DATATYPES,
-    FLAG,
-    MAX_SIZE,
-    MOST_INPUTS,
-    OUTPUTS,
-    PARAMETERS,
-    TEXT,
-    Parameters,
-    Size,
-    Tensor,
-    Tensors,
-)
+from app.request.schema import REQUEST_ID_RULE, InferParameters, InferRequest, InputTensor, is_request_id
+from app.request.tensors import DATATYPES, OUTPUTS, Tensor, Tensors
 from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
@@ -38,67 +26,7 @@ NO_DATA = "must have either data or the parameter binary_data_size"
 NO_FIT = "must describe, in their order, exactly the binary data that follows the JSON"
 
 
-class InputParameters(Strict):
-    """Of an input whose data is binary."""
-
-    binary_data_size: Size
-
-
-class Input(Strict):
-    """One tensor of a request."""
-
-    name: str
-    datatype: str
-    shape: list[Size]
-    parameters: InputParameters | UnsetType = UNSET
-    data: Raw | UnsetType = UNSET
-
-
-class OutputParameters(Strict):
-    """Of a wanted output."""
-
-    binary_data: bool | UnsetType = UNSET
-
-
-class Output(Strict):
-    """One tensor that the caller wants."""
-
-    name: str
-    parameters: OutputParameters | UnsetType = UNSET
-
-
-class Header(Strict):
-    """The JSON of a request."""
-
-    inputs: Annotated[list[Input], Meta(max_length=MOST_INPUTS)]
-    outputs: Annotated[list[Output], Meta(max_length=len(OUTPUTS))] | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    parameters: Parameters | UnsetType = UNSET
-
-
-_HEADER = msgspec.json.Decoder(Header)
-_SIZE = integer(0, MAX_SIZE)
-_RULE = object_of(
-    {
-        "inputs": array_of(
-            object_of(
-                {
-                    "name": TEXT,
-                    "datatype": TEXT,
-                    "shape": array_of(_SIZE),
-                    "parameters": object_of({"binary_data_size": _SIZE}),
-                    "data": fulfils(lambda value: True, ""),
-                }
-            ),
-            most=MOST_INPUTS,
-        ),
-        "outputs": array_of(
-            object_of({"name": TEXT, "parameters": object_of({"binary_data": FLAG})}), most=len(OUTPUTS)
-        ),
-        "id": NAME,
-        "parameters": PARAMETERS,
-    }
-)
+_HEADER = msgspec.json.Decoder(InferRequest)
 
 
 def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary, json_bytes: bytes | None) -> Tensors:
@@ -109,10 +37,10 @@ def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary, json
     """
     text = body if json_bytes is None else body[: _length(json_bytes, len(body))]
     check_cost(text, limits.max_values)
-    header = read(_HEADER, text, lambda: _RULE)
+    header = read(_HEADER, text, lambda: struct_rule(InferRequest, vocabulary))
     tensors = Tensors(
         inputs=_with_data(header.inputs, memoryview(body)[len(text) :]),
-        parameters=header.parameters or Parameters(),
+        parameters=header.parameters or InferParameters(),
         reply=wanted_outputs(
             [
                 (output.name, bool(output.parameters and output.parameters.binary_data))
@@ -147,7 +75,7 @@ def _length(json_bytes: bytes, most: int) -> int:
     return int(json_bytes)
 
 
-def _with_data(inputs: Sequence[Input], rest: memoryview) -> list[Tensor]:
+def _with_data(inputs: Sequence[InputTensor], rest: memoryview) -> list[Tensor]:
     """Each input with its own data: from the JSON, or the next piece of the rest."""
     found, place = [], 0
     for number, given in enumerate(inputs):

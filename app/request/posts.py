@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, UnsetType
 
 from app.budgets import MAX_CHANGE_VALUES, MAX_CHANGED
 from app.errors import InvalidRequest, TooLarge
-from app.interface import PostChange, PostRows
-from app.request.body import Id, Strict, Time, Topic, check_cost
+from app.request.body import check_cost
 from app.request.ids import read_ids
+from app.request.schema import Change
 from app.request.strict_json import parse, refuse_duplicates
+from model.retrieval.inputs import PostChange, PostRows
 
 RULE = (
     'must be {"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]} with each post once: ids are unsigned '
     "64-bit integers or decimal strings, a post_id is not 0; created_at and topic may be left out"
 )
-
-
-class Upsert(Strict):
-    """A post that comes."""
-
-    post_id: Id
-    author_id: Id
-    created_at: Time | UnsetType = UNSET
-    topic: Annotated[Topic, Meta(min_length=1)] | UnsetType = UNSET
-
-
-class Change(Strict):
-    """A change whose types are right."""
-
-    upsert: list[Upsert] | UnsetType = UNSET
-    delete: list[Id] | UnsetType = UNSET
 
 
 _CHANGE = msgspec.json.Decoder(Change)

@@ -17,13 +17,8 @@ from app.errors import BadRequest, InvalidRequest
 from app.request.explain import explain, object_of
 from app.request.inference import sized, wanted_outputs
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
-from app.request.tensors import (
-    DATATYPES,
-    PARAMETERS,
-    Parameters,
-    Tensor,
-    Tensors,
-)
+from app.request.schema import InferParameters
+from app.request.tensors import DATATYPES, Tensor, Tensors
 from app.request.validate import Request
 from app.settings import Limits
 from model.inputs import Scores
@@ -175,11 +170,11 @@ def _value(parameter: Any) -> Any:
     return None if choice is None else getattr(parameter, choice)
 
 
-def _parameters(given: dict[str, Any]) -> Parameters:
+def _parameters(given: dict[str, Any]) -> InferParameters:
     try:
-        return msgspec.convert(given, Parameters)
+        return msgspec.convert(given, InferParameters)
     except msgspec.ValidationError:
-        raise explain({"parameters": given}, object_of({"parameters": PARAMETERS})) from None
+        raise explain({"parameters": given}, object_of({"parameters": struct_rule(InferParameters)}, ())) from None
 
 
 def reply(

@@ -14,21 +14,12 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest, ServiceError
-from app.interface import ServedRetrieval
 from app.request import features, reply
-from app.request.body import check_cost
-from app.request.bounds import MAX_ID, is_request_id
+from app.request.body import check_cost, decode_posts, refuse_many, retrieval_rule
 from app.request.codec import Viewed
-from app.request.explain import explain, retrieval_rule
-from app.request.ids import read_ids
-from app.request.posts_body import (
-    DEFAULT_K,
-    PostsBody,
-    RecommendWishes,
-    RetrieveWishes,
-    decode_posts,
-    events_of,
-)
+from app.request.explain import explain
+from app.request.ids import MAX_ID, read_ids
+from app.request.schema import DEFAULT_K, RecommendRequest, RetrieveRequest, is_request_id, rest_of
 from app.request.strict_json import parse, refuse_duplicates
 from app.request.validate import NO_POSTS, NOTHING, Posts, Request, viewer_of, wishes_of
 from app.request.vocabulary import Vocabulary
@@ -36,13 +27,13 @@ from app.settings import Limits
 from model.config import ModelConfig
 from model.inputs import Candidates, Context, Ids, age_bucket
 from model.retrieval.inputs import Filters, Query, Retrieved
+from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
 NO_IDS = np.empty(0, np.uint64)
-_WISHES: dict[bool, msgspec.json.Decoder[Any]] = {
-    False: msgspec.json.Decoder(RetrieveWishes),
-    True: msgspec.json.Decoder(RecommendWishes),
-}
+_WISHES: list[Any] = [
+    msgspec.json.Decoder(rest_of(request, "user_id", "history")) for request in (RetrieveRequest, RecommendRequest)
+]
 
 
 class Reading(NamedTuple):
@@ -104,25 +95,25 @@ class PostsRequest:
         )
 
 
-def read_posts(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | PostsBody:
+def read_posts(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | RetrieveRequest:
     """The request, or where the codec declines it the typed body, which is still to be checked. Raises as `decode_posts`."""
     found = read_compiled(body, limits, models)
     return decode_posts(body, limits, [model.vocabulary for model in models]) if found is None else found
 
 
-def work_of(asked: PostsRequest | PostsBody) -> tuple[int, int]:
+def work_of(asked: PostsRequest | RetrieveRequest) -> tuple[int, int]:
     """How many posts it asks for, and items of its history."""
     if isinstance(asked, PostsRequest):
         return asked.query.k, asked.history_length
-    return asked.k or DEFAULT_K, events_of(asked)
+    return asked.k or DEFAULT_K, asked.count("history")
 
 
-def user_of(asked: PostsRequest | PostsBody) -> int | str:
+def user_of(asked: PostsRequest | RetrieveRequest) -> int | str:
     """As it was sent: it may still be none."""
     return asked.query.context.user_id if isinstance(asked, PostsRequest) else asked.user_id
 
 
-def check_posts(asked: PostsRequest | PostsBody, models: Models) -> PostsRequest:
+def check_posts(asked: PostsRequest | RetrieveRequest, models: Models) -> PostsRequest:
     """Check what the types leave open, in the words of all models. Raises InvalidRequest."""
     if isinstance(asked, PostsRequest):
         return asked
@@ -131,7 +122,7 @@ def check_posts(asked: PostsRequest | PostsBody, models: Models) -> PostsRequest
         contexts = [features.context_of(viewer, model.config) for viewer, model in zip(viewers, models, strict=True)]
         return _checked(asked, contexts, viewers[0].history.post_ids, models)
     vocabularies = [model.vocabulary for model in models]
-    raise explain(parse(msgspec.json.encode(asked)), retrieval_rule(vocabularies, ranks=len(models) > 1))
+    raise explain(parse(msgspec.json.encode(asked)), retrieval_rule(vocabularies))
 
 
 def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | None:
@@ -150,15 +141,13 @@ def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> Po
         check_cost(first.rest, limits.max_values)
         wishes = _WISHES[len(models) > 1].decode(first.rest)
         refuse_duplicates(first.rest, msgspec.json.encode(wishes))
-        wishes.check_sizes(len(first.posts), limits)
+        refuse_many(wishes, len(first.posts), limits)
         return _checked(wishes, [viewer.context for viewer in viewers], first.posts, models)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ServiceError, ValueError, OverflowError, KeyError):
         return None
 
 
-def _checked(
-    wishes: RetrieveWishes | RecommendWishes, contexts: Sequence[Context], history: Ids, models: Models
-) -> PostsRequest:
+def _checked(wishes: Any, contexts: Sequence[Context], history: Ids, models: Models) -> PostsRequest:
     """Of a valid user and a valid history. Raises ValueError, OverflowError or KeyError where the rest is not right, and InvalidRequest
     for nobody: without any valid token every post scores 0."""
     excluded = read_ids(wishes.exclude) if wishes.exclude else NO_IDS
@@ -174,7 +163,7 @@ def _checked(
     topics = None if wishes.topics is UNSET else tuple(wishes.topics)
     least = -np.inf if wishes.min_score is UNSET else wishes.min_score
     ranking: dict[str, Any] = {}
-    if isinstance(wishes, RecommendWishes):
+    if len(models) > 1:
         weights, wanted = wishes_of(wishes.weights, wishes.actions_wanted, models[1].vocabulary)
         top_k = wishes.top_k or None
         if top_k is not None and top_k > MAX_ID:
@@ -189,7 +178,8 @@ def _checked(
 def render(
     posts: Retrieved,
     request: PostsRequest,
-    served: ServedRetrieval,
+    manifest: Manifest,
+    corpus: CorpusManifest,
     *,
     history_used: int,
     timings_ms: dict[str, float],
@@ -205,15 +195,17 @@ def render(
         (b',"topics":', [topics[topic] for topic in posts.topics]),
     ]
     rows = reply.weave(columns, end=b"},")[:-1] if len(posts) else b""
-    head = orjson.dumps({"model": _name_of(served.manifest), "corpus": corpus_of(served, posts)})
+    head = orjson.dumps({"model": _name_of(manifest), "corpus": corpus_of(corpus, posts)})
     tail = reply.tail_of(request, history_used, timings_ms, visible=posts.visible)
     return b'%b,"posts":[%b]%b' % (head[:-1], rows, tail)
 
 
-def joined(posts: Retrieved, served: ServedRetrieval, ranker: Manifest, names: Sequence[str]) -> reply.Joined:
+def joined(
+    posts: Retrieved, manifest: Manifest, corpus: CorpusManifest, ranker: Manifest, names: Sequence[str]
+) -> reply.Joined:
     """What the reply of /recommend adds to that of /rank. `names`: of the actions in it."""
-    models = {"retrieval": _name_of(served.manifest), "ranker": _name_of(ranker)}
-    head = reply.head_of(names, models=models, corpus=corpus_of(served, posts))
+    models = {"retrieval": _name_of(manifest), "ranker": _name_of(ranker)}
+    head = reply.head_of(names, models=models, corpus=corpus_of(corpus, posts))
     return reply.Joined(head, {"visible": posts.visible}, posts.scores)
 
 
@@ -221,7 +213,6 @@ def _name_of(manifest: Manifest) -> dict[str, str]:
     return {"name": manifest.name, "version": manifest.version}
 
 
-def corpus_of(served: ServedRetrieval, searched: Retrieved) -> dict[str, Any]:
+def corpus_of(corpus: CorpusManifest, searched: Retrieved) -> dict[str, Any]:
     """What a reply says about the corpus, as it was when it was searched."""
-    corpus = served.corpus
     return {"name": corpus.name, "version": corpus.version, "posts": searched.posts, "changes": searched.changes}

@@ -10,27 +10,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.body import Strict, Time
-from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import (
-    ACTION_RULE,
-    COUNT,
-    NAMED_TWICE,
-    Problem,
-    fulfils,
-    integer,
-    integer_rule,
-    number_rule,
-    object_of,
-)
+from app.request.explain import ACTION_RULE, NAMED_TWICE, Problem, Rule, integer_rule, number_rule, parts_of, rule_of
+from app.request.schema import Candidate, HistoryItem, Id, InferParameters, Weights
 from app.request.validate import Posts, Request
 from app.request.vocabulary import Vocabulary
 from weights.format.manifest import Manifest
@@ -43,24 +32,28 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 
-MAX_SIZE = 2**63 - 1
 MOST_ROWS = 2**31 - 1  # on an axis, whatever the others are: no product of two overflows where it is one of bytes
-Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
 Spec = tuple[str, tuple[str, ...]]  # datatype; what each axis counts
 
-INPUTS: dict[str, Spec] = {
-    "user_id": ("UINT64", ("1",)),
-    "candidates.post_id": ("UINT64", ("C",)),
-    "candidates.author_id": ("UINT64", ("C",)),
-    "candidates.product_surface": ("INT64", ("C",)),
-    "candidates.created_at": ("INT64", ("C",)),
-    "history.post_id": ("UINT64", ("H",)),
-    "history.author_id": ("UINT64", ("H",)),
-    "history.actions": ("FP32", ("H", "A")),
-    "history.product_surface": ("INT64", ("H",)),
-    "history.dwell_time": ("FP32", ("H",)),
-    "weights": ("FP64", ("A",)),
-}
+
+def _inputs() -> dict[str, tuple[Any, Spec]]:
+    """The declared type and the spec of each tensor."""
+    hints = {"user_id": (Id, "1")}
+    for struct, part in ((Candidate, "candidates"), (HistoryItem, "history")):
+        hints |= {
+            f"{part}.{name}": (hint, part[0].upper())
+            for name, hint in get_type_hints(struct, include_extras=True).items()
+        }
+    found = {}
+    for name, (hint, *axes) in (hints | {"weights": (Weights,)}).items():
+        _, metas = parts_of(hint)
+        datatype, *further = next(meta.extra["tensor"] for meta in metas if meta.extra and "tensor" in meta.extra)
+        found[name] = hint, (datatype, (*axes, *further))
+    return found
+
+
+_INPUTS = _inputs()
+INPUTS: dict[str, Spec] = {name: spec for name, (_, spec) in _INPUTS.items()}
 OUTPUTS: dict[str, Spec] = {
     "post_id": ("UINT64", ("C",)),
     "score": ("FP64", ("C",)),
@@ -68,33 +61,7 @@ OUTPUTS: dict[str, Spec] = {
     "probabilities": ("FP32", ("C", "A")),
     "continuous": ("FP32", ("C", "Z")),
 }
-MOST_INPUTS = 2 * len(INPUTS)  # so that an unknown one is told by its place
 REQUIRED = ("user_id", "candidates.post_id", "candidates.author_id")
-
-
-class Parameters(Strict):
-    """What is no tensor. Names of actions are separated by commas; `timeout` is in microseconds."""
-
-    actions: str | UnsetType = UNSET
-    actions_wanted: str | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    impression_ts: Time | UnsetType = UNSET
-    timeout: Size | UnsetType = UNSET
-    binary_data_output: bool | UnsetType = UNSET
-
-
-TEXT = fulfils(lambda value: type(value) is str, "must be a string")
-FLAG = fulfils(lambda value: type(value) is bool, "must be true or false")
-PARAMETERS = object_of(
-    {
-        "actions": TEXT,
-        "actions_wanted": TEXT,
-        "top_k": COUNT,
-        "impression_ts": integer(0, MAX_TIME),
-        "timeout": integer(0, MAX_SIZE),
-        "binary_data_output": FLAG,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +79,7 @@ class Tensors:
     """A request whose tensors are not looked into yet. `reply`: the outputs that are wanted, each with whether its data is binary."""
 
     inputs: Sequence[Tensor]
-    parameters: Parameters
+    parameters: InferParameters
     reply: dict[str, bool]
     request_id: str | None
 
@@ -142,17 +109,9 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
     """Names, datatypes, shapes, sizes, values. Raises InvalidRequest with the first ten problems."""
     checks = _Checks(vocabulary, tensors.parameters)
     columns = checks.read(tensors.inputs)
-    bounds: dict[str, tuple[float, float]] = {
-        "candidates.product_surface": (0, vocabulary.product_surfaces - 1),
-        "candidates.created_at": (0, MAX_TIME),
-        "history.product_surface": (0, vocabulary.product_surfaces - 1),
-        "history.actions": (0, MAX_ACTION_VALUE),
-        "history.dwell_time": (0, float(np.finfo(np.float32).max)),
-        "weights": (-MAX_WEIGHT, MAX_WEIGHT),
-    }
-    for name, (low, high) in bounds.items():
-        if name in columns:
-            checks.refuse_beyond(name, columns[name], low, high)
+    for name, (hint, _) in _INPUTS.items():
+        if name in columns and columns[name].dtype.kind != "u":
+            checks.refuse_beyond(name, columns[name], rule_of(hint, vocabulary))
     checks.finish()
     parameters = tensors.parameters
     history, candidates = _posts("history", columns), _posts("candidates", columns)
@@ -180,7 +139,7 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
 class _Checks:
     """What is found wrong with one request's tensors. `actions`: the columns that its action axis stands for."""
 
-    def __init__(self, vocabulary: Vocabulary, parameters: Parameters) -> None:
+    def __init__(self, vocabulary: Vocabulary, parameters: InferParameters) -> None:
         self.problems: list[Problem] = []
         self._index = vocabulary.index
         every = list(range(len(vocabulary.action_names)))
@@ -243,8 +202,12 @@ class _Checks:
             return f"must hold {dtype.itemsize} bytes a value, as many as its shape says"
         return np.array(np.frombuffer(tensor.data, dtype).reshape(shape))  # a copy: aligned, and the body may go
 
-    def refuse_beyond(self, name: str, values: NDArray[Any], low: float, high: float) -> None:
+    def refuse_beyond(self, name: str, values: NDArray[Any], rule: Rule) -> None:
         """Note values outside of the bounds; NaN is outside of any."""
+        assert rule.bounds is not None
+        low, high = rule.bounds
+        if values.dtype == np.float32:
+            high = min(high, float(np.finfo(np.float32).max))
         good = (values >= low) & (values <= high)
         if good.all():
             return

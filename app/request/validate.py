@@ -17,10 +17,10 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from app.request.body import Body, CandidateArrays, ExplainBody, HistoryArrays, Wishes
-from app.request.bounds import MAX_ID, is_request_id
-from app.request.explain import explain, explanation_rule, request_rule
-from app.request.ids import read_ids
+from app.request.body import explanation_rule, request_rule
+from app.request.explain import explain
+from app.request.ids import MAX_ID, read_ids
+from app.request.schema import CandidateColumns, ExplainRequest, HistoryColumns, RankRequest, is_request_id
 from app.request.vocabulary import Vocabulary
 
 Column = Any  # a sequence with one entry an item, or UNSET
@@ -38,7 +38,7 @@ class Posts:
         return len(self.post_ids)
 
 
-NO_HISTORY, NO_CANDIDATES = HistoryArrays([], []), CandidateArrays([], [])
+NO_HISTORY, NO_CANDIDATES = HistoryColumns([], []), CandidateColumns([], [])
 NOTHING: NDArray[Any] = np.zeros(0)
 NO_POSTS = Posts(NOTHING, NOTHING, NOTHING)
 
@@ -92,14 +92,14 @@ class Request:
         return replace(self, history=NO_POSTS, actions=NOTHING, dwell_seconds=NOTHING)
 
 
-def check(body: Body, vocabulary: Vocabulary) -> Request:
+def check(body: RankRequest, vocabulary: Vocabulary) -> Request:
     """Check what the types leave open. Raises InvalidRequest with the first ten problems."""
     with suppress(ValueError, OverflowError, KeyError):
         return _checked(body, vocabulary)
     raise explain(msgspec.to_builtins(body), request_rule(vocabulary))
 
 
-def check_explain(body: ExplainBody, vocabulary: Vocabulary) -> tuple[Request, NDArray[np.int64]]:
+def check_explain(body: ExplainRequest, vocabulary: Vocabulary) -> tuple[Request, NDArray[np.int64]]:
     """As `check`, with the places of the candidates to explain, int64 `[n]`: of each the first with that post id."""
     with suppress(ValueError, OverflowError, KeyError):
         request = _checked(body, vocabulary)
@@ -108,7 +108,7 @@ def check_explain(body: ExplainBody, vocabulary: Vocabulary) -> tuple[Request, N
     raise explain(msgspec.to_builtins(body), explanation_rule(vocabulary))
 
 
-def _checked(body: Body, vocabulary: Vocabulary) -> Request:
+def _checked(body: RankRequest, vocabulary: Vocabulary) -> Request:
     """Raises ValueError, OverflowError or KeyError where the body is not right."""
     check_wishes(body)
     posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
@@ -160,7 +160,7 @@ def wishes_of(
     return numbers, None if wanted is UNSET else _distinct(wanted, vocabulary.index)
 
 
-def check_wishes(wishes: Wishes) -> None:
+def check_wishes(wishes: Any) -> None:
     """What the types of the others leave open. Raises ValueError."""
     top_k, request_id = wishes.top_k, wishes.request_id
     if not ((top_k is UNSET or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):

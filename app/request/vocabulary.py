@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weights.format.manifest import Manifest
-
-if TYPE_CHECKING:
-    from app.request.codec import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +20,7 @@ class Vocabulary:
     index: Mapping[str, int]
     product_surfaces: int
     weights: NDArray[np.float64]
-    codec: Codec | None = None
+    codec: Any = None  # a `codec.Codec`, which is made of a vocabulary
 
     @classmethod
     def of(cls, manifest: Manifest) -> Vocabulary:

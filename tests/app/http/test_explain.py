@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from app.request.explanation_contract import ExplainReply, ExplainRequest
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
@@ -17,7 +18,6 @@ from app.assembly import build_app
 from app.errors import InvalidRequest, TooLarge
 from app.http import explain
 from app.request.body import decode_explain
-from app.request.explanation_contract import ExplainReply, ExplainRequest
 from app.request.validate import check_explain
 from app.service.service import RankingService
 from app.settings import Explore, Limits, Settings

@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from app.request.bounds import MAX_TIME, MAX_WEIGHT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.request.bounds import MAX_TIME, MAX_WEIGHT
 from app.request.explain import Rule, array_of, explain, request_rule
 from loadtest.fuzz import bodies
 from tests.app.serving import VOCABULARY, checked, good

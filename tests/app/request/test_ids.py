@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from app.request.contract import Id
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from app.request.contract import Id
 from app.request.ids import are_ids, read_ids
 from loadtest.fuzz.bodies import ids, odd
 
