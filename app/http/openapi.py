@@ -1,4 +1,4 @@
-"""`/openapi.json`: the ranking endpoints described by `schema` and `replies`, with examples that work against the checkpoint that serves."""
+"""`/openapi.json`: the ranking endpoints described by `schema` and `replies`, with examples that work against this checkpoint."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from app.request.schema import Id, InputParameters, Strict, about
 
 SCHEMAS = "#/components/schemas"
+_RESULTS = [{"$ref": f"{SCHEMAS}/{kind}"} for kind in ("RankReply", "Failed")]
 Numbers = list[float]
 Rows = list[list[float]]
 
@@ -103,9 +104,7 @@ class BatchReply(Strict):
 
     results: Annotated[
         list[Any],  # msgspec has no union of two objects, which it could not tell apart
-        Meta(
-            extra_json_schema={"items": {"anyOf": [{"$ref": f"{SCHEMAS}/{kind}"} for kind in ("RankReply", "Failed")]}}
-        ),
+        Meta(extra_json_schema={"items": {"anyOf": _RESULTS}}),
         about("Scores, or why there are none."),
     ]
 
