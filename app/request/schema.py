@@ -163,7 +163,7 @@ class UserRequest(Strict, kw_only=True):
         """Items of `candidates` or `history`, in either shape: how much work they ask for. Arrays may still differ in length."""
         items: Any = getattr(self, name)
         if isinstance(items, HistoryColumns | CandidateColumns):
-            items = items.post_id  # type: ignore[attr-defined]
+            items = items.post_id
         return 0 if items is UNSET else len(items)
 
 

@@ -1,4 +1,4 @@
-"""Bodies: the typed decoder, the error walk and the pydantic models give one verdict, and no body holds the loop."""
+"""Bodies: the typed decoder, the error walk and the published schema give one verdict, and no body holds the loop."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from pydantic import ValidationError
 
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
-from app.request import contract, strict_json
+from app.request import strict_json
 from app.request.body import BatchDecoder, decode
+from app.request.schema import RankRequest
 from app.request.validate import check
 from app.settings import Limits
 from loadtest.fuzz import bodies
 from loadtest.fuzz.bodies import in_arrays
 from tests.app.odd_bodies import USER_IDS, mutated
+from tests.app.published import keeps
 from tests.app.serving import VOCABULARY, good
 
 LIMITS = Limits()
@@ -36,25 +37,26 @@ def verdict(raw: bytes) -> type[ServiceError] | None:
 
 
 def plain_verdict(raw: bytes) -> type[ServiceError] | None:
-    """The same from strict JSON, the pydantic models, and of the checkpoint's words what the models cannot know."""
+    """The same from strict JSON, the published schema, and of the checkpoint's words what a schema cannot know."""
     try:
-        parsed = contract.RankRequest.model_validate(strict_json.parse(raw))
+        parsed = strict_json.parse(raw)
     except MalformedJson:
         return MalformedJson
-    except ValidationError:
+    if not keeps(RankRequest, parsed):
         return InvalidRequest
-    items = parsed.history if isinstance(parsed.history, list) else []
-    histories = [item.actions for item in items] or getattr(parsed.history, "actions", [])
-    surfaces = [
-        surface
-        for posts in (parsed.history, parsed.candidates)
-        for surface in ([post.product_surface for post in posts] if isinstance(posts, list) else posts.product_surface)  # type: ignore[attr-defined]
-    ]
-    words = [*histories, parsed.weights or {}, parsed.actions_wanted or []]
+    surfaces, words = [], [parsed.get("weights", {}), parsed.get("actions_wanted", [])]
+    for posts in (parsed.get("history", []), parsed["candidates"]):
+        items = in_rows(posts) if isinstance(posts, dict) else posts
+        surfaces += [item["product_surface"] for item in items if "product_surface" in item]
+        words += [item["actions"] for item in items if "actions" in item]
     known = all(name in VOCABULARY.index for word in words for name in word)
-    maps = [word for word in words if isinstance(word, dict)] + [parsed.actions_wanted or []]
+    maps = [word for word in words if isinstance(word, dict)] + [parsed.get("actions_wanted", [])]
     once = known and all(len({VOCABULARY.index[name] for name in word}) == len(word) for word in maps)
     return None if once and all(surface < VOCABULARY.product_surfaces for surface in surfaces) else InvalidRequest
+
+
+def in_rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 @settings(max_examples=400, deadline=None)

@@ -8,12 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from app.request.bounds import MAX_TIME, MAX_WEIGHT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.request.explain import Rule, array_of, explain, request_rule
+from app.request.body import request_rule
+from app.request.explain import Rule, array_of, explain
+from app.request.schema import MAX_TIME, MAX_WEIGHT
 from loadtest.fuzz import bodies
 from tests.app.serving import VOCABULARY, checked, good
 
