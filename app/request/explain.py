@@ -16,6 +16,7 @@ from msgspec import NODEFAULT, Meta, Raw, Struct, UnsetType
 from msgspec.structs import fields
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
+from app.request.ids import MAX_ID
 from app.request.vocabulary import Vocabulary
 
 Problem = tuple[str, str]
@@ -61,7 +62,7 @@ def rule_of(hint: Any, vocabulary: Vocabulary | None = None) -> Rule:
     if isinstance(kind, type) and issubclass(kind, Struct):
         return struct_rule(kind, vocabulary)
     if kind is int:
-        return integer(least["ge"], least["le"])
+        return integer(least["ge"], least.get("le", MAX_ID))
     if kind is float:
         return number(least["ge"], least.get("le", float("inf")))
     if get_origin(kind) is list:

@@ -74,6 +74,7 @@ Weights = Annotated[
 ]
 Names = Annotated[list[str], checked(explain.known_names)]
 Name = Annotated[str, checked(lambda _: NAME_RULE, max_length=128, extra_json_schema={"pattern": REQUEST_ID_PATTERN})]
+LaterName = Annotated[str, checked(lambda _: NAME_RULE)]  # a type that leaves the check to its reader
 _short_text = explain.fulfils(lambda name: type(name) is str and len(name) <= 100, "must be a short text")
 Topic = Annotated[str, checked(lambda _: _short_text, max_length=100)]
 
@@ -210,7 +211,7 @@ class RetrieveRequest(UserRequest, kw_only=True):
     """One user, that user's history, and which posts of the corpus may come back."""
 
     k: Annotated[
-        Annotated[int, checked(lambda _: explain.integer(1, MAX_ID), ge=1)] | UnsetType,
+        Annotated[int, Meta(ge=1)] | UnsetType,
         about("How many posts to return at most; fewer where the filters leave fewer.", default=DEFAULT_K),
     ] = UNSET
     exclude: Annotated[list[Id] | UnsetType, about("Posts that must not come back.", default=[])] = UNSET
@@ -329,7 +330,7 @@ class InferRequest(Strict):
         Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | UnsetType, about("All of them when missing.")
     ] = UNSET
     id: Annotated[
-        Annotated[str, checked(lambda _: NAME_RULE)] | UnsetType,
+        LaterName | UnsetType,
         about("A name for this request, echoed in the reply and used in logs."),
     ] = UNSET
     parameters: Annotated[InferParameters | UnsetType, about("What is no tensor.")] = UNSET

@@ -36,20 +36,23 @@ MOST_ROWS = 2**31 - 1  # on an axis, whatever the others are: no product of two 
 Spec = tuple[str, tuple[str, ...]]  # datatype; what each axis counts
 
 
-def _inputs() -> dict[str, tuple[Any, Spec]]:
-    """The declared type and the spec of each tensor."""
-    hints = {"user_id": (Id, "1")}
-    for struct, part in ((Candidate, "candidates"), (HistoryItem, "history")):
-        hints |= {
-            f"{part}.{name}": (hint, part[0].upper())
-            for name, hint in get_type_hints(struct, include_extras=True).items()
-        }
-    found = {}
-    for name, (hint, *axes) in (hints | {"weights": (Weights,)}).items():
-        _, metas = parts_of(hint)
-        datatype, *further = next(meta.extra["tensor"] for meta in metas if meta.extra and "tensor" in meta.extra)
-        found[name] = hint, (datatype, (*axes, *further))
-    return found
+Input = tuple[Any, Spec]  # declared type, spec
+
+
+def _input(hint: Any, *axes: str) -> Input:
+    _, metas = parts_of(hint)
+    datatype, *further = next(meta.extra["tensor"] for meta in metas if meta.extra and "tensor" in meta.extra)
+    return hint, (datatype, (*axes, *further))
+
+
+def _inputs() -> dict[str, Input]:
+    """Each tensor by its name: ids first, then matrices, then the rest."""
+    found = {"user_id": _input(Id, "1")}
+    for struct, part, axis in ((Candidate, "candidates", "C"), (HistoryItem, "history", "H")):
+        hints = get_type_hints(struct, include_extras=True)
+        own = [(f"{part}.{name}", _input(hint, axis)) for name, hint in hints.items()]
+        found |= sorted(own, key=lambda entry: (entry[1][1][0] != "UINT64", -len(entry[1][1][1])))
+    return found | {"weights": _input(Weights)}
 
 
 _INPUTS = _inputs()
