@@ -245,7 +245,7 @@ class Packed:
             actions=NOTHING,
             dwell_seconds=NOTHING,
             candidates=Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
-            created_at=NOTHING,
+            numbers={},
             quoted=np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
             impression_ts=0,
             weights=self.weights,

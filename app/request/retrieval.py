@@ -85,7 +85,7 @@ class PostsRequest:
             actions=NOTHING,
             dwell_seconds=NOTHING,
             candidates=Posts(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64)),
-            created_at=posts.created_at,
+            numbers={"created_at": posts.created_at},
             quoted=np.ones(len(posts), bool),
             impression_ts=self.impression_ts,
             weights=self.weights,

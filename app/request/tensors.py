@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from app.errors import MAX_PROBLEMS, InvalidRequest
 from app.request.explain import ACTION_RULE, NAMED_TWICE, Problem, Rule, integer_rule, number_rule, parts_of, rule_of
 from app.request.schema import Candidate, HistoryItem, Id, InferParameters, Weights
-from app.request.validate import Posts, Request
+from app.request.validate import NUMBERS, Posts, Request
 from app.request.vocabulary import Vocabulary
 from weights.format.manifest import Manifest
 
@@ -128,7 +128,7 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
         actions=_spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
         dwell_seconds=columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
         candidates=candidates,
-        created_at=columns.get("candidates.created_at", np.zeros(len(candidates), np.int64)),
+        numbers={name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
         quoted=None,
         impression_ts=parameters.impression_ts or 0,
         weights=weights,

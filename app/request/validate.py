@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from app.request.body import explanation_rule, request_rule
 from app.request.explain import explain
 from app.request.ids import MAX_ID, read_ids
-from app.request.schema import CandidateColumns, ExplainRequest, HistoryColumns, RankRequest, is_request_id
+from app.request.schema import (
+    Candidate,
+    CandidateColumns,
+    ExplainRequest,
+    HistoryColumns,
+    Post,
+    RankRequest,
+    is_request_id,
+)
 from app.request.vocabulary import Vocabulary
 
 Column = Any  # a sequence with one entry an item, or UNSET
@@ -41,6 +49,7 @@ class Posts:
 NO_HISTORY, NO_CANDIDATES = HistoryColumns([], []), CandidateColumns([], [])
 NOTHING: NDArray[Any] = np.zeros(0)
 NO_POSTS = Posts(NOTHING, NOTHING, NOTHING)
+NUMBERS = Candidate.__struct_fields__[len(Post.__struct_fields__) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,10 @@ class Viewer:
 class Request:
     """A valid request. `quoted` bool `[C]`: which of the candidates' post ids came as text, None where none did.
 
-    `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`, `created_at`
-    int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`. `wanted` are columns of the reply, None for all.
-    `reply` is the form of the reply: JSON, or the outputs that are wanted as tensors, each with whether its data is binary.
+    `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`. `numbers` int64 `[C]`:
+    the candidates' other integer fields by name, 0 where they were left out. `weights` float64 `[A]`. `wanted` are columns of the
+    reply, None for all. `reply` is the form of the reply: JSON, or the outputs that are wanted as tensors, each with whether its data is
+    binary.
     """
 
     user_id: int
@@ -68,7 +78,7 @@ class Request:
     actions: NDArray[np.float32]
     dwell_seconds: NDArray[np.float64]
     candidates: Posts
-    created_at: NDArray[np.int64]
+    numbers: Mapping[str, NDArray[np.int64]]
     quoted: NDArray[np.bool_] | None
     impression_ts: int
     weights: NDArray[np.float64]
@@ -112,7 +122,7 @@ def _checked(body: RankRequest, vocabulary: Vocabulary) -> Request:
     """Raises ValueError, OverflowError or KeyError where the body is not right."""
     check_wishes(body)
     posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
-    echo_ids, candidate_authors, candidate_surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
+    echo_ids, candidate_authors, candidate_surfaces, *numbers = _columns(body.candidates or NO_CANDIDATES)
     events, count = len(posts), len(echo_ids)
     ids = read_ids([body.user_id, *posts, *authors, *echo_ids, *candidate_authors])
     history = Posts(ids[1 : 1 + events], ids[1 + events : 1 + 2 * events], _surfaces(surfaces, events, vocabulary))
@@ -129,7 +139,7 @@ def _checked(body: RankRequest, vocabulary: Vocabulary) -> Request:
         actions=_actions(actions, events, vocabulary),
         dwell_seconds=_numbers("d", dwell_times, events),
         candidates=candidates,
-        created_at=_numbers("q", created_at, count),
+        numbers={name: _numbers("q", values, count) for name, values in zip(NUMBERS, numbers, strict=True)},
         quoted=quoted if quoted.any() else None,
         impression_ts=body.impression_ts or 0,
         weights=weights,
