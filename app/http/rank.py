@@ -187,7 +187,7 @@ class Ranking:
         if isinstance(typed, Packed):
             if typed.codec is vocabulary.codec:
                 return typed.unpack(config)
-            typed = body.decode(typed.body, self.limits, vocabulary)  # another model serves since it was read
+            typed = body.decode(typed.body, self.limits)  # another model serves since it was read
         request = wire.check(typed, vocabulary)
         return request, features.context_of(request, config), features.candidates_of(request, config)
 

@@ -16,6 +16,7 @@ from app.http.rank import Ranking, Words, add_seconds
 from app.http.rank_batch import JSON_HEADER
 from app.interface import Found, Ranked, ServedModel
 from app.request import reply
+from app.request.body import Body
 from app.request.reply import Joined
 from app.request.retrieval import (
     Models,
@@ -28,7 +29,6 @@ from app.request.retrieval import (
     user_of,
     work_of,
 )
-from app.request.schema import RetrieveRequest
 from app.request.validate import Request
 from app.request.wires import JSON
 from app.settings import Settings
@@ -102,7 +102,7 @@ class PostsCall(Call):
         self._admit(posts, history)
         return check_posts(typed, models)
 
-    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | RetrieveRequest, Models]:
+    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | Body, Models]:
         models = self._models()
         return read_posts(body, self.ranking.limits, models), models
 
@@ -166,7 +166,7 @@ class RecommendCall(PostsCall):
     _model: ServedModel
     _to_rank: Request
 
-    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | RetrieveRequest, Models]:
+    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | Body, Models]:
         """In the words of the checkpoint that ranks this user."""
         arms, wanted = self.ranking.arms, self._terms.wanted
         self._model = arms.model(0, wanted)

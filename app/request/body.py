@@ -1,24 +1,19 @@
-"""Bytes → typed bodies: the types, required fields, unknown fields and bounds of a request are checked while its JSON is read.
-
-What is wrong with one that does not fit its type is said by `explain`. Ids in range, known names and equal lengths are left to
-`validate`.
-"""
+"""Bytes → JSON values of known size, and the rule of each kind of request. `validate` checks them and makes columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Raw, Struct
 
-from app.errors import MAX_PROBLEMS, InvalidRequest, MalformedJson, TooLarge
-from app.request.explain import Problem, Rule, explain, object_of, once, required_of, rules_of, struct_rule
+from app.errors import InvalidRequest, MalformedJson, TooLarge
+from app.request.explain import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
 from app.request.schema import DEFAULT_K, ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, UserRequest
-from app.request.strict_json import parse, refuse_duplicates
+from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 
@@ -46,129 +41,118 @@ class Typed(Protocol):
         ...
 
 
-SHORT_BYTES = 2**14  # nothing in a body of that length is slow
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A request as plain JSON values of which only the sizes are known: a `Typed`."""
 
-T = TypeVar("T")
-_RANK, _EXPLAIN = msgspec.json.Decoder(RankRequest), msgspec.json.Decoder(ExplainRequest)
-_POSTS = msgspec.json.Decoder(RetrieveRequest), msgspec.json.Decoder(RecommendRequest)
-_ENCODER = msgspec.json.Encoder()
+    value: Any
+
+    timeout_seconds: ClassVar[None] = None  # a header says it
+
+    @property
+    def reply(self) -> Any:
+        """As in `Request`."""
+        return self._field("reply")
+
+    @property
+    def user_id(self) -> int | str:
+        """As it was sent: it may still be none."""
+        user_id = self._field("user_id")
+        return user_id if isinstance(user_id, int | str) else 0
+
+    @property
+    def posts(self) -> int:
+        """How many posts are to be retrieved."""
+        k = self._field("k")
+        return k if type(k) is int else DEFAULT_K
+
+    def count(self, name: str) -> int:
+        """Items of a field that holds posts or ids."""
+        return count_of(self._field(name))
+
+    def _field(self, name: str) -> Any:
+        return self.value.get(name) if type(self.value) is dict else None
 
 
-def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> RankRequest:
-    """The typed body, with no more candidates and history than the limits allow.
+def decode(body: bytes | bytearray, limits: Limits, **most: int) -> Body:
+    """A request, with no more candidates and history than the limits allow, and no more items in other fields than `most`.
 
-    Raises MalformedJson, TooLarge or InvalidRequest. What takes too long to read is refused before it is read.
+    Raises MalformedJson or TooLarge. What takes too long to read is refused before it is read.
     """
-    check_cost(body, limits.max_values)
-    typed = read(_RANK, body, lambda: request_rule(vocabulary))
-    refuse_long(typed, limits)
-    return typed
+    found = Body(read(body, limits.max_values))
+    for name, limit in ({"candidates": limits.max_candidates, "history": limits.max_history} | most).items():
+        refuse_long(name, found.count(name), limit)
+    return found
 
 
-def decode_explain(
-    body: bytes | bytearray, limits: Limits, most_explained: int, vocabulary: Vocabulary
-) -> ExplainRequest:
-    """As `decode`, with no more candidates to explain than that."""
-    check_cost(body, limits.max_values)
-    typed = read(_EXPLAIN, body, lambda: explanation_rule(vocabulary))
-    refuse_long(typed, limits)
-    if len(typed.explain) > most_explained:
-        raise TooLarge(f"explain: {len(typed.explain)} items, and at most {most_explained} are taken.")
-    return typed
-
-
-def decode_posts(
-    body: bytes | bytearray, limits: Limits, vocabularies: Sequence[Vocabulary]
-) -> RetrieveRequest | RecommendRequest:
-    """As `decode`. `vocabularies`: of the retrieval model, and of the ranker where the posts are to be ranked."""
-    check_cost(body, limits.max_values)
-    decoder: Any = _POSTS[len(vocabularies) > 1]
-    typed: RetrieveRequest | RecommendRequest = read(decoder, body, lambda: retrieval_rule(vocabularies))
-    refuse_many(typed, typed.count("history"), limits)
-    return typed
-
-
-def refuse_many(wishes: Any, events: int, limits: Limits) -> None:
-    """Raise TooLarge for more posts, or more items of the history, than the limits allow."""
-    for name, count, limit in (
-        ("history", events, limits.max_history),
-        ("exclude", len(wishes.exclude or ()), limits.max_excluded),
-    ):
-        if count > limit:
-            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
-    if (wishes.k or DEFAULT_K) > limits.max_retrieved:
+def decode_posts(body: bytes | bytearray, limits: Limits) -> Body:
+    """As `decode`, of a request for posts."""
+    found = decode(body, limits, exclude=limits.max_excluded)
+    if found.posts > limits.max_retrieved:
         raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
+    return found
+
+
+def refuse_long(name: str, count: int, limit: int) -> None:
+    """Raise TooLarge for more items than that."""
+    if count > limit:
+        raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+
+
+def read(body: bytes | bytearray, max_values: int) -> Any:
+    """A JSON value that is not slow to read. Raises TooLarge or MalformedJson."""
+    check_cost(body, max_values)
+    return parse(body)
 
 
 def request_rule(vocabulary: Vocabulary) -> Rule:
     """Of a request to rank."""
-    return struct_rule(RankRequest, vocabulary)
+    return vocabulary.rule("rank", lambda: struct_rule(RankRequest, vocabulary))
 
 
 def explanation_rule(vocabulary: Vocabulary) -> Rule:
     """Of a request for an explanation: those to explain must be among the candidates."""
-    request = struct_rule(ExplainRequest, vocabulary)
+    return vocabulary.rule("explain", lambda: then(struct_rule(ExplainRequest, vocabulary), Rule(_strangers)))
 
-    def problems(value: Any) -> Sequence[Problem]:
-        if found := request.problems(value):
-            return found
-        candidates = value["candidates"]
-        posts = candidates["post_id"] if type(candidates) is dict else [post["post_id"] for post in candidates]
-        known = set(map(int, posts))
-        unknown = (place for place, post in enumerate(value["explain"]) if int(post) not in known)
-        return [(f".explain[{place}]", "must be the post_id of a candidate") for place in islice(unknown, MAX_PROBLEMS)]
 
-    return once(problems)
+def _strangers(values: Sequence[Any]) -> Problems:
+    for place, value in enumerate(values):
+        known = set(map(int, column_of(value["candidates"], "post_id")))
+        for number, post in enumerate(value["explain"]):
+            if int(post) not in known:
+                yield place, f".explain[{number}]", "must be the post_id of a candidate"
+
+
+AGED = rule(
+    (
+        lambda values: all("max_age_seconds" not in value or value.get("impression_ts") for value in values),
+        "needs impression_ts, from which ages are counted",
+    ),
+    path=".max_age_seconds",
+)
 
 
 def retrieval_rule(vocabularies: Sequence[Vocabulary]) -> Rule:
     """Of a request for posts. The history must make sense to every vocabulary; a second one is the ranker's, which knows the weights."""
-    ranker = vocabularies[-1]
-    asked = rules_of(RecommendRequest if len(vocabularies) > 1 else RetrieveRequest, ranker)
-    rules = [object_of(asked | rules_of(UserRequest, words), required_of(UserRequest)) for words in vocabularies]
-
-    def problems(value: Any) -> Sequence[Problem]:
-        for rule in rules:
-            if found := rule.problems(value):
-                return found
-        if "max_age_seconds" in value and not value.get("impression_ts"):
-            return [(".max_age_seconds", "needs impression_ts, from which ages are counted")]
-        return ()
-
-    return once(problems)
+    first, *ranker = vocabularies
+    if not ranker:
+        return first.rule("retrieve", lambda: then(struct_rule(RetrieveRequest, first), AGED))
+    asked = ranker[0].rule("recommend", lambda: then(struct_rule(RecommendRequest, ranker[0]), AGED))
+    history = first.rule("history", lambda: field("history", rules_of(UserRequest, first)["history"]))
+    return then(asked, history)
 
 
-def read(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, rule: Callable[[], Rule]) -> T:
-    """The typed value of strict JSON. Raises MalformedJson, or InvalidRequest as the rule explains it."""
-    try:
-        typed = decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise explain(parse(body), rule()) from None
-    refuse_duplicates(body, _ENCODER.encode(typed))
-    return typed
-
-
-def refuse_long(typed: Typed, limits: Limits) -> None:
-    """Raise TooLarge for more items than the limits allow."""
-    for name, limit in (("candidates", limits.max_candidates), ("history", limits.max_history)):
-        if (count := typed.count(name)) > limit:
-            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+def rest_rule(vocabularies: Sequence[Vocabulary]) -> Rule:
+    """Of a request for posts without its user and history, which the codec has read."""
+    kind = RecommendRequest if len(vocabularies) > 1 else RetrieveRequest
+    words = vocabularies[-1]
+    return words.rule(f"rest of {kind.__name__}", lambda: then(struct_rule(kind, words, "user_id", "history"), AGED))
 
 
 def check_cost(body: bytes | bytearray, max_values: int) -> None:
-    """Refuse what is slow to read, by its bytes alone. Raises TooLarge or InvalidRequest.
-
-    Values are counted by the bytes that begin, separate or escape them. Integers are read in quadratic time.
-    """
+    """Raise TooLarge for what is slow to read, by its bytes alone: values are counted by the bytes that begin, separate or escape them."""
     if len(body) > max_values and len(body) - len(body.translate(None, b",[{\\")) > max_values:
         raise TooLarge(f"The body holds more than {max_values} values.")
-    if len(body) < SHORT_BYTES:
-        return
-    digits = np.frombuffer(body, np.uint64, len(body) // 8) & 0xF0F0F0F0F0F0F0F0 == 0x3030303030303030
-    for step in (1, 2, 4, 8, 1):  # words of digits and colons, 17 in a row
-        digits = digits[:-step] & digits[step:]
-    if digits.any():
-        raise InvalidRequest([("", "must hold no number of more than 128 digits")])
 
 
 class BatchDecoder:

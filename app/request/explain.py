@@ -1,35 +1,37 @@
-"""What is wrong with a refused request, as dotted paths and sentences that hold nothing the caller sent.
+"""Checks requests by their declaration: every value is judged here, and what is wrong is told as dotted paths and sentences.
 
-Values are checked in blocks, all of a block at once; a block that is not right is cut into smaller ones, down to single values.
-So a long request with a few faults costs little more than one without. Looking stops after about ten problems.
+A rule judges many values at once, a column at a time, so a long request costs little. A block that is not right is cut into smaller
+ones, down to single values; looking stops after ten problems. No sentence holds anything that the caller sent.
 """
 
 from __future__ import annotations
 
 import difflib
+from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, repeat
+from operator import contains
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from msgspec import NODEFAULT, Meta, Raw, Struct, UnsetType
+from msgspec import NODEFAULT, Meta, Struct, UnsetType
 from msgspec.structs import fields
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
 from app.request.ids import MAX_ID
 from app.request.vocabulary import Vocabulary
 
-Problem = tuple[str, str]
-Problems = Callable[[Any], Sequence[Problem]]  # (path below the value, sentence)
+Values = Sequence[Any]
+Fit = Callable[[Values], bool]
+Problems = Iterator[tuple[int, str, str]]
 
 
 class Rule(NamedTuple):
-    """What a value must be, said twice: whether all of several values are right, fast, and what is wrong with one.
+    """What values must be. `wrong` tells what is wrong with several: place of the value, path below it, sentence.
 
-    `bounds`: the least and the most that the numbers in it may be."""
+    `bounds`: the least and the most that the numbers in them may be."""
 
-    fit: Callable[[Sequence[Any]], bool]
-    problems: Problems
+    wrong: Callable[[Values], Problems]
     bounds: tuple[float, float] | None = None
 
 
@@ -38,14 +40,13 @@ Rules = Mapping[str, Rule]
 BLOCKS = (256, 16, 1)
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
-NAMED_TWICE = ("", "names one action twice, by name and by index")
+NAMED_TWICE = "names one action twice, by name and by index"
 
 
-def explain(body: Any, rule: Rule) -> InvalidRequest:
-    """The error for a JSON value that breaks the rule of a request."""
-    problems = rule.problems(body)
-    assert problems, "a request was refused that has nothing wrong with it"
-    return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
+def check(value: Any, rule: Rule) -> None:
+    """Raise InvalidRequest with the first ten problems of a JSON value, if it has any."""
+    if problems := [(path.removeprefix("."), text) for _, path, text in islice(rule.wrong([value]), MAX_PROBLEMS)]:
+        raise InvalidRequest(problems)
 
 
 def rule_of(hint: Any, vocabulary: Vocabulary | None = None) -> Rule:
@@ -70,7 +71,7 @@ def rule_of(hint: Any, vocabulary: Vocabulary | None = None) -> Rule:
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         return fulfils(lambda value: value in choices, f"must be one of {', '.join(choices)}")
-    return {bool: FLAG, str: TEXT, Raw: ANYTHING}[kind]
+    return {bool: FLAG, str: TEXT, Any: ANYTHING}[kind]
 
 
 def parts_of(hint: Any) -> tuple[Any, list[Meta]]:
@@ -87,9 +88,10 @@ def parts_of(hint: Any) -> tuple[Any, list[Meta]]:
         hint = rest[0]
 
 
-def struct_rule(struct: type[Struct], vocabulary: Vocabulary | None = None) -> Rule:
-    """The rule of an object: of each field, in their order."""
-    return object_of(rules_of(struct, vocabulary), required_of(struct))
+def struct_rule(struct: type[Struct], vocabulary: Vocabulary | None = None, *without: str) -> Rule:
+    """The rule of an object: of each field, in their order. Without some fields nothing is required: another has read those."""
+    rules = {name: rule for name, rule in rules_of(struct, vocabulary).items() if name not in without}
+    return object_of(rules, () if without else required_of(struct))
 
 
 def required_of(struct: type[Struct]) -> set[str]:
@@ -100,27 +102,47 @@ def required_of(struct: type[Struct]) -> set[str]:
 def rules_of(struct: type[Struct], vocabulary: Vocabulary | None = None) -> dict[str, Rule]:
     """The rules of its fields by name."""
     hints = get_type_hints(struct, include_extras=True)
-    return {field.name: rule_of(hints[field.name], vocabulary) for field in fields(struct)}
+    return {name: rule_of(hints[name], vocabulary) for name in struct.__struct_fields__}
 
 
-def rule(fit: Callable[[Sequence[Any]], bool], sentence: str) -> Rule:
-    problem = [("", sentence)]
-    return Rule(fit, lambda value: () if fit([value]) else problem)
+def rule(*steps: tuple[Fit, str], path: str = "", bounds: tuple[float, float] | None = None) -> Rule:
+    """Of values that pass each step: its `fit` says whether all of several do. The first step that a value fails is told."""
+
+    def fits(values: Values) -> bool:
+        return all(fit(values) for fit, _ in steps)
+
+    def wrong(values: Values) -> Problems:
+        for place in _wrong(fits, values):
+            yield place, path, next(text for fit, text in steps if not fit(values[place : place + 1]))
+
+    return Rule(wrong, bounds)
+
+
+def _wrong(fits: Fit, values: Values, start: int = 0, sizes: Sequence[int] = BLOCKS) -> Iterator[int]:
+    """The places of values that are not right, counted from `start`."""
+    size, *smaller = sizes
+    for first in range(0, len(values), size):
+        block = values[first : first + size]
+        if fits(block):
+            continue
+        if smaller:
+            yield from _wrong(fits, block, start + first, smaller)
+        else:
+            yield start + first
 
 
 def fulfils(is_good: Callable[[Any], bool], sentence: str) -> Rule:
-    """Of a value that is good in one way alone."""
-    return rule(lambda values: all(map(is_good, values)), sentence)
+    """Of a value that is good by itself."""
+    return rule((lambda values: all(map(is_good, values)), sentence))
 
 
-def once(problems: Problems) -> Rule:
-    """A rule for what a request holds once."""
-    return Rule(lambda values: not any(map(problems, values)), problems)
+def _are(*kinds: type) -> Fit:
+    return lambda values: set(map(type, values)) <= {*kinds}
 
 
-ANYTHING = fulfils(lambda value: True, "")
-TEXT = fulfils(lambda value: type(value) is str, "must be a string")
-FLAG = fulfils(lambda value: type(value) is bool, "must be true or false")
+ANYTHING = rule()
+TEXT = rule((_are(str), "must be a string"))
+FLAG = rule((_are(bool), "must be true or false"))
 
 
 def integer_rule(low: int, high: int) -> str:
@@ -130,7 +152,7 @@ def integer_rule(low: int, high: int) -> str:
 
 def integer(low: int, high: int) -> Rule:
     """Of an integer in these bounds."""
-    return rule(_within({int}, low, high), integer_rule(low, high))._replace(bounds=(low, high))
+    return rule((_within({int}, low, high), integer_rule(low, high)), bounds=(low, high))
 
 
 def number_rule(low: float, high: float) -> str:
@@ -140,41 +162,80 @@ def number_rule(low: float, high: float) -> str:
 
 def number(low: float, high: float) -> Rule:
     """Of a number in these bounds."""
-    return rule(_within({int, float}, low, high), number_rule(low, high))._replace(bounds=(low, high))
+    return rule((_within({int, float}, low, high), number_rule(low, high)), bounds=(low, high))
 
 
-def _within(kinds: set[type], low: float, high: float) -> Callable[[Sequence[Any]], bool]:
+def _within(kinds: set[type], low: float, high: float) -> Fit:
     return lambda values: (
         set(map(type, values)) <= kinds and (not values or (low <= min(values) and max(values) <= high))
     )
 
 
+def then(first: Rule, *others: Rule) -> Rule:
+    """What holds to the first rule, and must hold to the others as well: each is looked at where nothing is wrong before."""
+
+    def wrong(values: Values) -> Problems:
+        for rule in (first, *others):
+            found = False
+            for problem in rule.wrong(values):
+                found = True
+                yield problem
+            if found:
+                return
+
+    return Rule(wrong)
+
+
+def either(rules: Mapping[type, Rule], sentence: str) -> Rule:
+    """Of values of these types, each with a rule of its own."""
+    others = rule((_are(*rules), sentence))
+
+    def wrong(values: Values) -> Problems:
+        kinds = set(map(type, values))
+        for kind, rule in rules.items():
+            if kinds == {kind}:
+                yield from rule.wrong(values)
+            elif kind in kinds:
+                places = [place for place, value in enumerate(values) if type(value) is kind]
+                for place, path, text in rule.wrong([values[place] for place in places]):
+                    yield places[place], path, text
+        if not kinds <= rules.keys():
+            yield from others.wrong(values)
+
+    return Rule(wrong)
+
+
+def field(name: str, rule: Rule) -> Rule:
+    """Of objects, in which this field must hold to the rule if it is there."""
+
+    def wrong(values: Values) -> Problems:
+        column = [value[name] for value in values if name in value]
+        places: Sequence[int] = range(len(values))
+        if len(column) < len(values):
+            places = [place for place, value in enumerate(values) if name in value]
+        for place, path, text in rule.wrong(column):
+            yield places[place], f".{name}{path}", text
+
+    return Rule(wrong)
+
+
 def object_of(rules: Rules, required: Collection[str]) -> Rule:
     """Of an object whose fields have these rules."""
 
-    def fit(values: Sequence[Any]) -> bool:
-        if not set(map(type, values)) <= {dict} or not set().union(*values) <= rules.keys():
-            return False
-        for name, rule in rules.items():
-            found = [value[name] for value in values if name in value]
-            if (name in required and len(found) < len(values)) or not rule.fit(found):
-                return False
-        return True
+    def unknown(values: Values) -> Problems:
+        if not set().union(*values) <= rules.keys():
+            for place, value in enumerate(values):
+                yield from ((place, "", _unknown_field(name, rules)) for name in value if name not in rules)
 
-    def problems(value: Any) -> list[Problem]:
-        if type(value) is not dict:
-            return [("", "must be a JSON object")]
-        unknown = islice((name for name in value if name not in rules), MAX_PROBLEMS)
-        found = [("", _unknown_field(name, rules)) for name in unknown]
-        for name, rule in rules.items():
-            if name in value:
-                if below := rule.problems(value[name]):
-                    found += [(f".{name}{path}", sentence) for path, sentence in below]
-            elif name in required:
-                found.append((f".{name}", "is required"))
-        return found
+    parts = [Rule(unknown)]
+    for name, rule in rules.items():
+        parts += [_there(name), field(name, rule)] if name in required else [field(name, rule)]
+    every = Rule(lambda values: chain.from_iterable(part.wrong(values) for part in parts))
+    return either({dict: every}, "must be a JSON object")
 
-    return Rule(fit, problems)
+
+def _there(name: str) -> Rule:
+    return rule((lambda values: all(map(contains, values, repeat(name))), "is required"), path=f".{name}")
 
 
 def _unknown_field(name: str, known: Collection[str]) -> str:
@@ -183,128 +244,87 @@ def _unknown_field(name: str, known: Collection[str]) -> str:
     return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
-def array_of(rule: Rule, most: int | None = None, least: int = 0) -> Rule:
+def array_of(entry: Rule, most: int | None = None, least: int = 0) -> Rule:
     """Of an array all of whose entries have this rule, and that holds `least` … `most` of them."""
 
-    def fit(values: Sequence[Any]) -> bool:
-        if not set(map(type, values)) <= {list}:
-            return False
-        if any(len(value) < least or (most is not None and len(value) > most) for value in values):
-            return False
-        return rule.fit(list(chain.from_iterable(values)))
+    def entries(values: Values) -> Problems:
+        ends = list(accumulate(map(len, values)))
+        for place, path, text in entry.wrong(values[0] if len(values) == 1 else list(chain.from_iterable(values))):
+            row = bisect(ends, place)
+            yield row, f"[{place - ends[row] + len(values[row])}]{path}", text
 
-    def problems(value: Any) -> list[Problem]:
-        if type(value) is not list:
-            return [("", "must be an array")]
-        if most is not None and len(value) > most:
-            return [("", f"must hold at most {most}")]
-        if len(value) < least:
-            return [("", "must not be empty")]
-        found: list[Problem] = []
-        for place in _wrong(rule, value):
-            found += [(f"[{place}]{path}", sentence) for path, sentence in rule.problems(value[place])]
-            if len(found) >= MAX_PROBLEMS:
-                break
-        return found
-
-    return Rule(fit, problems)
-
-
-def _wrong(rule: Rule, values: list[Any], start: int = 0, sizes: Sequence[int] = BLOCKS) -> Iterator[int]:
-    """The places of values that are not right, counted from `start`."""
-    size, *smaller = sizes
-    for first in range(0, len(values), size):
-        block = values[first : first + size]
-        if rule.fit(block):
-            continue
-        if smaller:
-            yield from _wrong(rule, block, start + first, smaller)
-        else:
-            yield start + first
+    size = rule(
+        (lambda values: most is None or max(map(len, values)) <= most, f"must hold at most {most}"),
+        (lambda values: min(map(len, values)) >= least, "must not be empty"),
+    )
+    limited = then(size, Rule(entries)) if least or most is not None else Rule(entries)
+    return either({list: limited}, "must be an array")
 
 
 def posts(struct: type[Struct], least: int) -> Callable[[Vocabulary], Rule]:
     """Makes the rule of posts in either shape, `least` at least."""
-    return lambda vocabulary: once(_posts(rules_of(struct, vocabulary), required_of(struct), least))
+
+    def made(vocabulary: Vocabulary) -> Rule:
+        rules, required = rules_of(struct, vocabulary), required_of(struct)
+        arrays = object_of({name: array_of(rule) for name, rule in rules.items()}, required)
+        equal = fulfils(lambda value: len(set(map(len, value.values()))) == 1, "must hold arrays of equal length")
+        shapes: dict[type, Rule] = {list: array_of(object_of(rules, required)), dict: then(arrays, equal)}
+        enough = fulfils(lambda value: count_of(value) >= least, "must not be empty")
+        return then(either(shapes, "must be a list of objects or one object of equal-length arrays"), enough)
+
+    return made
 
 
-def _posts(rules: Rules, required: Collection[str], least: int) -> Problems:
-    objects = array_of(object_of(rules, required))
-    arrays = object_of({name: array_of(rule) for name, rule in rules.items()}, required)
+def count_of(items: Any) -> int:
+    """How many posts there are in either shape; 0 in what is neither."""
+    posts = items.get("post_id") if type(items) is dict else items
+    return len(posts) if type(posts) is list else 0
 
-    def problems(value: Any) -> Sequence[Problem]:
-        if type(value) is list:
-            found, count = [*objects.problems(value)], len(value)
-        elif type(value) is dict:
-            found = [*arrays.problems(value)]
-            lengths = {len(column) for column in value.values() if type(column) is list}
-            if len(lengths) > 1:
-                found.append(("", "must hold arrays of equal length"))
-            count = max(lengths, default=0)
-        else:
-            return [("", "must be a list of objects or one object of equal-length arrays")]
-        return found or ([("", "must not be empty")] if count < least else ())
 
-    return problems
+def column_of(items: Any, name: str) -> list[Any]:
+    """A field of valid posts in either shape: an entry a post, None where it was left out."""
+    if type(items) is dict:
+        return items[name] if name in items else [None] * count_of(items)
+    return [item.get(name) for item in items]
 
 
 def known_names(vocabulary: Vocabulary) -> Rule:
     """Of names of different actions."""
-    names, index = _names(vocabulary.index), vocabulary.index
-    return once(lambda value: names.problems(value) or _named_twice(value, index))
+    return then(_names(vocabulary.index), rule((_once(vocabulary.index), NAMED_TWICE)))
 
 
 def by_action(least: float, most: float) -> Callable[[Vocabulary], Rule]:
     """Makes the rule of a map from action to number."""
-    return lambda vocabulary: _action_map(vocabulary.index, number(least, most))
+    return lambda vocabulary: _action_map(vocabulary.index, least, most)
 
 
 def _names(index: Mapping[str, int]) -> Rule:
-    return array_of(rule(lambda names: set(map(type, names)) <= {str} and set(names) <= index.keys(), ACTION_RULE))
+    return array_of(rule((lambda names: _are(str)(names) and set(names) <= index.keys(), ACTION_RULE)))
 
 
-def _named_twice(names: Collection[str], index: Mapping[str, int]) -> Sequence[Problem]:
-    return [NAMED_TWICE] if len(set(map(index.__getitem__, names))) < len(names) else ()
+def _once(index: Mapping[str, int]) -> Fit:
+    """Whether known names are of different actions in each value."""
+    return lambda values: all(
+        len(names) < 2 or len(set(map(index.__getitem__, names))) == len(names) for names in values
+    )
 
 
-def _action_map(index: Mapping[str, int], value_rule: Rule) -> Rule:
-    def fit(values: Sequence[Any]) -> bool:
-        return (
-            set(map(type, values)) <= {dict}
-            and set().union(*values) <= index.keys()
-            and not any(_named_twice(value, index) for value in values if len(value) > 1)
-            and value_rule.fit(list(chain.from_iterable(map(dict.values, values))))
-        )
-
-    def problems(value: Any) -> Sequence[Problem]:
-        if type(value) is not dict:
-            return [("", "must be a map of action to number")]
-        if not value.keys() <= index.keys():
-            return [("", f"every name {ACTION_RULE}")]
-        return _named_twice(value, index) or [
-            problem for entry in value.values() for problem in value_rule.problems(entry)
-        ]
-
-    return Rule(fit, problems, value_rule.bounds)
+def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
+    fits = _within({int, float}, least, most)
+    return rule(
+        (_are(dict), "must be a map of action to number"),
+        (lambda values: set().union(*values) <= index.keys(), f"every name {ACTION_RULE}"),
+        (_once(index), NAMED_TWICE),
+        (lambda values: fits(list(chain.from_iterable(map(dict.values, values)))), number_rule(least, most)),
+        bounds=(least, most),
+    )
 
 
 def actions_taken(most: float) -> Callable[[Vocabulary], Rule]:
     """Makes the rule of a list of names or a map of name to value."""
-    return lambda vocabulary: _actions(vocabulary.index, most)
 
+    def made(vocabulary: Vocabulary) -> Rule:
+        shapes: dict[type, Rule] = {list: _names(vocabulary.index), dict: _action_map(vocabulary.index, 0, most)}
+        return either(shapes, "must be a list of names or a map of name to value")._replace(bounds=(0, most))
 
-def _actions(index: Mapping[str, int], most: float) -> Rule:
-    names, values = _names(index), _action_map(index, number(0, most))
-    neither = [("", "must be a list of names or a map of name to value")]
-
-    def fit(found: Sequence[Any]) -> bool:
-        lists = [actions for actions in found if type(actions) is list]
-        return names.fit(lists) and values.fit([actions for actions in found if type(actions) is not list])
-
-    return Rule(
-        fit,
-        lambda value: (
-            names.problems(value) if type(value) is list else values.problems(value) if type(value) is dict else neither
-        ),
-        (0, most),
-    )
+    return made

@@ -1,16 +1,15 @@
 """What requests may say, declared once: name, type, bounds, default, description and example of every field.
 
-msgspec reads bodies by these types and prints their JSON Schema for `/docs`; `explain` derives the sentences of refusals from them,
-`tensors` its names and bounds. What a type cannot say is checked column by column in `validate`.
+msgspec prints the JSON Schema of these types for `/docs`, `explain` checks bodies by them, `tensors` has its names and bounds of them.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from app.request import explain
 from app.request.ids import MAX_ID, MAX_ID_DIGITS, are_ids
@@ -58,7 +57,7 @@ _Integer = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_I
 _Decimal = Annotated[
     str, Meta(max_length=MAX_ID_DIGITS, extra_json_schema={"pattern": ID_PATTERN, "description": "decimal"})
 ]
-Id = Annotated[_Integer | _Decimal, checked(lambda _: explain.rule(are_ids, ID_RULE), "UINT64")]
+Id = Annotated[_Integer | _Decimal, checked(lambda _: explain.rule((are_ids, ID_RULE)), "UINT64")]
 Surface = Annotated[int, checked(lambda vocabulary: explain.integer(0, vocabulary.product_surfaces - 1), "INT64", ge=0)]
 Time = Annotated[int, checked(None, "INT64", ge=0, le=MAX_TIME)]
 Count = Annotated[int, Meta(ge=1, extra_json_schema={"maximum": MAX_ID})]
@@ -74,13 +73,22 @@ Weights = Annotated[
 ]
 Names = Annotated[list[str], checked(explain.known_names)]
 Name = Annotated[str, checked(lambda _: NAME_RULE, max_length=128, extra_json_schema={"pattern": REQUEST_ID_PATTERN})]
-LaterName = Annotated[str, checked(lambda _: NAME_RULE)]  # a type that leaves the check to its reader
-_short_text = explain.fulfils(lambda name: type(name) is str and len(name) <= 100, "must be a short text")
-Topic = Annotated[str, checked(lambda _: _short_text, max_length=100)]
+_NAME_OR_NONE = explain.fulfils(lambda value: value == "" or is_request_id(value), REQUEST_ID_RULE)
+OptionalName = Annotated[str, checked(lambda _: _NAME_OR_NONE)]
 
 
-class Strict(Struct, forbid_unknown_fields=True, gc=False):
-    """Unknown fields are errors, and so is `null`. The garbage collector need not look: JSON has no cycles."""
+def _short_text(least: int) -> Meta:
+    sentence = "must be a short text" + (" that is not empty" if least else "")
+    fits = explain.fulfils(lambda name: type(name) is str and least <= len(name) <= 100, sentence)
+    return checked(lambda _: fits, min_length=least or None, max_length=100)
+
+
+Topic = Annotated[str, _short_text(0)]
+NewTopic = Annotated[str, _short_text(1)]
+
+
+class Strict(Struct, forbid_unknown_fields=True):
+    """Unknown fields are errors, and so is `null`."""
 
 
 class Post(Strict):
@@ -160,13 +168,6 @@ class UserRequest(Strict, kw_only=True):
     ] = UNSET
     request_id: Annotated[Name | UnsetType, about("A name for this request, echoed and used in logs.")] = UNSET
 
-    def count(self, name: str) -> int:
-        """Items of `candidates` or `history`, in either shape: how much work they ask for. Arrays may still differ in length."""
-        items: Any = getattr(self, name)
-        if isinstance(items, HistoryColumns | CandidateColumns):
-            items = items.post_id
-        return 0 if items is UNSET else len(items)
-
 
 class RankRequest(UserRequest, kw_only=True):
     """One user, that user's history, and the candidates to score."""
@@ -185,8 +186,6 @@ class RankRequest(UserRequest, kw_only=True):
     actions_wanted: Annotated[
         Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
     ] = UNSET
-
-    timeout_seconds: ClassVar[None] = None  # a header says it
 
 
 class ExplainRequest(RankRequest, kw_only=True):
@@ -243,20 +242,13 @@ class RecommendRequest(RetrieveRequest, kw_only=True):
     ] = UNSET
 
 
-def rest_of(request: type[UserRequest], *read: str) -> Any:
-    """A request without these fields, which the codec reads by itself, and without further requirements."""
-    hints = get_type_hints(request, include_extras=True)
-    rest = [(name, hints[name], UNSET) for name in request.__struct_fields__ if name not in read]
-    return msgspec.defstruct(f"{request.__name__}Rest", rest, bases=(Strict,))
-
-
 class Upsert(Strict):
     """A post that comes into a corpus."""
 
     post_id: Id
     author_id: Id
     created_at: Time | UnsetType = UNSET
-    topic: Annotated[Topic, Meta(min_length=1)] | UnsetType = UNSET
+    topic: NewTopic | UnsetType = UNSET
 
 
 class Change(Strict):
@@ -282,7 +274,7 @@ class InputTensor(Strict):
     shape: Annotated[list[Size], about("As the metadata says, with this request's sizes.", [2])]
     parameters: Annotated[InputParameters | UnsetType, about("Only for binary data.")] = UNSET
     data: Annotated[
-        Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {}})] | UnsetType,
+        Annotated[list[Any], Meta(extra_json_schema={"items": {}})] | UnsetType,
         about("The values in row-major order, flat or nested; only without binary data."),
     ] = UNSET
 
@@ -330,7 +322,7 @@ class InferRequest(Strict):
         Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | UnsetType, about("All of them when missing.")
     ] = UNSET
     id: Annotated[
-        LaterName | UnsetType,
+        OptionalName | UnsetType,
         about("A name for this request, echoed in the reply and used in logs."),
     ] = UNSET
     parameters: Annotated[InferParameters | UnsetType, about("What is no tensor.")] = UNSET

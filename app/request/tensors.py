@@ -10,16 +10,15 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, get_type_hints
 
-import msgspec
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.explain import ACTION_RULE, NAMED_TWICE, Problem, Rule, integer_rule, number_rule, parts_of, rule_of
-from app.request.schema import Candidate, HistoryItem, Id, InferParameters, Weights
+from app.request.explain import ACTION_RULE, NAMED_TWICE, Rule, integer_rule, number_rule, parts_of, rule_of
+from app.request.schema import Candidate, HistoryItem, Id, Weights
 from app.request.validate import NUMBERS, Posts, Request
 from app.request.vocabulary import Vocabulary
 from weights.format.manifest import Manifest
@@ -69,12 +68,12 @@ REQUIRED = ("user_id", "candidates.post_id", "candidates.author_id")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input as it came: `data` little-endian bytes in row-major order, or the JSON of an array."""
+    """One input as it came: `data` little-endian bytes in row-major order, or an array of JSON."""
 
     name: str
     datatype: str
     shape: Sequence[int]
-    data: bytes | memoryview | msgspec.Raw
+    data: bytes | memoryview | list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +81,23 @@ class Tensors:
     """A request whose tensors are not looked into yet. `reply`: the outputs that are wanted, each with whether its data is binary."""
 
     inputs: Sequence[Tensor]
-    parameters: InferParameters
+    parameters: Mapping[str, Any]
     reply: dict[str, bool]
     request_id: str | None
 
     @property
     def timeout_seconds(self) -> float | None:
         """How long the caller waits."""
-        timeout = self.parameters.timeout
-        return None if timeout is UNSET else timeout / 1e6
+        return self.parameters["timeout"] / 1e6 if "timeout" in self.parameters else None
 
     @property
     def user_id(self) -> int:
         """The user's, 0 where that cannot be read."""
         data = next((tensor.data for tensor in self.inputs if tensor.name == "user_id"), b"")
-        if not isinstance(data, msgspec.Raw):
+        if not isinstance(data, list):
             return int.from_bytes(data[:8], "little")
-        value = msgspec.json.decode(data)
-        while isinstance(value, list) and value:
-            value = value[0]
-        return value if type(value) is int else 0
+        first = data[0] if data else 0
+        return first if type(first) is int else 0
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`, as the shape says: how much work they ask for."""
@@ -130,9 +126,9 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
         candidates=candidates,
         numbers={name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
         quoted=None,
-        impression_ts=parameters.impression_ts or 0,
+        impression_ts=parameters.get("impression_ts", 0),
         weights=weights,
-        top_k=parameters.top_k or None,
+        top_k=parameters.get("top_k"),
         wanted=checks.wanted,
         request_id=tensors.request_id,
         reply=tensors.reply,
@@ -142,13 +138,13 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
 class _Checks:
     """What is found wrong with one request's tensors. `actions`: the columns that its action axis stands for."""
 
-    def __init__(self, vocabulary: Vocabulary, parameters: InferParameters) -> None:
-        self.problems: list[Problem] = []
+    def __init__(self, vocabulary: Vocabulary, parameters: Mapping[str, Any]) -> None:
+        self.problems: list[tuple[str, str]] = []
         self._index = vocabulary.index
         every = list(range(len(vocabulary.action_names)))
-        self.actions = every if parameters.actions is UNSET else self._columns("actions", parameters.actions)
-        wanted = parameters.actions_wanted
-        self.wanted = None if wanted is UNSET else self._columns("actions_wanted", wanted)
+        self.actions = self._columns("actions", parameters["actions"]) if "actions" in parameters else every
+        wanted = parameters.get("actions_wanted")
+        self.wanted = None if wanted is None else self._columns("actions_wanted", wanted)
         self._sizes = {"1": 1, "A": len(self.actions)}
 
     def _columns(self, name: str, text: str) -> list[int]:
@@ -159,7 +155,7 @@ class _Checks:
             return []
         columns = [self._index[name] for name in names]
         if len(set(columns)) < len(columns):
-            self.problems.append((f"parameters.{name}", NAMED_TWICE[1]))
+            self.problems.append((f"parameters.{name}", NAMED_TWICE))
         return columns
 
     def read(self, tensors: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
@@ -199,7 +195,7 @@ class _Checks:
             if self._sizes.setdefault(axis, size) != size:
                 return f"must have the shape {letters}, as long on each axis as other tensors are"
         dtype, count = DTYPES[datatype], math.prod(shape)
-        if isinstance(tensor.data, msgspec.Raw):
+        if isinstance(tensor.data, list):
             return _from_json(tensor.data, dtype, shape)
         if len(tensor.data) != count * dtype.itemsize:
             return f"must hold {dtype.itemsize} bytes a value, as many as its shape says"
@@ -224,17 +220,18 @@ class _Checks:
             raise InvalidRequest(self.problems)
 
 
-def _from_json(data: msgspec.Raw, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | str:
-    """An array from a JSON array, flat or nested as the shape is."""
-    is_float = dtype.kind == "f"
-    number: Any = float if is_float else int
-    for kind in (list[number], list[list[number]])[: len(shape)]:
-        with suppress(msgspec.DecodeError, ValueError, OverflowError, RecursionError):
-            values: Any = msgspec.json.decode(data, type=kind)
-            found = np.array(values) if is_float else np.asarray(array("Q" if dtype.kind == "u" else "q", values))
-            if found.shape in (shape, (math.prod(shape),)):
-                with np.errstate(over="ignore"):  # as a float32 it is infinite then, and refused
-                    return found.reshape(shape).astype(dtype)
+def _from_json(values: list[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | str:
+    """An array of JSON's, flat or nested as the shape is."""
+    if (
+        len(shape) == 2
+        and len(values) == shape[0]
+        and all(type(row) is list and len(row) == shape[1] for row in values)
+    ):
+        values = list(chain.from_iterable(values))
+    kinds = {int, float} if dtype.kind == "f" else {int}
+    if len(values) == math.prod(shape) and set(map(type, values)) <= kinds:
+        with suppress(OverflowError), np.errstate(over="ignore"):  # beyond float32 it is infinite, and refused
+            return np.asarray(array({"f": "d", "u": "Q", "i": "q"}[dtype.kind], values)).reshape(shape).astype(dtype)
     return f"must hold an array of {DATATYPES[dtype]} values, as many as its shape says"
 
 

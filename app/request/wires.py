@@ -35,12 +35,12 @@ Render = Callable[..., Iterator[bytes]]
 
 def _decode_objects(data: bytes | bytearray, headers: Headers, limits: Limits, vocabulary: Vocabulary) -> Typed:
     packed = None if vocabulary.codec is None else vocabulary.codec.read(data)
-    return body.decode(data, limits, vocabulary) if packed is None else packed
+    return body.decode(data, limits) if packed is None else packed
 
 
 OBJECTS = Wire(_decode_objects, validate.check)
 TENSORS = Wire(
-    lambda data, headers, limits, vocabulary: inference.decode(data, limits, vocabulary, headers.get(LENGTH)),
+    lambda data, headers, limits, vocabulary: inference.decode(data, limits, headers.get(LENGTH)),
     tensors.check,
 )
 

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from app.assembly import build_app
 from app.errors import InvalidRequest, TooLarge
 from app.http import explain
-from app.request.body import decode_explain
+from app.request.body import decode
 from app.request.replies import ExplainReply
 from app.request.schema import ExplainRequest
 from app.request.validate import check_explain
@@ -188,7 +188,7 @@ def test_both_definitions_refuse_what_is_wrong(name: str, arrays: bool) -> None:
     if arrays and name != "a bad candidate":
         body["candidates"] = in_arrays(body["candidates"])
     with pytest.raises(InvalidRequest) as caught:
-        check_explain(decode_explain(json.dumps(body).encode(), Limits(), 32, serving.VOCABULARY), serving.VOCABULARY)
+        check_explain(decode(json.dumps(body).encode(), Limits(), explain=32), serving.VOCABULARY)
     assert caught.value.problems[0].field == field
     assert not keeps(ExplainRequest, body)
     assert keeps(ExplainRequest, question())
@@ -196,7 +196,7 @@ def test_both_definitions_refuse_what_is_wrong(name: str, arrays: bool) -> None:
 
 def test_no_more_candidates_than_the_limit() -> None:
     with pytest.raises(TooLarge):
-        decode_explain(json.dumps(question(explain=[90] * 33)).encode(), Limits(), 32, serving.VOCABULARY)
+        decode(json.dumps(question(explain=[90] * 33)).encode(), Limits(), explain=32)
     with served(settings=Settings(explore=Explore(max_candidates=1))) as (client, _):
         assert client.post("/explain", json=question()).status_code == 413
 
