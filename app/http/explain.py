@@ -22,7 +22,7 @@ from app.http.rank_batch import JSON_HEADER
 from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
 from app.request import explanation, features
-from app.request.body import decode_explain
+from app.request.body import decode
 from app.request.explanation import Question
 from app.request.reply import ReplyFormat
 from app.request.validate import check_explain
@@ -71,7 +71,7 @@ class ExplainEndpoint(Endpoint):
         """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
         ranking, started = self.ranking, time.perf_counter()
         limits, most = ranking.limits, self.explore.max_candidates
-        body = ranking.decode(lambda words: decode_explain(raw, limits, most, words), exchange, terms.wanted).typed
+        body = ranking.decode(lambda _: decode(raw, limits, explain=most), exchange, terms.wanted).typed
         model = ranking.arms.model(body.user_id, terms.wanted)
         vocabulary, form = ranking.words_of(model.manifest)
         request, explained = check_explain(body, vocabulary)

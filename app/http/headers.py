@@ -7,8 +7,8 @@ import hmac
 from collections.abc import Mapping
 
 from app.errors import InvalidRequest, NotAcceptable, TooLarge, Unauthorized, UnsupportedMediaType
-from app.request.bounds import is_request_id
 from app.request.coding import check_coding
+from app.request.schema import is_request_id
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS, Wire
 from app.settings import Auth
 

@@ -194,7 +194,7 @@ class Ranking:
             if model is not parsed.model:
                 vocabulary, form = self.words_of(model.manifest)
             if isinstance(typed, Packed) and typed.codec is not vocabulary.codec:  # read in another model's words
-                typed = body.decode(typed.body, self.limits, vocabulary)
+                typed = body.decode(typed.body, self.limits)
             if isinstance(typed, Packed):
                 request, context, candidates = typed.unpack(model.manifest.config)
             else:

@@ -158,7 +158,14 @@ class RetrieveCall(PostsCall):
     def _go_on(self) -> None:
         began, posts, request = time.perf_counter(), self._found.posts, self._request
         used = len(request.query.context)
-        body = render(posts, request, self._served, history_used=used, timings_ms=timings_ms(self.exchange.stages))
+        body = render(
+            posts,
+            request,
+            self._served.manifest,
+            self._served.corpus,
+            history_used=used,
+            timings_ms=timings_ms(self.exchange.stages),
+        )
         self._send(body, began, self._served.manifest.version, posts.cached)
 
 
@@ -202,7 +209,7 @@ class RecommendCall(PostsCall):
         form = self.ranking.words_of(manifest)[1]
         self._to_rank = self._request.ranking(self._found.posts)
         names = reply.names_of(self._to_rank, form)
-        self._joined = joined(self._found.posts, self._served, manifest, names)
+        self._joined = joined(self._found.posts, self._served.manifest, self._served.corpus, manifest, names)
 
     def _ranked(self, result: Ranked | ServiceError) -> None:
         self._tickets = ()

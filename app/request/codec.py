@@ -1,6 +1,7 @@
 """The compiled short cut for requests as most callers write them: JSON → columns, scores → JSON. What it declines, Python does.
 
-`body`, `validate`, `features` and `reply` are the plain definition of the same; tests hold both to the same columns and bytes.
+`schema`, `validate`, `features` and `reply` are the plain definition of the same; tests hold both to the same columns and bytes. Its
+bounds are those of `schema`, the checkpoint and the settings, given once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 import numpy as np
 import orjson
 import structlog
@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from app.errors import ServiceError
 from app.request import body
-from app.request.body import Wishes
-from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME
-from app.request.strict_json import refuse_duplicates
-from app.request.validate import NO_POSTS, NOTHING, Posts, Request, check_wishes, wishes_of
+from app.request.explain import check, struct_rule
+from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest
+from app.request.strict_json import parse
+from app.request.validate import NO_POSTS, NOTHING, Posts, Request, wishes_of
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import MAX_DWELL_SECONDS, ModelConfig
@@ -80,7 +80,9 @@ class Codec:
         self._vocabulary = vocabulary
         config, names, continuous = manifest.config, list(vocabulary.index), manifest.continuous
         self.actions = config.actions
-        self._default = Wishes(), vocabulary.weights, None
+        read_here = "user_id", "history", "candidates", "impression_ts"
+        self._rest = struct_rule(RankRequest, vocabulary, *read_here)
+        self._default: dict[str, Any] = wishes_of({}, vocabulary)
         self._kept: tuple[Any, ...] = (  # what the struct points to
             (Text * len(names))(*(name.encode() for name in names)),
             (Int64 * len(names))(*vocabulary.index.values()),
@@ -102,10 +104,8 @@ class Codec:
         if not data:
             return None
         user_id, events, kept, count, quoted, rest = HEAD.unpack_from(data)
-        wishes, weights, wanted = self._wishes(data[-rest:]) if rest else self._default
-        if wishes is None:
-            return None
-        return Packed(self, body, data, user_id, events, kept, count, quoted > 0, wishes, weights, wanted)
+        wishes = self._wishes(data[-rest:]) if rest else self._default
+        return None if wishes is None else Packed(self, body, data, user_id, events, kept, count, quoted > 0, wishes)
 
     def read_viewer(self, body: bytes | bytearray) -> Viewed | None:
         """The user and the history of a request without candidates; None as of `read`."""
@@ -121,14 +121,14 @@ class Codec:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
         return Viewed(context, posts, data[end:] or b"{}")
 
-    def _wishes(self, text: bytes) -> tuple[Wishes | None, Any, list[int] | None]:
+    def _wishes(self, text: bytes) -> dict[str, Any] | None:
         try:
-            wishes = _WISHES.decode(text)
-            refuse_duplicates(text, msgspec.json.encode(wishes))
-            check_wishes(wishes)
-            return wishes, *wishes_of(wishes.weights, wishes.actions_wanted, self._vocabulary)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ServiceError, ValueError, KeyError):
-            return None, None, None
+            rest = parse(text)
+            check(rest, self._rest)
+        except ServiceError:
+            return None
+        told = {name: rest[name] for name in ("request_id", "reply") if name in rest}
+        return wishes_of(rest, self._vocabulary) | told
 
     def rank(
         self, probabilities: NDArray[np.float32], weights: NDArray[np.float64]
@@ -176,10 +176,9 @@ def decode(
 ) -> Packed | body.Body:
     """As `wires.Wire.decode`, of JSON objects: by the compiled codec, else by `body.decode`. Raises what that raises."""
     packed = None if vocabulary.codec is None else vocabulary.codec.read(data)
-    return body.decode(data, limits, vocabulary) if packed is None else packed
+    return body.decode(data, limits) if packed is None else packed
 
 
-_WISHES = msgspec.json.Decoder(Wishes)
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)  # made for each array, else
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -221,16 +220,14 @@ class Packed:
     kept: int
     candidates: int
     is_quoted: bool
-    wishes: Wishes
-    weights: Any
-    wanted: list[int] | None
+    wishes: dict[str, Any]
 
     timeout_seconds: ClassVar[None] = None
 
     @property
     def reply(self) -> Any:
-        """As in `Wishes`."""
-        return self.wishes.reply
+        """As in `Request`."""
+        return self.wishes.get("reply", "objects")
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
@@ -238,7 +235,7 @@ class Packed:
 
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
-        data, kept, count, wishes = self.data, self.kept, self.candidates, self.wishes
+        data, kept, count = self.data, self.kept, self.candidates
         context, place = _context(data, self.user_id, kept, 4 * count, config.actions)
         start, size = HEAD.size + 24 * kept, 8 * count
         candidates = Candidates(
@@ -254,13 +251,9 @@ class Packed:
             actions=NOTHING,
             dwell_seconds=NOTHING,
             candidates=Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
-            created_at=NOTHING,
+            numbers={},
             quoted=np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
             impression_ts=0,
-            weights=self.weights,
-            top_k=wishes.top_k or None,
-            wanted=self.wanted,
-            request_id=wishes.request_id or None,
-            reply=wishes.reply or "objects",
+            **self.wishes,
         )
         return request, context, candidates

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from app.request.codec import Codec
 from app.request.validate import Request
 from model.inputs import Scores
 from model.ranking import combine, order_of
 from weights.format.manifest import Manifest
-
-if TYPE_CHECKING:
-    from app.request.codec import Codec
 
 ROWS_IN_A_PIECE = 1024  # about 2 ms
 

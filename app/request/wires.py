@@ -34,7 +34,7 @@ Render = Callable[..., Iterator[bytes]]
 
 OBJECTS = Wire(codec.decode, validate.check, reply.render)
 TENSORS = Wire(
-    lambda data, headers, limits, vocabulary: inference.decode(data, limits, vocabulary, headers.get(LENGTH)),
+    lambda data, headers, limits, vocabulary: inference.decode(data, limits, headers.get(LENGTH)),
     tensors.check,
     inference.render,
 )

@@ -18,11 +18,11 @@ from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchFor
 from app.engine.versions import Versions
 from app.engine.worker import Worker
 from app.errors import CorpusNotLoaded, EngineDown, Overloaded, ServiceError
-from app.interface import Changed, FoundDone, PostChange, ReloadInProgress, ServedRetrieval, Ticket
+from app.interface import Changed, FoundDone, ReloadInProgress, ServedRetrieval, Ticket
 from app.loop_lag import Clock
 from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
-from model.retrieval.inputs import Change, Query
+from model.retrieval.inputs import Change, PostChange, Query
 
 FOLLOW_SECONDS = 0.25  # from one look at what other processes have changed to the next
 MOST_FOLLOW_SECONDS = 60.0  # where what they have left cannot be read

@@ -48,7 +48,7 @@ WRITTEN = replace(FORM, codec=CODEC)
 def plain(raw: bytes, config: ModelConfig) -> list[Any] | None:
     """What the plain path makes of a body, None where it refuses it."""
     try:
-        request = check(decode(raw, LIMITS, VOCABULARY), VOCABULARY)
+        request = check(decode(raw, LIMITS), VOCABULARY)
     except ServiceError:
         return None
     return told(request, features.context_of(request, config), features.candidates_of(request, config))
