@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from app.errors import ServiceError
 from app.request import body
 from app.request.explain import check, struct_rule
-from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest
+from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_request_id
 from app.request.strict_json import parse
-from app.request.validate import NO_POSTS, NOTHING, Posts, Request, wishes_of
+from app.request.validate import NO_POSTS, NOTHING, Posts, Request, Wishes, wishes_of
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import MAX_DWELL_SECONDS, ModelConfig
@@ -34,6 +34,7 @@ from model.native.build import KernelUnavailable, build_kernel
 from weights.format.manifest import Manifest
 
 MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
+MOST_KNOWN, SHORT_BYTES = 64, 512  # wishes that are kept, and how long each may be as JSON
 HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
 
 Int64, Pointer, Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
@@ -82,7 +83,8 @@ class Codec:
         self.actions = config.actions
         read_here = "user_id", "history", "candidates", "impression_ts"
         self._rest = struct_rule(RankRequest, vocabulary, *read_here)
-        self._default: dict[str, Any] = wishes_of({}, vocabulary)
+        self._default = wishes_of({}, vocabulary)
+        self._known: dict[bytes, Wishes] = {}
         self._kept: tuple[Any, ...] = (  # what the struct points to
             (Text * len(names))(*(name.encode() for name in names)),
             (Int64 * len(names))(*vocabulary.index.values()),
@@ -121,14 +123,24 @@ class Codec:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
         return Viewed(context, posts, data[end:] or b"{}")
 
-    def _wishes(self, text: bytes) -> dict[str, Any] | None:
+    def _wishes(self, text: bytes) -> Wishes | None:
+        """None where they are not right. They are the same in most requests, but for the name."""
         try:
             rest = parse(text)
-            check(rest, self._rest)
+            if "request_id" in rest and not is_request_id(rest["request_id"]):
+                return None
+            request_id = rest.pop("request_id", None)
+            known = self._known.get(key := orjson.dumps(rest))
+            if known is None:
+                check(rest, self._rest)
+                known = wishes_of(rest, self._vocabulary)
+                if len(self._known) == MOST_KNOWN:
+                    self._known.clear()
+                if len(key) <= SHORT_BYTES:
+                    self._known[key] = known
         except ServiceError:
             return None
-        told = {name: rest[name] for name in ("request_id", "reply") if name in rest}
-        return wishes_of(rest, self._vocabulary) | told
+        return Wishes(known.weights, known.top_k, known.wanted, request_id, known.reply)
 
     def rank(
         self, probabilities: NDArray[np.float32], weights: NDArray[np.float64]
@@ -220,14 +232,14 @@ class Packed:
     kept: int
     candidates: int
     is_quoted: bool
-    wishes: dict[str, Any]
+    wishes: Wishes
 
     timeout_seconds: ClassVar[None] = None
 
     @property
     def reply(self) -> Any:
         """As in `Request`."""
-        return self.wishes.get("reply", "objects")
+        return self.wishes.reply
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
@@ -235,7 +247,7 @@ class Packed:
 
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
-        data, kept, count = self.data, self.kept, self.candidates
+        data, kept, count, wishes = self.data, self.kept, self.candidates, self.wishes
         context, place = _context(data, self.user_id, kept, 4 * count, config.actions)
         start, size = HEAD.size + 24 * kept, 8 * count
         candidates = Candidates(
@@ -254,6 +266,10 @@ class Packed:
             numbers={},
             quoted=np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
             impression_ts=0,
-            **self.wishes,
+            weights=wishes.weights,
+            top_k=wishes.top_k,
+            wanted=wishes.wanted,
+            request_id=wishes.request_id,
+            reply=wishes.reply,
         )
         return request, context, candidates

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, repeat
-from operator import contains
+from operator import contains, itemgetter
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -23,7 +23,7 @@ from app.request.vocabulary import Vocabulary
 
 Values = Sequence[Any]
 Fit = Callable[[Values], bool]
-Problems = Iterator[tuple[int, str, str]]
+Problems = Iterable[tuple[int, str, str]]
 
 
 class Rule(NamedTuple):
@@ -112,6 +112,9 @@ def rule(*steps: tuple[Fit, str], path: str = "", bounds: tuple[float, float] | 
         return all(fit(values) for fit, _ in steps)
 
     def wrong(values: Values) -> Problems:
+        return () if not values or (len(values) <= BLOCKS[0] and fits(values)) else told(values)
+
+    def told(values: Values) -> Problems:
         for place in _wrong(fits, values):
             yield place, path, next(text for fit, text in steps if not fit(values[place : place + 1]))
 
@@ -137,7 +140,8 @@ def fulfils(is_good: Callable[[Any], bool], sentence: str) -> Rule:
 
 
 def _are(*kinds: type) -> Fit:
-    return lambda values: set(map(type, values)) <= {*kinds}
+    known = {*kinds}
+    return lambda values: set(map(type, values)) <= known
 
 
 ANYTHING = rule()
@@ -171,17 +175,14 @@ def _within(kinds: set[type], low: float, high: float) -> Fit:
     )
 
 
-def then(first: Rule, *others: Rule) -> Rule:
-    """What holds to the first rule, and must hold to the others as well: each is looked at where nothing is wrong before."""
+def then(*rules: Rule) -> Rule:
+    """Of values that hold to all of these rules: each is looked at where nothing is wrong before."""
 
     def wrong(values: Values) -> Problems:
-        for rule in (first, *others):
-            found = False
-            for problem in rule.wrong(values):
-                found = True
-                yield problem
-            if found:
-                return
+        for rule in rules:
+            if problems := [*islice(rule.wrong(values), MAX_PROBLEMS)]:
+                return problems
+        return ()
 
     return Rule(wrong)
 
@@ -192,50 +193,58 @@ def either(rules: Mapping[type, Rule], sentence: str) -> Rule:
 
     def wrong(values: Values) -> Problems:
         kinds = set(map(type, values))
+        return rules[kinds.pop()].wrong(values) if len(kinds) == 1 and kinds <= rules.keys() else mixed(values)
+
+    def mixed(values: Values) -> Problems:
         for kind, rule in rules.items():
-            if kinds == {kind}:
-                yield from rule.wrong(values)
-            elif kind in kinds:
-                places = [place for place, value in enumerate(values) if type(value) is kind]
-                for place, path, text in rule.wrong([values[place] for place in places]):
-                    yield places[place], path, text
-        if not kinds <= rules.keys():
-            yield from others.wrong(values)
+            places = [place for place, value in enumerate(values) if type(value) is kind]
+            for place, path, text in rule.wrong([values[place] for place in places]):
+                yield places[place], path, text
+        yield from others.wrong(values)
 
     return Rule(wrong)
 
 
 def field(name: str, rule: Rule) -> Rule:
     """Of objects, in which this field must hold to the rule if it is there."""
+    get = itemgetter(name)
 
     def wrong(values: Values) -> Problems:
-        column = [value[name] for value in values if name in value]
-        places: Sequence[int] = range(len(values))
-        if len(column) < len(values):
-            places = [place for place, value in enumerate(values) if name in value]
-        for place, path, text in rule.wrong(column):
-            yield places[place], f".{name}{path}", text
+        try:
+            problems, places = rule.wrong([*map(get, values)]), range(len(values))
+        except KeyError:
+            some = [place for place, value in enumerate(values) if name in value]
+            return told(rule.wrong([values[place][name] for place in some]), some)
+        return told(problems, places) if problems else ()
+
+    def told(problems: Problems, places: Sequence[int]) -> Problems:
+        return ((places[place], f".{name}{path}", text) for place, path, text in problems)
 
     return Rule(wrong)
 
 
 def object_of(rules: Rules, required: Collection[str]) -> Rule:
     """Of an object whose fields have these rules."""
+    members = {name: field(name, rule).wrong for name, rule in rules.items()}
 
     def unknown(values: Values) -> Problems:
-        if not set().union(*values) <= rules.keys():
-            for place, value in enumerate(values):
-                yield from ((place, "", _unknown_field(name, rules)) for name in value if name not in rules)
+        found = ((place, name) for place, value in enumerate(values) for name in value if name not in rules)
+        return ((place, "", _unknown_field(name, rules)) for place, name in found)
 
-    parts = [Rule(unknown)]
-    for name, rule in rules.items():
-        parts += [_there(name), field(name, rule)] if name in required else [field(name, rule)]
-    every = Rule(lambda values: chain.from_iterable(part.wrong(values) for part in parts))
-    return either({dict: every}, "must be a JSON object")
+    def missing(values: Values, name: str) -> Problems:
+        return ((place, f".{name}", "is required") for place, value in enumerate(values) if name not in value)
 
+    def wrong(values: Values) -> Problems:
+        names = set().union(*values)
+        problems = [] if names <= members.keys() else [unknown(values)]
+        for name, member in members.items():
+            if name in required and not all(map(contains, values, repeat(name))):
+                problems.append(missing(values, name))
+            if name in names and (found := member(values)):
+                problems.append(found)
+        return chain.from_iterable(problems) if problems else ()
 
-def _there(name: str) -> Rule:
-    return rule((lambda values: all(map(contains, values, repeat(name))), "is required"), path=f".{name}")
+    return either({dict: Rule(wrong)}, "must be a JSON object")
 
 
 def _unknown_field(name: str, known: Collection[str]) -> str:
@@ -248,8 +257,12 @@ def array_of(entry: Rule, most: int | None = None, least: int = 0) -> Rule:
     """Of an array all of whose entries have this rule, and that holds `least` … `most` of them."""
 
     def entries(values: Values) -> Problems:
-        ends = list(accumulate(map(len, values)))
-        for place, path, text in entry.wrong(values[0] if len(values) == 1 else list(chain.from_iterable(values))):
+        problems = entry.wrong(values[0] if len(values) == 1 else [*chain.from_iterable(values)])
+        return told(values, problems) if problems else ()
+
+    def told(values: Values, problems: Problems) -> Problems:
+        ends = [*accumulate(map(len, values))]
+        for place, path, text in problems:
             row = bisect(ends, place)
             yield row, f"[{place - ends[row] + len(values[row])}]{path}", text
 
@@ -285,7 +298,10 @@ def column_of(items: Any, name: str) -> list[Any]:
     """A field of valid posts in either shape: an entry a post, None where it was left out."""
     if type(items) is dict:
         return items[name] if name in items else [None] * count_of(items)
-    return [item.get(name) for item in items]
+    try:
+        return [*map(itemgetter(name), items)]
+    except KeyError:
+        return [item.get(name) for item in items]
 
 
 def known_names(vocabulary: Vocabulary) -> Rule:

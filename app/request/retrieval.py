@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,11 +147,12 @@ def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history:
     impression_ts, age = wishes.get("impression_ts", 0), wishes.get("max_age_seconds")
     topics = tuple(wishes["topics"]) if "topics" in wishes else None
     filters = Filters(excluded, topics, None if age is None else impression_ts - age)
-    ranking: dict[str, Any] = {}
-    if len(models) > 1:
-        ranking = {"context": contexts[1], **wishes_of(wishes, models[1].vocabulary)}
     query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, wishes.get("min_score", -np.inf))
-    return PostsRequest(query, len(history), impression_ts, wishes.get("request_id"), **ranking)
+    request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"))
+    if len(models) > 1:
+        weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
+        request = replace(request, context=contexts[1], weights=weights, top_k=top_k, wanted=wanted)
+    return request
 
 
 def render(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,16 @@ class Request:
         return replace(self, history=NO_POSTS, actions=NOTHING, dwell_seconds=NOTHING)
 
 
+class Wishes(NamedTuple):
+    """What a request wants of the reply; fields as in `Request`."""
+
+    weights: NDArray[np.float64]
+    top_k: int | None
+    wanted: list[int] | None
+    request_id: str | None
+    reply: Literal["objects", "columns"]
+
+
 def check(body: Body, vocabulary: Vocabulary) -> Request:
     """The request. Raises InvalidRequest with the first ten problems."""
     explain.check(body.value, request_rule(vocabulary))
@@ -113,9 +123,7 @@ def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
         numbers={name: _numbers("q", candidates, name) for name in NUMBERS},
         quoted=quoted if quoted.any() else None,
         impression_ts=body.get("impression_ts", 0),
-        request_id=body.get("request_id"),
-        reply=body.get("reply", "objects"),
-        **wishes_of(body, vocabulary),
+        **wishes_of(body, vocabulary)._asdict(),
     )
 
 
@@ -126,15 +134,15 @@ def viewer_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Viewer:
     return Viewer(int(read_ids([body["user_id"]])[0]), _posts(items), actions, dwell_seconds)
 
 
-def wishes_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
-    """What a valid request wants of the reply: `weights` of the combined score, float64 `[A]`, `top_k`, and `wanted` columns."""
+def wishes_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Wishes:
+    """What a valid request wants of the reply."""
     weights, index = vocabulary.weights, vocabulary.index
     if (given := body.get("weights")) is not None:
         weights = np.zeros(len(vocabulary.action_names))
         weights[[index[name] for name in given]] = list(given.values())
     wanted = body.get("actions_wanted")
     columns = None if wanted is None else [index[name] for name in wanted]
-    return {"weights": weights, "top_k": body.get("top_k"), "wanted": columns}
+    return Wishes(weights, body.get("top_k"), columns, body.get("request_id"), body.get("reply", "objects"))
 
 
 def _posts(items: Any) -> Posts:
