@@ -1,6 +1,6 @@
 """B15: one path in a closed loop, by one and by four clients: what a ranker who keeps to a moderate pace feels of it, path by path.
 
-`python -m loadtest.soak.crowds --seconds 120` prints every path. A path that is served needs a row in `ATTACKERS`.
+`python -m loadtest.soak.crowds --seconds 120` prints every path. A path and a method of gRPC that is served needs a row in `ATTACKERS`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import orjson
 
 from loadtest.generate.http_client import Client
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.matrix import Row
-from loadtest.servers.launch import HOST
+from loadtest.servers.launch import HOST, free_port
 from loadtest.soak.corpora import Oracle
 from loadtest.soak.hostile import DEAR
 from loadtest.soak.oracle import TOKEN, admin_settings
@@ -85,6 +86,27 @@ def once(request: bytes) -> Act:
     return act
 
 
+def calls(message: bytes, method: str) -> Act:
+    """A method over gRPC again and again on one connection; an answer counts as 200, a refusal by its code there."""
+
+    async def act(ports: Ports, seen: Counter[int]) -> None:
+        async with grpc.aio.insecure_channel(f"{HOST}:{ports['grpc']}") as channel:
+            call = channel.unary_unary(method)
+            while True:
+                try:
+                    await call(message)
+                    seen[200] += 1
+                except grpc.aio.AioRpcError as error:
+                    seen[error.code().value[0]] += 1
+
+    return act
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A short field of a protobuf message, with its length before it."""
+    return bytes((8 * number + 2, len(content))) + content
+
+
 def _get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
@@ -108,12 +130,16 @@ MODEL, VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
 EXAMPLE = orjson.loads((DEMO / "example.json").read_bytes())
 DEMO_EXPLAINED = "/explain of the demo"
 EXPLAINED = EXAMPLE | {"explain": [each["post_id"] for each in EXAMPLE["candidates"]]}
-TENSORS = {
-    "inputs": [
-        {"name": name, "datatype": "UINT64", "shape": [1], "data": [7]}
-        for name in ("user_id", "candidates.post_id", "candidates.author_id")
-    ]
-}
+NAMES = ("user_id", "candidates.post_id", "candidates.author_id")
+TENSORS = {"inputs": [{"name": name, "datatype": "UINT64", "shape": [1], "data": [7]} for name in NAMES]}
+TENSOR = _field(2, b"UINT64") + _field(3, b"\x01")  # datatype and shape [1]
+INFER = _field(1, b"fake") + b"".join([_field(5, _field(1, name.encode()) + TENSOR) for name in NAMES])
+INFER += _field(7, (7).to_bytes(8, "little")) * len(NAMES)  # what is in them
+MESSAGES = {"ModelReady": _field(1, b"fake"), "ModelMetadata": _field(1, b"fake"), "ModelInfer": INFER}
+METHODS = [
+    f"/inference.GRPCInferenceService/{name}"
+    for name in ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelInfer")
+]
 ATTACKERS: dict[str, Attacker] = {
     **_gets(
         "/", "/docs", "/explore", "/explore/checkpoint.json", "/info", "/livez", "/metrics", "/openapi.json", "/readyz"
@@ -147,6 +173,7 @@ ATTACKERS: dict[str, Attacker] = {
     "a stranger at /admin/posts/compact": _admin("/admin/posts/compact", {}, 401, "nobody"),
     "/admin/reload": _admin("/admin/reload", {"checkpoint": "none"}, 404),
     "/admin/posts": _admin("/admin/posts", {"delete": [1]}, 200),
+    **{method: Attacker(method, calls(MESSAGES.get(method.rpartition("/")[2], b""), method)) for method in METHODS},
 }
 
 
@@ -255,8 +282,9 @@ def crowded(*faults: str, high: float = 99.0) -> Iterator[Crowd]:
         oracle, admin = Oracle("own", Path(folder), 1), admin_settings(Path(folder))
         del admin["checkpoint"]
         settings = {"retrieval__checkpoint": oracle.towers, "retrieval__corpus": oracle.corpus, **admin}
-        with fake("--forward-ms=5", *faults, **settings) as server:
-            ports = {"main": server.port, "admin": int(str(admin["admin__port"]))}
+        port = free_port()
+        with fake("--forward-ms=5", *faults, grpc__port=port, **settings) as server:
+            ports = {"main": server.port, "admin": int(str(admin["admin__port"])), "grpc": port}
             with _crowd(ports, high, lambda number: rank_request(number)) as crowd:
                 yield crowd
 

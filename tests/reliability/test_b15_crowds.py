@@ -11,7 +11,9 @@ from contextlib import suppress
 import pytest
 
 from app.assembly import build_server
+from app.http import grpc_server
 from app.http.application import Application
+from app.request.protobuf import SERVICE
 from app.settings import Admin, Settings
 from loadtest.soak.crowds import ATTACKERS, COUNTS, DEMO_EXPLAINED, P50_TIMES, P99_TIMES, Crowd, crowded, explained
 from loadtest.soak.fake_engine import FakeEngine
@@ -33,8 +35,9 @@ def test_every_path_is_walked() -> None:
     assert all(isinstance(app, Application) for app in apps)
     routes = {"unmatched", *(path for app in apps for path in (*app.recorder.routes, *app.endpoints))}
     assert len(routes) > 25
+    routes |= set(grpc_server.ROUTES)
     assert unwalked(routes) == set()
-    assert unwalked({*routes, "/new"}) == {"/new"}, "the control: a path without a row"
+    assert unwalked({*routes, "/new", f"/{SERVICE}/New"}) == {"/new", f"/{SERVICE}/New"}, "the control: without rows"
 
 
 def felt(crowd: Crowd, count: int) -> None:
@@ -103,5 +106,6 @@ def test_no_request_that_ranks_nothing_costs_the_loop_much() -> None:
     """Red where /openapi.json is described, or /info put together, for each who asks; a scrape has its own test."""
     with live(FakeEngine(), explore={"enabled": True}) as server:
         for name, attacker in ATTACKERS.items():
-            if attacker.route not in ("/metrics", *RANKING) and "/admin" not in name and "infer" not in name:
+            others = ("/metrics", *RANKING, *grpc_server.ROUTES)
+            if attacker.route not in others and "/admin" not in name and "infer" not in name:
                 assert min(loop_seconds(server, name, 20) for _ in range(2)) < MOST_SECONDS, name
