@@ -146,7 +146,7 @@ def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history:
     impression_ts, age = wishes.get("impression_ts", 0), wishes.get("max_age_seconds")
     topics = tuple(wishes["topics"]) if "topics" in wishes else None
     filters = Filters(excluded, topics, None if age is None else impression_ts - age)
-    query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, wishes.get("min_score", -np.inf))
+    query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, float(wishes.get("min_score", -np.inf)))
     request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"))
     if len(models) > 1:
         weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
