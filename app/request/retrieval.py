@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from app.errors import InvalidRequest, ServiceError
 from app.request import features, reply
-from app.request.body import Body, decode_posts, rest_rule, retrieval_rule
+from app.request.body import Body, decode_posts, retrieval_rule
 from app.request.codec import Viewed
 from app.request.explain import check
 from app.request.ids import read_ids
@@ -129,7 +129,7 @@ def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> Po
     first = viewers[0]
     try:
         wishes = decode_posts(first.rest, limits).value
-        check(wishes, rest_rule([model.vocabulary for model in models]))
+        check(wishes, retrieval_rule([model.vocabulary for model in models], "user_id", "history"))
         return _request_of(wishes, [viewer.context for viewer in viewers], first.posts, models)
     except ServiceError:
         return None

@@ -72,6 +72,12 @@ Weights = Annotated[
     checked(explain.by_action(-MAX_WEIGHT, MAX_WEIGHT), "FP64", "A"),
 ]
 Names = Annotated[list[str], checked(explain.known_names)]
+OwnWeights = Annotated[
+    Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
+]
+Wanted = Annotated[
+    Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
+]
 Name = Annotated[str, checked(lambda _: NAME_RULE, max_length=128, extra_json_schema={"pattern": REQUEST_ID_PATTERN})]
 _NAME_OR_NONE = explain.fulfils(lambda value: value == "" or is_request_id(value), REQUEST_ID_RULE)
 OptionalName = Annotated[str, checked(lambda _: _NAME_OR_NONE)]
@@ -179,13 +185,9 @@ class RankRequest(UserRequest, kw_only=True):
         Literal["objects", "columns"] | UnsetType,
         about("Form of the reply's `candidates`: objects, or arrays, which are shorter and faster.", default="objects"),
     ] = UNSET
-    weights: Annotated[
-        Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
-    ] = UNSET
+    weights: OwnWeights = UNSET
     top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
-    actions_wanted: Annotated[
-        Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
-    ] = UNSET
+    actions_wanted: Wanted = UNSET
 
 
 class ExplainRequest(RankRequest, kw_only=True):
@@ -233,13 +235,9 @@ class RetrieveRequest(UserRequest, kw_only=True):
 class RecommendRequest(RetrieveRequest, kw_only=True):
     """What to retrieve, and how the posts are then scored."""
 
-    weights: Annotated[
-        Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
-    ] = UNSET
+    weights: OwnWeights = UNSET
     top_k: Annotated[Count | UnsetType, about("Return this many of the retrieved posts; all when missing.")] = UNSET
-    actions_wanted: Annotated[
-        Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
-    ] = UNSET
+    actions_wanted: Wanted = UNSET
 
 
 class Upsert(Strict):
