@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
-from app.request.explain import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
+from app.request.rules import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
 from app.request.schema import DEFAULT_K, ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, UserRequest
 from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary

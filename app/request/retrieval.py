@@ -1,4 +1,4 @@
-"""A typed request for posts → checked columns and what the search is asked; its reply as bytes. Not for HTTP."""
+"""A request for posts → checked columns and what the search is asked; its reply as bytes. Not for HTTP."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from app.errors import InvalidRequest, ServiceError
 from app.request import features, reply
 from app.request.body import Body, decode_posts, retrieval_rule
 from app.request.codec import Viewed
-from app.request.explain import check
 from app.request.ids import read_ids
+from app.request.rules import check
 from app.request.schema import DEFAULT_K
 from app.request.validate import NO_POSTS, NOTHING, Posts, Request, viewer_of, wishes_of
 from app.request.vocabulary import Vocabulary
