@@ -11,7 +11,7 @@ A request to /rank passes these stations in this order; a refusal raises a `Serv
 | media type, deadline | `asgi` | 415, 422 |
 | body | `asgi.read_body` | 413 |
 | JSON → values | `request.strict_json` | 400 |
-| sizes | `request.validate.measure` | 413, 422 |
+| sizes | `request.body` | 413, 422 |
 | admission | `Service.admit` | 429, 503, 504 |
 | fields, features | `request.validate.check`, `request.features` | 422 |
 | queue, forward | `Service.rank` | 500, 503, 504 |

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.explain import ACTION_RULE, NAMED_TWICE, Rule, integer_rule, number_rule, parts_of, rule_of
+from app.request.rules import ACTION_RULE, NAMED_TWICE, Rule, integer_rule, number_rule, parts_of, rule_of
 from app.request.schema import Candidate, HistoryItem, Id, Weights
 from app.request.validate import NUMBERS, Posts, Request
 from app.request.vocabulary import Vocabulary
