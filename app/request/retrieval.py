@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,11 +148,11 @@ def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history:
     topics = tuple(wishes["topics"]) if "topics" in wishes else None
     filters = Filters(excluded, topics, None if age is None else impression_ts - age)
     query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, float(wishes.get("min_score", -np.inf)))
-    request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"))
-    if len(models) > 1:
-        weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
-        request = replace(request, context=contexts[1], weights=weights, top_k=top_k, wanted=wanted)
-    return request
+    asked = query, len(history), impression_ts, wishes.get("request_id")
+    if len(models) == 1:
+        return PostsRequest(*asked)
+    weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
+    return PostsRequest(*asked, contexts[1], weights, top_k, wanted)
 
 
 def render(
