@@ -31,7 +31,7 @@ from typing import cast
 import httptools
 import structlog
 
-from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
+from app.budgets import CHUNK_BYTES, MAX_HEADER_BYTES, WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
 from app.server.cycle import Cycle, Routes
 from app.server.deadline import Deadline
 from app.server.leftover import Leftover
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(_refusal_of(error))
         else:
-            if self.state is State.HEADERS and self.header_bytes > self.limits.max_header_bytes:
+            if self.state is State.HEADERS and self.header_bytes > MAX_HEADER_BYTES:
                 self._refuse("headers")
             elif self.state in (State.HEADERS, State.BODY) and not self.deadline.is_set:
                 self._watch()
@@ -376,7 +376,7 @@ class Connection(asyncio.Protocol):
     def _count_header(self, length: int) -> None:
         self.header_count += 1
         self.field_bytes += length
-        if self.field_bytes > self.limits.max_header_bytes or self.header_count > MAX_HEADERS:
+        if self.field_bytes > MAX_HEADER_BYTES or self.header_count > MAX_HEADERS:
             raise Refused("headers")
 
     # ends

@@ -24,7 +24,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """Refuses every request; at most two refusals wait."""
     monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
     monkeypatch.setattr(LoopLag, "is_short_of_time", True)
-    with live(ENGINE, connections=Connections(held_refusals=2)) as opened:
+    monkeypatch.setattr("app.server.observer.HELD_REFUSALS", 2)
+    with live(ENGINE) as opened:
         yield opened
     assert ENGINE.forwards == []
 
