@@ -150,7 +150,7 @@ def main() -> int:
     if options.small_budgets:
         sink.Sink.__init__.__defaults__ = (2**16,)
         for group, name, bound in SMALL:
-            setattr(group, name, property(lambda _, bound=bound: bound))
+            setattr(group, name, bound)
     if options.no_rest:
         vars(budgets)["REST_TIMES"] = 0.0
     if options.nothing_kept:
