@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from app.errors import ServiceError
 from app.telemetry.metrics import Metrics
 from model.engine import CacheResult, EngineInfo
-from model.inputs import Candidates, Context, Ids, Scores
-from model.retrieval.inputs import Query, Retrieved
+from model.inputs import Candidates, Context, Scores
+from model.retrieval.inputs import PostChange, Query, Retrieved
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
@@ -68,32 +68,6 @@ class Found(msgspec.Struct, frozen=True, eq=False):
     queue_seconds: float
     encode_seconds: float
     search_seconds: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PostRows:
-    """Posts to be encoded. `post_ids, author_ids`: uint64 `[n]`, each post id once and not 0; `created_at`: int64 `[n]`, Unix seconds,
-    0 where unknown; `topics`: a name or None for each."""
-
-    post_ids: Ids
-    author_ids: Ids
-    created_at: NDArray[np.int64]
-    topics: list[str | None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PostChange:
-    """What happens to the corpus in one step. No id is in both."""
-
-    delete: Ids
-    upsert: PostRows
-
-    def check(self) -> None:
-        """Raises ValueError where nothing changes, for a post that comes twice or is none, and for a time before 1970."""
-        rows = self.upsert
-        ids = np.concatenate((rows.post_ids, self.delete))
-        if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all() or (rows.created_at < 0).any():
-            raise ValueError("no change of different posts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +149,6 @@ class Service(Protocol):
     @property
     def retrieval(self) -> Retrieval:
         """What retrieves posts; it may have none."""
-        ...
-
-    @property
-    def default_deadline_seconds(self) -> float:
-        """For a request that names no deadline."""
         ...
 
     @property

@@ -14,12 +14,12 @@ import structlog
 import torch
 
 from app.budgets import USER_VECTOR_BYTES
-from app.interface import PostChange, ServedModel, ServedRetrieval
+from app.interface import ServedModel, ServedRetrieval
 from app.settings import Settings
 from model.create import EngineOptions, create_engine, find_device
 from model.engine import Engine, EngineError
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
-from model.retrieval.inputs import Change, NewPosts
+from model.retrieval.inputs import Change, NewPosts, PostChange
 from weights.checkpoint import Checkpoint, CheckpointError, Encoder, load_checkpoint, load_encoder
 from weights.corpus.changes import ChangeLog, no_posts
 from weights.corpus.compaction import Compaction, Part, load_changed

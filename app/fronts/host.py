@@ -19,12 +19,12 @@ from app.fronts.link import Link
 from app.fronts.models import Front, Models
 from app.fronts.requests import Requests, fail
 from app.fronts.retrieval import change_of
-from app.interface import PostChange
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry.metrics import Scrapes
 from app.telemetry.sums import Sums
+from model.retrieval.inputs import PostChange
 
 LOOK_SECONDS = 0.005  # how often it is looked whether a queue that is full still is
 IDLE_LOOK_SECONDS = 0.05  # the same for everything else that fronts are told

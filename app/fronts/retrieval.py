@@ -10,9 +10,9 @@ import numpy as np
 from app.errors import CorpusNotLoaded, InternalError
 from app.fronts import frames
 from app.fronts.uplink import Asked, Uplink
-from app.interface import Changed, Found, FoundDone, PostChange, PostRows, ServedRetrieval, Ticket
+from app.interface import Changed, Found, FoundDone, ServedRetrieval, Ticket
 from model.config import ModelConfig
-from model.retrieval.inputs import Filters, Query, Retrieved
+from model.retrieval.inputs import Filters, PostChange, PostRows, Query, Retrieved
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 

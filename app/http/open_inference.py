@@ -11,16 +11,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from app.http.arms import named
-from app.http.operations import NOT_NOW, check_ready
+from app.http.operations import NOT_NOW, PROBLEM, check_ready
 from app.interface import Service
-from app.request.contract import Problem
 from app.request.tensors import describe_model
 
 MODEL = "/v2/models/{name}"
 VERSION = MODEL + "/versions/{version}"
 NAME = "phoenix-ranking-server"
 NO_MODEL: dict[int | str, dict[str, Any]] = {
-    404: {"model": Problem, "description": "No such model serves here."},
+    404: PROBLEM | {"description": "No such model serves here."},
     **NOT_NOW,
 }
 

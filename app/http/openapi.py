@@ -1,4 +1,4 @@
-"""`/openapi.json`: the ranking endpoints described from `contract`, with examples that work against the checkpoint that serves."""
+"""`/openapi.json`: the ranking endpoints described by `schema` and `replies`, with examples that work against this checkpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from msgspec import Struct
+from msgspec.json import schema_components
 
 from app.errors import (
     BadRequest,
@@ -31,13 +31,21 @@ from app.errors import (
 )
 from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
-from app.request.contract import BatchReply, Problem, RankBatch, RankReply, RankRequest
-from app.request.explanation_contract import ExplainReply, ExplainRequest
-from app.request.inference_contract import InferReply, InferRequest
-from app.request.retrieval_contract import RecommendReply, RecommendRequest, RetrieveReply, RetrieveRequest
+from app.request.replies import (
+    SCHEMAS,
+    BatchReply,
+    ExplainReply,
+    Failed,
+    InferReply,
+    Problem,
+    RankReply,
+    RecommendReply,
+    RetrieveReply,
+)
+from app.request.schema import ExplainRequest, InferRequest, RankBatch, RankRequest, RecommendRequest, RetrieveRequest
 
-REF = "#/components/schemas/{model}"
-Refs = Mapping[type[BaseModel], dict[str, Any]]
+REF = f"{SCHEMAS}/{{name}}"
+Refs = Mapping[type[Struct], dict[str, Any]]
 FAILURES: tuple[type[ServiceError], ...] = (
     MalformedJson, BadRequest, Unauthorized, NotAcceptable, TooLarge, UnsupportedMediaType, InvalidRequest, Overloaded, NonFiniteScores,
     InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
@@ -67,15 +75,15 @@ HEADERS_OUT = {
 def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -> dict[str, Any]:
     """The whole document. The examples use these action names; `explores`: /explain is there."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    models: list[type[BaseModel]] = [
+    models: list[type[Struct]] = [
         RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
-        RecommendRequest, RecommendReply, Problem, *((ExplainRequest, ExplainReply) if explores else ()),
+        RecommendRequest, RecommendReply, Problem, Failed, *((ExplainRequest, ExplainReply) if explores else ()),
     ]  # fmt: skip
-    refs, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
-    document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-    ref = {model: refs[model, "validation"] for model in models}
+    refs, definitions = schema_components(models, ref_template=REF)
+    document.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+    ref = dict(zip(models, refs, strict=True))
     examples = example_requests(action_names)
-    paths = _rankings(ref, examples, definitions["$defs"]["BatchReply"]["properties"]["results"]["items"])
+    paths = _rankings(ref, examples, definitions["BatchReply"]["properties"]["results"]["items"])
     paths |= _tensors(ref) | _posts(ref, action_names) | (_explanations(ref, examples) if explores else {})
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -251,7 +259,7 @@ def _operation(
     for status in sorted({failure.status for failure in failures}):
         kinds = [failure for failure in failures if failure.status == status]
         text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)
-        schema = {"$ref": REF.format(model="Problem")}
+        schema = {"$ref": REF.format(name="Problem")}
         answers[str(status)] = {"description": text, "content": {MEDIA_TYPE: {"schema": schema}}}
     return {
         "tags": ["ranking"],

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from app.budgets import most_bytes
 from app.errors import CorpusNotLoaded, Draining, EngineDown, NotReady, ServiceError
 from app.interface import Service
-from app.request.contract import Problem
 from app.settings import Settings
 from app.telemetry.metrics import CONTENT_TYPE, Scrapes
 
@@ -26,7 +25,10 @@ PRIVATE = (
     "retrieval",
     "shadow",
 )  # who may ask, and where things lie, is nobody's business
-NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Problem, "description": "Not now; `detail` says why."}}
+PROBLEM = {
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+}  # which `openapi` adds
+NOT_NOW: dict[int | str, dict[str, Any]] = {503: PROBLEM | {"description": "Not now; `detail` says why."}}
 
 
 def probes(service: Service) -> APIRouter:

@@ -1,34 +1,21 @@
-"""Bytes → typed bodies: the types, required fields, unknown fields and bounds of a request are checked while its JSON is read.
-
-What is wrong with one that does not fit its type is said by `explain`. `contract` is the plain definition of the same, and
-tests hold all three to the same verdict. Ids in range, known names and equal lengths are left to `validate`.
-"""
+"""Bytes → JSON values of known size, and the rule of each kind of request. `validate` checks them and makes columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import msgspec
-import numpy as np
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
-from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import MAX_TOPIC_LETTERS, Rule, explain, explanation_rule, request_rule
-from app.request.ids import MAX_ID_DIGITS
-from app.request.strict_json import parse, refuse_duplicates
+from app.request.explain import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
+from app.request.schema import DEFAULT_K, ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, UserRequest
+from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
-
-Id = int | Annotated[str, Meta(max_length=MAX_ID_DIGITS)]  # what it holds is checked column by column
-Surface = Annotated[int, Meta(ge=0)]
-Time = Annotated[int, Meta(ge=0, le=MAX_TIME)]
-Dwell = Annotated[float, Meta(ge=0)]
-Actions = list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)]]
-Topic = Annotated[str, Meta(max_length=MAX_TOPIC_LETTERS)]
-Weights = dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]]
 
 
 class Typed(Protocol):
@@ -54,116 +41,118 @@ class Typed(Protocol):
         ...
 
 
-class Strict(Struct, forbid_unknown_fields=True, gc=False):
-    """Unknown fields are errors, and so is `null`. The garbage collector need not look: JSON has no cycles."""
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A request as plain JSON values of which only the sizes are known: a `Typed`."""
 
-
-def _shapes(name: str, **optional: Any) -> tuple[type[Struct], type[Struct]]:
-    """A post with these optional fields, as one item and as arrays with an entry an item. Both have the fields in this order."""
-    required, many = {"post_id": Id, "author_id": Id}, cast(Any, list)
-    item: list[Any] = [*required.items(), *((field, kind | UnsetType, UNSET) for field, kind in optional.items())]
-    arrays: list[Any] = [(field, many[kind]) for field, kind in required.items()]
-    arrays += [(field, many[kind] | UnsetType, UNSET) for field, kind in optional.items()]
-    return msgspec.defstruct(name, item, bases=(Strict,)), msgspec.defstruct(f"{name}Arrays", arrays, bases=(Strict,))
-
-
-HistoryItem, HistoryArrays = _shapes("HistoryItem", product_surface=Surface, actions=Actions, dwell_time=Dwell)
-Candidate, CandidateArrays = _shapes("Candidate", product_surface=Surface, created_at=Time)
-
-
-class Wishes(Strict):
-    """What a request says of its reply."""
-
-    weights: Weights | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    actions_wanted: list[str] | UnsetType = UNSET
-    request_id: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
-    reply: Literal["objects", "columns"] | UnsetType = UNSET
-
-
-class Body(Wishes, kw_only=True):
-    """A request whose types are right. Ids, names and lengths are still to be checked."""
-
-    user_id: Id
-    candidates: list[Candidate] | CandidateArrays  # type: ignore[valid-type]
-    history: list[HistoryItem] | HistoryArrays | UnsetType = UNSET  # type: ignore[valid-type]
-    impression_ts: Time | UnsetType = UNSET
+    value: Any
 
     timeout_seconds: ClassVar[None] = None  # a header says it
 
+    @property
+    def reply(self) -> Any:
+        """As in `Request`."""
+        return self._field("reply")
+
+    @property
+    def user_id(self) -> int | str:
+        """As it was sent: it may still be none."""
+        user_id = self._field("user_id")
+        return user_id if isinstance(user_id, int | str) else 0
+
+    @property
+    def posts(self) -> int:
+        """How many posts are to be retrieved."""
+        k = self._field("k")
+        return k if type(k) is int else DEFAULT_K
+
     def count(self, name: str) -> int:
-        """Items of `candidates` or `history`, in either shape: how much work they ask for. Arrays may still differ in length."""
-        items: Any = getattr(self, name)
-        if isinstance(items, HistoryArrays | CandidateArrays):
-            items = items.post_id  # type: ignore[attr-defined]
-        return 0 if items is UNSET else len(items)
+        """Items of a field that holds posts or ids."""
+        return count_of(self._field(name))
+
+    def _field(self, name: str) -> Any:
+        return self.value.get(name) if type(self.value) is dict else None
 
 
-class ExplainBody(Body, kw_only=True):
-    """A request with the post ids of the candidates to explain."""
+def decode(body: bytes | bytearray, limits: Limits, **most: int) -> Body:
+    """A request, with no more candidates and history than the limits allow, and no more items in other fields than `most`.
 
-    explain: Annotated[list[Id], Meta(min_length=1)]
-
-
-SHORT_BYTES = 2**14  # nothing in a body of that length is slow
-
-T = TypeVar("T")
-_BODY, _EXPLAIN = msgspec.json.Decoder(Body), msgspec.json.Decoder(ExplainBody)
-_ENCODER = msgspec.json.Encoder()
-
-
-def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary) -> Body:
-    """The typed body, with no more candidates and history than the limits allow.
-
-    Raises MalformedJson, TooLarge or InvalidRequest. What takes too long to read is refused before it is read.
+    Raises MalformedJson or TooLarge. What takes too long to read is refused before it is read.
     """
-    check_cost(body, limits.max_values)
-    typed = read(_BODY, body, lambda: request_rule(vocabulary))
-    refuse_long(typed, limits)
-    return typed
+    found = Body(read(body, limits.max_values))
+    for name, limit in ({"candidates": limits.max_candidates, "history": limits.max_history} | most).items():
+        refuse_long(name, found.count(name), limit)
+    return found
 
 
-def decode_explain(body: bytes | bytearray, limits: Limits, most_explained: int, vocabulary: Vocabulary) -> ExplainBody:
-    """As `decode`, with no more candidates to explain than that."""
-    check_cost(body, limits.max_values)
-    typed = read(_EXPLAIN, body, lambda: explanation_rule(vocabulary))
-    refuse_long(typed, limits)
-    if len(typed.explain) > most_explained:
-        raise TooLarge(f"explain: {len(typed.explain)} items, and at most {most_explained} are taken.")
-    return typed
+def decode_posts(body: bytes | bytearray, limits: Limits) -> Body:
+    """As `decode`, of a request for posts."""
+    found = decode(body, limits, exclude=limits.max_excluded)
+    if found.posts > limits.max_retrieved:
+        raise TooLarge(f"k: at most {limits.max_retrieved} posts are retrieved.")
+    return found
 
 
-def read(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, rule: Callable[[], Rule]) -> T:
-    """The typed value of strict JSON. Raises MalformedJson, or InvalidRequest as the rule explains it."""
-    try:
-        typed = decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise explain(parse(body), rule()) from None
-    refuse_duplicates(body, _ENCODER.encode(typed))
-    return typed
+def refuse_long(name: str, count: int, limit: int) -> None:
+    """Raise TooLarge for more items than that."""
+    if count > limit:
+        raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
 
 
-def refuse_long(typed: Typed, limits: Limits) -> None:
-    """Raise TooLarge for more items than the limits allow."""
-    for name, limit in (("candidates", limits.max_candidates), ("history", limits.max_history)):
-        if (count := typed.count(name)) > limit:
-            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+def read(body: bytes | bytearray, max_values: int) -> Any:
+    """A JSON value that is not slow to read. Raises TooLarge or MalformedJson."""
+    check_cost(body, max_values)
+    return parse(body)
+
+
+def request_rule(vocabulary: Vocabulary) -> Rule:
+    """Of a request to rank."""
+    return vocabulary.rule("rank", lambda: struct_rule(RankRequest, vocabulary))
+
+
+def explanation_rule(vocabulary: Vocabulary) -> Rule:
+    """Of a request for an explanation: those to explain must be among the candidates."""
+    return vocabulary.rule("explain", lambda: then(struct_rule(ExplainRequest, vocabulary), Rule(_strangers)))
+
+
+def _strangers(values: Sequence[Any]) -> Problems:
+    for place, value in enumerate(values):
+        known = set(map(int, column_of(value["candidates"], "post_id")))
+        for number, post in enumerate(value["explain"]):
+            if int(post) not in known:
+                yield place, f".explain[{number}]", "must be the post_id of a candidate"
+
+
+AGED = rule(
+    (
+        lambda values: all("max_age_seconds" not in value or value.get("impression_ts") for value in values),
+        "needs impression_ts, from which ages are counted",
+    ),
+    path=".max_age_seconds",
+)
+
+
+def retrieval_rule(vocabularies: Sequence[Vocabulary]) -> Rule:
+    """Of a request for posts. The history must make sense to every vocabulary; a second one is the ranker's, which knows the weights."""
+    first, *ranker = vocabularies
+    if not ranker:
+        return first.rule("retrieve", lambda: then(struct_rule(RetrieveRequest, first), AGED))
+    asked = ranker[0].rule("recommend", lambda: then(struct_rule(RecommendRequest, ranker[0]), AGED))
+    history = first.rule("history", lambda: field("history", rules_of(UserRequest, first)["history"]))
+    return then(asked, history)
+
+
+def rest_rule(vocabularies: Sequence[Vocabulary]) -> Rule:
+    """Of a request for posts without its user and history, which the codec has read."""
+    kind = RecommendRequest if len(vocabularies) > 1 else RetrieveRequest
+    words = vocabularies[-1]
+    return words.rule(f"rest of {kind.__name__}", lambda: then(struct_rule(kind, words, "user_id", "history"), AGED))
 
 
 def check_cost(body: bytes | bytearray, max_values: int) -> None:
-    """Refuse what is slow to read, by its bytes alone. Raises TooLarge or InvalidRequest.
-
-    Values are counted by the bytes that begin, separate or escape them. Integers are read in quadratic time.
-    """
+    """Raise TooLarge for what is slow to read, by its bytes alone: values are counted by the bytes that begin, separate or escape them."""
     if len(body) > max_values and len(body) - len(body.translate(None, b",[{\\")) > max_values:
         raise TooLarge(f"The body holds more than {max_values} values.")
-    if len(body) < SHORT_BYTES:
-        return
-    digits = np.frombuffer(body, np.uint64, len(body) // 8) & 0xF0F0F0F0F0F0F0F0 == 0x3030303030303030
-    for step in (1, 2, 4, 8, 1):  # words of digits and colons, 17 in a row
-        digits = digits[:-step] & digits[step:]
-    if digits.any():
-        raise InvalidRequest([("", "must hold no number of more than 128 digits")])
 
 
 class BatchDecoder:

@@ -1,6 +1,7 @@
 """The compiled short cut for requests as most callers write them: JSON → columns, scores → JSON. What it declines, Python does.
 
-`body`, `validate`, `features` and `reply` are the plain definition of the same; tests hold both to the same columns and bytes.
+`schema`, `validate`, `features` and `reply` are the plain definition of the same; tests hold both to the same columns and bytes. Its
+bounds are those of `schema`, the checkpoint and the settings, given once.
 """
 
 from __future__ import annotations
@@ -8,22 +9,23 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 import numpy as np
 import orjson
 import structlog
 from numpy.typing import NDArray
 
 from app.errors import ServiceError
-from app.request.body import Wishes
-from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME
-from app.request.strict_json import refuse_duplicates
-from app.request.validate import NO_POSTS, NOTHING, Posts, Request, check_wishes, wishes_of
+from app.request import body
+from app.request.explain import check, struct_rule
+from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_request_id
+from app.request.strict_json import parse
+from app.request.validate import NO_POSTS, NOTHING, Posts, Request, Wishes, wishes_of
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import MAX_DWELL_SECONDS, ModelConfig
@@ -32,6 +34,7 @@ from model.native.build import KernelUnavailable, build_kernel
 from weights.format.manifest import Manifest
 
 MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
+MOST_KNOWN, SHORT_BYTES = 64, 512  # wishes that are kept, and how long each may be as JSON
 HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
 
 Int64, Pointer, Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
@@ -78,7 +81,10 @@ class Codec:
         self._vocabulary = vocabulary
         config, names, continuous = manifest.config, list(vocabulary.index), manifest.continuous
         self.actions = config.actions
-        self._default = Wishes(), vocabulary.weights, None
+        read_here = "user_id", "history", "candidates", "impression_ts"
+        self._rest = struct_rule(RankRequest, vocabulary, *read_here)
+        self._default = wishes_of({}, vocabulary)
+        self._known: dict[bytes, Wishes] = {}
         self._kept: tuple[Any, ...] = (  # what the struct points to
             (Text * len(names))(*(name.encode() for name in names)),
             (Int64 * len(names))(*vocabulary.index.values()),
@@ -100,10 +106,8 @@ class Codec:
         if not data:
             return None
         user_id, events, kept, count, quoted, rest = HEAD.unpack_from(data)
-        wishes, weights, wanted = self._wishes(data[-rest:]) if rest else self._default
-        if wishes is None:
-            return None
-        return Packed(self, body, data, user_id, events, kept, count, quoted > 0, wishes, weights, wanted)
+        wishes = self._wishes(data[-rest:]) if rest else self._default
+        return None if wishes is None else Packed(self, body, data, user_id, events, kept, count, quoted > 0, wishes)
 
     def read_viewer(self, body: bytes | bytearray) -> Viewed | None:
         """The user and the history of a request without candidates; None as of `read`."""
@@ -119,14 +123,24 @@ class Codec:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
         return Viewed(context, posts, data[end:] or b"{}")
 
-    def _wishes(self, text: bytes) -> tuple[Wishes | None, Any, list[int] | None]:
+    def _wishes(self, text: bytes) -> Wishes | None:
+        """None where they are not right. They are the same in most requests, but for the name."""
         try:
-            wishes = _WISHES.decode(text)
-            refuse_duplicates(text, msgspec.json.encode(wishes))
-            check_wishes(wishes)
-            return wishes, *wishes_of(wishes.weights, wishes.actions_wanted, self._vocabulary)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ServiceError, ValueError, KeyError):
-            return None, None, None
+            rest = parse(text)
+            if "request_id" in rest and not is_request_id(rest["request_id"]):
+                return None
+            request_id = rest.pop("request_id", None)
+            known = self._known.get(key := orjson.dumps(rest))
+            if known is None:
+                check(rest, self._rest)
+                known = wishes_of(rest, self._vocabulary)
+                if len(self._known) == MOST_KNOWN:
+                    self._known.clear()
+                if len(key) <= SHORT_BYTES:
+                    self._known[key] = known
+        except ServiceError:
+            return None
+        return Wishes(known.weights, known.top_k, known.wanted, request_id, known.reply)
 
     def rank(
         self, probabilities: NDArray[np.float32], weights: NDArray[np.float64]
@@ -148,17 +162,17 @@ class Codec:
         """The candidates of a reply in the form that the request asks for, between head and tail; None for a long one.
 
         `retrieved` `[C]`: their scores where they were retrieved, best first."""
-        if len(scores) > MOST_ROWS:
+        wanted, count = request.wanted, len(scores.probabilities)
+        if count > MOST_ROWS:
             return None
-        wanted = request.wanted
         written: bytes = self._write(
-            len(scores),
+            count,
             request.candidates.post_ids,
             b"" if request.quoted is None else request.quoted,
             scores.probabilities,
             scores.continuous,
             request.weights,
-            min(request.top_k or 0, len(scores)),
+            min(request.top_k or 0, count),
             b"" if wanted is None else array("q", wanted),
             -1 if wanted is None else len(wanted),
             request.reply == "columns",
@@ -169,7 +183,14 @@ class Codec:
         return written or None
 
 
-_WISHES = msgspec.json.Decoder(Wishes)
+def decode(
+    data: bytes | bytearray, headers: Mapping[bytes, bytes], limits: Limits, vocabulary: Vocabulary
+) -> Packed | body.Body:
+    """As `wires.Wire.decode`, of JSON objects: by the compiled codec, else by `body.decode`. Raises what that raises."""
+    packed = None if vocabulary.codec is None else vocabulary.codec.read(data)
+    return body.decode(data, limits) if packed is None else packed
+
+
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)  # made for each array, else
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -212,14 +233,12 @@ class Packed:
     candidates: int
     is_quoted: bool
     wishes: Wishes
-    weights: Any
-    wanted: list[int] | None
 
     timeout_seconds: ClassVar[None] = None
 
     @property
     def reply(self) -> Any:
-        """As in `Wishes`."""
+        """As in `Request`."""
         return self.wishes.reply
 
     def count(self, name: str) -> int:
@@ -244,13 +263,13 @@ class Packed:
             actions=NOTHING,
             dwell_seconds=NOTHING,
             candidates=Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
-            created_at=NOTHING,
+            numbers={},
             quoted=np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
             impression_ts=0,
-            weights=self.weights,
-            top_k=wishes.top_k or None,
-            wanted=self.wanted,
-            request_id=wishes.request_id or None,
-            reply=wishes.reply or "objects",
+            weights=wishes.weights,
+            top_k=wishes.top_k,
+            wanted=wishes.wanted,
+            request_id=wishes.request_id,
+            reply=wishes.reply,
         )
         return request, context, candidates

@@ -1,159 +1,152 @@
-"""What is wrong with a refused request, as dotted paths and sentences that hold nothing the caller sent.
+"""Checks requests by their declaration: every value is judged here, and what is wrong is told as dotted paths and sentences.
 
-Values are checked in blocks, all of a block at once; a block that is not right is cut into smaller ones, down to single values.
-So a long request with a few faults costs little more than one without. Looking stops after about ten problems.
+A rule judges many values at once, a column at a time, so a long request costs little. A block that is not right is cut into smaller
+ones, down to single values; looking stops after ten problems. No sentence holds anything that the caller sent.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from bisect import bisect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice, repeat
+from operator import contains, itemgetter
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from msgspec import NODEFAULT, Meta, Struct, UnsetType
+from msgspec.structs import fields
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.bounds import MAX_ACTION_VALUE, MAX_ID, MAX_TIME, MAX_WEIGHT, REPLIES, is_request_id
-from app.request.ids import are_ids
+from app.request.ids import MAX_ID
 from app.request.vocabulary import Vocabulary
 
-Problem = tuple[str, str]
-Problems = Callable[[Any], Sequence[Problem]]  # (path below the value, sentence)
+Values = Sequence[Any]
+Fit = Callable[[Values], bool]
+Problems = Iterable[tuple[int, str, str]]
 
 
 class Rule(NamedTuple):
-    """What a value must be, said twice: whether all of several values are right, fast, and what is wrong with one."""
+    """What values must be. `wrong` tells what is wrong with several: place of the value, path below it, sentence.
 
-    fit: Callable[[Sequence[Any]], bool]
-    problems: Problems
+    `bounds`: the least and the most that the numbers in them may be."""
+
+    wrong: Callable[[Values], Problems]
+    bounds: tuple[float, float] | None = None
 
 
 Rules = Mapping[str, Rule]
 
-REQUIRED = (
-    "user_id",
-    "candidates",
-    "explain",
-    "post_id",
-    "author_id",
-    "inputs",
-    "name",
-    "datatype",
-    "shape",
-    "binary_data_size",
-)
 BLOCKS = (256, 16, 1)
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
-ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
-REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
-MAX_TOPICS_WANTED = 1000
-MAX_TOPIC_LETTERS = 100
-NAMED_TWICE = ("", "names one action twice, by name and by index")
+NAMED_TWICE = "names one action twice, by name and by index"
 
 
-def explain(body: Any, rule: Rule) -> InvalidRequest:
-    """The error for a JSON value that breaks the rule of a request."""
-    problems = rule.problems(body)
-    assert problems, "a request was refused that has nothing wrong with it"
-    return InvalidRequest([(path.removeprefix("."), sentence) for path, sentence in problems])
+def check(value: Any, rule: Rule) -> None:
+    """Raise InvalidRequest with the first ten problems of a JSON value, if it has any."""
+    if problems := [(path.removeprefix("."), text) for _, path, text in islice(rule.wrong([value]), MAX_PROBLEMS)]:
+        raise InvalidRequest(problems)
 
 
-def request_rule(vocabulary: Vocabulary) -> Rule:
-    """Of a request in JSON objects or arrays."""
-    return object_of(_request(vocabulary))
+def rule_of(hint: Any, vocabulary: Vocabulary | None = None) -> Rule:
+    """The rule of a declared type, from its bounds, or made by the `rule` that its metadata names."""
+    kind, metas = parts_of(hint)
+    least: dict[str, Any] = {}
+    for meta in metas:
+        if meta.extra and "rule" in meta.extra:
+            made: Rule = meta.extra["rule"](vocabulary)
+            return made
+        known = {"ge": meta.ge, "le": meta.le, "min": meta.min_length, "max": meta.max_length}
+        known |= {"le": (meta.extra_json_schema or {}).get("maximum", meta.le)}
+        least |= {name: bound for name, bound in known.items() if bound is not None}
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        return struct_rule(kind, vocabulary)
+    if kind is int:
+        return integer(least["ge"], least.get("le", MAX_ID))
+    if kind is float:
+        return number(least["ge"], least.get("le", float("inf")))
+    if get_origin(kind) is list:
+        return array_of(rule_of(get_args(kind)[0], vocabulary), least.get("max"), least.get("min", 0))
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        return fulfils(lambda value: value in choices, f"must be one of {', '.join(choices)}")
+    return {bool: FLAG, str: TEXT, Any: ANYTHING}[kind]
 
 
-def explanation_rule(vocabulary: Vocabulary) -> Rule:
-    """Of a request for an explanation: those to explain must be among the candidates."""
-    ids = array_of(_rule(are_ids, ID_RULE))
-    one_or_more = _once(lambda value: ids.problems(value) or ([] if value else [("", "must not be empty")]))
-    request = object_of({**_request(vocabulary), "explain": one_or_more})
-
-    def problems(value: Any) -> Sequence[Problem]:
-        if found := request.problems(value):
-            return found
-        candidates = value["candidates"]
-        posts = candidates["post_id"] if type(candidates) is dict else [post["post_id"] for post in candidates]
-        known = set(map(int, posts))
-        unknown = (place for place, post in enumerate(value["explain"]) if int(post) not in known)
-        return [(f".explain[{place}]", "must be the post_id of a candidate") for place in islice(unknown, MAX_PROBLEMS)]
-
-    return _once(problems)
+def parts_of(hint: Any) -> tuple[Any, list[Meta]]:
+    """A type without what says that it may be left out, and its metadata."""
+    metas: list[Meta] = []
+    while True:
+        if get_origin(hint) is Annotated:
+            metas += hint.__metadata__
+            hint = hint.__origin__
+            continue
+        rest = [kind for kind in get_args(hint) if kind is not UnsetType]
+        if get_origin(hint) not in (Union, UnionType) or len(rest) != 1:
+            return hint, metas
+        hint = rest[0]
 
 
-def _request(vocabulary: Vocabulary) -> Rules:
-    candidates = _once(_posts(_post(vocabulary) | {"created_at": integer(0, MAX_TIME)}, least=1))
-    reply = fulfils(lambda value: value in REPLIES, f"must be one of {', '.join(REPLIES)}")
-    return _viewer(vocabulary) | {"candidates": candidates, "reply": reply} | _wishes(vocabulary)
+def struct_rule(struct: type[Struct], vocabulary: Vocabulary | None = None, *without: str) -> Rule:
+    """The rule of an object: of each field, in their order. Without some fields nothing is required: another has read those."""
+    rules = {name: rule for name, rule in rules_of(struct, vocabulary).items() if name not in without}
+    return object_of(rules, () if without else required_of(struct))
 
 
-def retrieval_rule(vocabularies: Sequence[Vocabulary], *, ranks: bool) -> Rule:
-    """Of a request for posts. The history must make sense to every vocabulary, of which the last is the ranker's where it `ranks`."""
-    topic = fulfils(lambda name: type(name) is str and len(name) <= MAX_TOPIC_LETTERS, "must be a short text")
-    filters: Rules = {
-        "k": COUNT,
-        "exclude": array_of(_rule(are_ids, ID_RULE)),
-        "exclude_history": fulfils(lambda value: type(value) is bool, "must be true or false"),
-        "topics": array_of(topic, MAX_TOPICS_WANTED),
-        "min_score": _number(-1, 1),
-        "max_age_seconds": integer(1, MAX_TIME),
-    }
-    wishes = _wishes(vocabularies[-1]) if ranks else {}
-    rules = [object_of({**_viewer(vocabulary), **filters, **wishes}) for vocabulary in vocabularies]
-
-    def problems(value: Any) -> Sequence[Problem]:
-        for rule in rules:
-            if found := rule.problems(value):
-                return found
-        if "max_age_seconds" in value and not value.get("impression_ts"):
-            return [(".max_age_seconds", "needs impression_ts, from which ages are counted")]
-        return ()
-
-    return _once(problems)
+def required_of(struct: type[Struct]) -> set[str]:
+    """The fields that must be there."""
+    return {field.name for field in fields(struct) if field.default is NODEFAULT}
 
 
-def _post(vocabulary: Vocabulary) -> dict[str, Rule]:
-    ids = _rule(are_ids, ID_RULE)
-    return {"post_id": ids, "author_id": ids, "product_surface": integer(0, vocabulary.product_surfaces - 1)}
+def rules_of(struct: type[Struct], vocabulary: Vocabulary | None = None) -> dict[str, Rule]:
+    """The rules of its fields by name."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {name: rule_of(hints[name], vocabulary) for name in struct.__struct_fields__}
 
 
-def _viewer(vocabulary: Vocabulary) -> dict[str, Rule]:
-    """What every request has: who it is for."""
-    event = _post(vocabulary) | {"actions": _actions(vocabulary.index), "dwell_time": _number(0, float("inf"))}
-    return {
-        "user_id": _rule(are_ids, ID_RULE),
-        "history": _once(_posts(event, least=0)),
-        "impression_ts": integer(0, MAX_TIME),
-        "request_id": NAME,
-    }
+def rule(*steps: tuple[Fit, str], path: str = "", bounds: tuple[float, float] | None = None) -> Rule:
+    """Of values that pass each step: its `fit` says whether all of several do. The first step that a value fails is told."""
+
+    def fits(values: Values) -> bool:
+        return all(fit(values) for fit, _ in steps)
+
+    def wrong(values: Values) -> Problems:
+        return () if not values or (len(values) <= BLOCKS[0] and fits(values)) else told(values)
+
+    def told(values: Values) -> Problems:
+        for place in _wrong(fits, values):
+            yield place, path, next(text for fit, text in steps if not fit(values[place : place + 1]))
+
+    return Rule(wrong, bounds)
 
 
-def _wishes(vocabulary: Vocabulary) -> dict[str, Rule]:
-    """What a request for scores may say about its reply."""
-    names = _names(vocabulary.index)
-    return {
-        "weights": _action_map(vocabulary.index, _number(-MAX_WEIGHT, MAX_WEIGHT)),
-        "top_k": COUNT,
-        "actions_wanted": _once(lambda value: names.problems(value) or _named_twice(value, vocabulary.index)),
-    }
-
-
-def _rule(fit: Callable[[Sequence[Any]], bool], sentence: str) -> Rule:
-    problem = [("", sentence)]
-    return Rule(fit, lambda value: () if fit([value]) else problem)
+def _wrong(fits: Fit, values: Values, start: int = 0, sizes: Sequence[int] = BLOCKS) -> Iterator[int]:
+    """The places of values that are not right, counted from `start`."""
+    size, *smaller = sizes
+    for first in range(0, len(values), size):
+        block = values[first : first + size]
+        if fits(block):
+            continue
+        if smaller:
+            yield from _wrong(fits, block, start + first, smaller)
+        else:
+            yield start + first
 
 
 def fulfils(is_good: Callable[[Any], bool], sentence: str) -> Rule:
-    """Of a value that is good in one way alone."""
-    return _rule(lambda values: all(map(is_good, values)), sentence)
+    """Of a value that is good by itself."""
+    return rule((lambda values: all(map(is_good, values)), sentence))
 
 
-def _once(problems: Problems) -> Rule:
-    """A rule for what a request holds once."""
-    return Rule(lambda values: not any(map(problems, values)), problems)
+def _are(*kinds: type) -> Fit:
+    known = {*kinds}
+    return lambda values: set(map(type, values)) <= known
 
 
-NAME = fulfils(is_request_id, REQUEST_ID_RULE)
+ANYTHING = rule()
+TEXT = rule((_are(str), "must be a string"))
+FLAG = rule((_are(bool), "must be true or false"))
 
 
 def integer_rule(low: int, high: int) -> str:
@@ -163,7 +156,7 @@ def integer_rule(low: int, high: int) -> str:
 
 def integer(low: int, high: int) -> Rule:
     """Of an integer in these bounds."""
-    return _rule(_within({int}, low, high), integer_rule(low, high))
+    return rule((_within({int}, low, high), integer_rule(low, high)), bounds=(low, high))
 
 
 def number_rule(low: float, high: float) -> str:
@@ -171,45 +164,87 @@ def number_rule(low: float, high: float) -> str:
     return "must be a number " + (f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}")
 
 
-def _number(low: float, high: float) -> Rule:
-    return _rule(_within({int, float}, low, high), number_rule(low, high))
+def number(low: float, high: float) -> Rule:
+    """Of a number in these bounds."""
+    return rule((_within({int, float}, low, high), number_rule(low, high)), bounds=(low, high))
 
 
-def _within(kinds: set[type], low: float, high: float) -> Callable[[Sequence[Any]], bool]:
+def _within(kinds: set[type], low: float, high: float) -> Fit:
     return lambda values: (
         set(map(type, values)) <= kinds and (not values or (low <= min(values) and max(values) <= high))
     )
 
 
-COUNT = integer(1, MAX_ID)
+def then(*rules: Rule) -> Rule:
+    """Of values that hold to all of these rules: each is looked at where nothing is wrong before."""
+
+    def wrong(values: Values) -> Problems:
+        for rule in rules:
+            if problems := [*islice(rule.wrong(values), MAX_PROBLEMS)]:
+                return problems
+        return ()
+
+    return Rule(wrong)
 
 
-def object_of(rules: Rules) -> Rule:
-    """Of an object whose fields have these rules; those in REQUIRED must be there."""
+def either(rules: Mapping[type, Rule], sentence: str) -> Rule:
+    """Of values of these types, each with a rule of its own."""
+    others = rule((_are(*rules), sentence))
 
-    def fit(values: Sequence[Any]) -> bool:
-        if not set(map(type, values)) <= {dict} or not set().union(*values) <= rules.keys():
-            return False
-        for name, rule in rules.items():
-            found = [value[name] for value in values if name in value]
-            if (name in REQUIRED and len(found) < len(values)) or not rule.fit(found):
-                return False
-        return True
+    def wrong(values: Values) -> Problems:
+        kinds = set(map(type, values))
+        return rules[kinds.pop()].wrong(values) if len(kinds) == 1 and kinds <= rules.keys() else mixed(values)
 
-    def problems(value: Any) -> list[Problem]:
-        if type(value) is not dict:
-            return [("", "must be a JSON object")]
-        unknown = islice((name for name in value if name not in rules), MAX_PROBLEMS)
-        found = [("", _unknown_field(name, rules)) for name in unknown]
-        for name, rule in rules.items():
-            if name in value:
-                if below := rule.problems(value[name]):
-                    found += [(f".{name}{path}", sentence) for path, sentence in below]
-            elif name in REQUIRED:
-                found.append((f".{name}", "is required"))
-        return found
+    def mixed(values: Values) -> Problems:
+        for kind, rule in rules.items():
+            places = [place for place, value in enumerate(values) if type(value) is kind]
+            for place, path, text in rule.wrong([values[place] for place in places]):
+                yield places[place], path, text
+        yield from others.wrong(values)
 
-    return Rule(fit, problems)
+    return Rule(wrong)
+
+
+def field(name: str, rule: Rule) -> Rule:
+    """Of objects, in which this field must hold to the rule if it is there."""
+    get = itemgetter(name)
+
+    def wrong(values: Values) -> Problems:
+        try:
+            problems, places = rule.wrong([*map(get, values)]), range(len(values))
+        except KeyError:
+            some = [place for place, value in enumerate(values) if name in value]
+            return told(rule.wrong([values[place][name] for place in some]), some)
+        return told(problems, places) if problems else ()
+
+    def told(problems: Problems, places: Sequence[int]) -> Problems:
+        return ((places[place], f".{name}{path}", text) for place, path, text in problems)
+
+    return Rule(wrong)
+
+
+def object_of(rules: Rules, required: Collection[str]) -> Rule:
+    """Of an object whose fields have these rules."""
+    members = {name: field(name, rule).wrong for name, rule in rules.items()}
+
+    def unknown(values: Values) -> Problems:
+        found = ((place, name) for place, value in enumerate(values) for name in value if name not in rules)
+        return ((place, "", _unknown_field(name, rules)) for place, name in found)
+
+    def missing(values: Values, name: str) -> Problems:
+        return ((place, f".{name}", "is required") for place, value in enumerate(values) if name not in value)
+
+    def wrong(values: Values) -> Problems:
+        names = set().union(*values)
+        problems = [] if names <= members.keys() else [unknown(values)]
+        for name, member in members.items():
+            if name in required and not all(map(contains, values, repeat(name))):
+                problems.append(missing(values, name))
+            if name in names and (found := member(values)):
+                problems.append(found)
+        return chain.from_iterable(problems) if problems else ()
+
+    return either({dict: Rule(wrong)}, "must be a JSON object")
 
 
 def _unknown_field(name: str, known: Collection[str]) -> str:
@@ -218,99 +253,94 @@ def _unknown_field(name: str, known: Collection[str]) -> str:
     return "has an unknown field" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
 
 
-def array_of(rule: Rule, most: int | None = None) -> Rule:
-    """Of an array all of whose entries have this rule, and that holds no more than `most`."""
+def array_of(entry: Rule, most: int | None = None, least: int = 0) -> Rule:
+    """Of an array all of whose entries have this rule, and that holds `least` … `most` of them."""
 
-    def fit(values: Sequence[Any]) -> bool:
-        if not set(map(type, values)) <= {list} or (most is not None and any(len(value) > most for value in values)):
-            return False
-        return rule.fit(list(chain.from_iterable(values)))
+    def entries(values: Values) -> Problems:
+        problems = entry.wrong(values[0] if len(values) == 1 else [*chain.from_iterable(values)])
+        return told(values, problems) if problems else ()
 
-    def problems(value: Any) -> list[Problem]:
-        if type(value) is not list:
-            return [("", "must be an array")]
-        if most is not None and len(value) > most:
-            return [("", f"must hold at most {most}")]
-        found: list[Problem] = []
-        for place in _wrong(rule, value):
-            found += [(f"[{place}]{path}", sentence) for path, sentence in rule.problems(value[place])]
-            if len(found) >= MAX_PROBLEMS:
-                break
-        return found
+    def told(values: Values, problems: Problems) -> Problems:
+        ends = [*accumulate(map(len, values))]
+        for place, path, text in problems:
+            row = bisect(ends, place)
+            yield row, f"[{place - ends[row] + len(values[row])}]{path}", text
 
-    return Rule(fit, problems)
+    size = rule(
+        (lambda values: most is None or max(map(len, values)) <= most, f"must hold at most {most}"),
+        (lambda values: min(map(len, values)) >= least, "must not be empty"),
+    )
+    limited = then(size, Rule(entries)) if least or most is not None else Rule(entries)
+    return either({list: limited}, "must be an array")
 
 
-def _wrong(rule: Rule, values: list[Any], start: int = 0, sizes: Sequence[int] = BLOCKS) -> Iterator[int]:
-    """The places of values that are not right, counted from `start`."""
-    size, *smaller = sizes
-    for first in range(0, len(values), size):
-        block = values[first : first + size]
-        if rule.fit(block):
-            continue
-        if smaller:
-            yield from _wrong(rule, block, start + first, smaller)
-        else:
-            yield start + first
+def posts(struct: type[Struct], least: int) -> Callable[[Vocabulary], Rule]:
+    """Makes the rule of posts in either shape, `least` at least."""
+
+    def made(vocabulary: Vocabulary) -> Rule:
+        rules, required = rules_of(struct, vocabulary), required_of(struct)
+        arrays = object_of({name: array_of(rule) for name, rule in rules.items()}, required)
+        equal = fulfils(lambda value: len(set(map(len, value.values()))) == 1, "must hold arrays of equal length")
+        shapes: dict[type, Rule] = {list: array_of(object_of(rules, required)), dict: then(arrays, equal)}
+        enough = fulfils(lambda value: count_of(value) >= least, "must not be empty")
+        return then(either(shapes, "must be a list of objects or one object of equal-length arrays"), enough)
+
+    return made
 
 
-def _posts(rules: Rules, least: int) -> Problems:
-    objects, arrays = array_of(object_of(rules)), object_of({name: array_of(rule) for name, rule in rules.items()})
+def count_of(items: Any) -> int:
+    """How many posts there are in either shape; 0 in what is neither."""
+    posts = items.get("post_id") if type(items) is dict else items
+    return len(posts) if type(posts) is list else 0
 
-    def problems(value: Any) -> Sequence[Problem]:
-        if type(value) is list:
-            found, count = [*objects.problems(value)], len(value)
-        elif type(value) is dict:
-            found = [*arrays.problems(value)]
-            lengths = {len(column) for column in value.values() if type(column) is list}
-            if len(lengths) > 1:
-                found.append(("", "must hold arrays of equal length"))
-            count = max(lengths, default=0)
-        else:
-            return [("", "must be a list of objects or one object of equal-length arrays")]
-        return found or ([("", "must not be empty")] if count < least else ())
 
-    return problems
+def column_of(items: Any, name: str) -> list[Any]:
+    """A field of valid posts in either shape: an entry a post, None where it was left out."""
+    if type(items) is dict:
+        return items[name] if name in items else [None] * count_of(items)
+    try:
+        return [*map(itemgetter(name), items)]
+    except KeyError:
+        return [item.get(name) for item in items]
+
+
+def known_names(vocabulary: Vocabulary) -> Rule:
+    """Of names of different actions."""
+    return then(_names(vocabulary.index), rule((_once(vocabulary.index), NAMED_TWICE)))
+
+
+def by_action(least: float, most: float) -> Callable[[Vocabulary], Rule]:
+    """Makes the rule of a map from action to number."""
+    return lambda vocabulary: _action_map(vocabulary.index, least, most)
 
 
 def _names(index: Mapping[str, int]) -> Rule:
-    return array_of(_rule(lambda names: set(map(type, names)) <= {str} and set(names) <= index.keys(), ACTION_RULE))
+    return array_of(rule((lambda names: _are(str)(names) and set(names) <= index.keys(), ACTION_RULE)))
 
 
-def _named_twice(names: Collection[str], index: Mapping[str, int]) -> Sequence[Problem]:
-    return [NAMED_TWICE] if len(set(map(index.__getitem__, names))) < len(names) else ()
-
-
-def _action_map(index: Mapping[str, int], number: Rule) -> Rule:
-    def fit(values: Sequence[Any]) -> bool:
-        return (
-            set(map(type, values)) <= {dict}
-            and set().union(*values) <= index.keys()
-            and not any(_named_twice(value, index) for value in values if len(value) > 1)
-            and number.fit(list(chain.from_iterable(map(dict.values, values))))
-        )
-
-    def problems(value: Any) -> Sequence[Problem]:
-        if type(value) is not dict:
-            return [("", "must be a map of action to number")]
-        if not value.keys() <= index.keys():
-            return [("", f"every name {ACTION_RULE}")]
-        return _named_twice(value, index) or [problem for entry in value.values() for problem in number.problems(entry)]
-
-    return Rule(fit, problems)
-
-
-def _actions(index: Mapping[str, int]) -> Rule:
-    names, values = _names(index), _action_map(index, _number(0, MAX_ACTION_VALUE))
-    neither = [("", "must be a list of names or a map of name to value")]
-
-    def fit(found: Sequence[Any]) -> bool:
-        lists = [actions for actions in found if type(actions) is list]
-        return names.fit(lists) and values.fit([actions for actions in found if type(actions) is not list])
-
-    return Rule(
-        fit,
-        lambda value: (
-            names.problems(value) if type(value) is list else values.problems(value) if type(value) is dict else neither
-        ),
+def _once(index: Mapping[str, int]) -> Fit:
+    """Whether known names are of different actions in each value."""
+    return lambda values: all(
+        len(names) < 2 or len(set(map(index.__getitem__, names))) == len(names) for names in values
     )
+
+
+def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
+    fits = _within({int, float}, least, most)
+    return rule(
+        (_are(dict), "must be a map of action to number"),
+        (lambda values: set().union(*values) <= index.keys(), f"every name {ACTION_RULE}"),
+        (_once(index), NAMED_TWICE),
+        (lambda values: fits(list(chain.from_iterable(map(dict.values, values)))), number_rule(least, most)),
+        bounds=(least, most),
+    )
+
+
+def actions_taken(most: float) -> Callable[[Vocabulary], Rule]:
+    """Makes the rule of a list of names or a map of name to value."""
+
+    def made(vocabulary: Vocabulary) -> Rule:
+        shapes: dict[type, Rule] = {list: _names(vocabulary.index), dict: _action_map(vocabulary.index, 0, most)}
+        return either(shapes, "must be a list of names or a map of name to value")._replace(bounds=(0, most))
+
+    return made

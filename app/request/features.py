@@ -38,5 +38,5 @@ def candidates_of(request: Request, config: ModelConfig) -> Candidates:
         post_ids=request.candidates.post_ids,
         author_ids=request.candidates.author_ids,
         surfaces=request.candidates.surfaces,
-        age_buckets=age_bucket(request.impression_ts, request.created_at, config),
+        age_buckets=age_bucket(request.impression_ts, request.numbers["created_at"], config),
     )

@@ -11,8 +11,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from app.request.bounds import MAX_ID
-
+MAX_ID = 2**64 - 1
 MAX_ID_DIGITS = len(str(MAX_ID))
 
 

@@ -3,124 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import orjson
-from msgspec import UNSET, Meta, Raw, UnsetType
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
-from app.request.body import Strict, check_cost, read, refuse_long
-from app.request.bounds import is_request_id
-from app.request.explain import NAME, REQUEST_ID_RULE, array_of, fulfils, integer, object_of
+from app.request.body import read, refuse_long
+from app.request.explain import check, struct_rule
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
-from app.request.tensors import (
-    DATATYPES,
-    FLAG,
-    MAX_SIZE,
-    MOST_INPUTS,
-    OUTPUTS,
-    PARAMETERS,
-    TEXT,
-    Parameters,
-    Size,
-    Tensor,
-    Tensors,
-)
+from app.request.schema import REQUEST_ID_RULE, InferRequest, is_request_id
+from app.request.tensors import DATATYPES, OUTPUTS, Tensor, Tensors
 from app.request.validate import Request
-from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.inputs import Scores
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 NO_DATA = "must have either data or the parameter binary_data_size"
 NO_FIT = "must describe, in their order, exactly the binary data that follows the JSON"
+RULE = struct_rule(InferRequest)
 
 
-class InputParameters(Strict):
-    """Of an input whose data is binary."""
-
-    binary_data_size: Size
-
-
-class Input(Strict):
-    """One tensor of a request."""
-
-    name: str
-    datatype: str
-    shape: list[Size]
-    parameters: InputParameters | UnsetType = UNSET
-    data: Raw | UnsetType = UNSET
-
-
-class OutputParameters(Strict):
-    """Of a wanted output."""
-
-    binary_data: bool | UnsetType = UNSET
-
-
-class Output(Strict):
-    """One tensor that the caller wants."""
-
-    name: str
-    parameters: OutputParameters | UnsetType = UNSET
-
-
-class Header(Strict):
-    """The JSON of a request."""
-
-    inputs: Annotated[list[Input], Meta(max_length=MOST_INPUTS)]
-    outputs: Annotated[list[Output], Meta(max_length=len(OUTPUTS))] | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    parameters: Parameters | UnsetType = UNSET
-
-
-_HEADER = msgspec.json.Decoder(Header)
-_SIZE = integer(0, MAX_SIZE)
-_RULE = object_of(
-    {
-        "inputs": array_of(
-            object_of(
-                {
-                    "name": TEXT,
-                    "datatype": TEXT,
-                    "shape": array_of(_SIZE),
-                    "parameters": object_of({"binary_data_size": _SIZE}),
-                    "data": fulfils(lambda value: True, ""),
-                }
-            ),
-            most=MOST_INPUTS,
-        ),
-        "outputs": array_of(
-            object_of({"name": TEXT, "parameters": object_of({"binary_data": FLAG})}), most=len(OUTPUTS)
-        ),
-        "id": NAME,
-        "parameters": PARAMETERS,
-    }
-)
-
-
-def decode(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary, json_bytes: bytes | None) -> Tensors:
+def decode(body: bytes | bytearray, limits: Limits, json_bytes: bytes | None) -> Tensors:
     """The tensors of a body, with no more candidates and history than the limits allow; their content is not checked.
 
     `json_bytes` is the value of LENGTH_HEADER: where the JSON ends and binary data begins. Raises MalformedJson, TooLarge or
     InvalidRequest.
     """
     text = body if json_bytes is None else body[: _length(json_bytes, len(body))]
-    check_cost(text, limits.max_values)
-    header = read(_HEADER, text, lambda: _RULE)
+    header = read(text, limits.max_values)
+    check(header, RULE)
+    parameters = header.get("parameters", {})
     tensors = Tensors(
-        inputs=_with_data(header.inputs, memoryview(body)[len(text) :]),
-        parameters=header.parameters or Parameters(),
+        inputs=_with_data(header["inputs"], memoryview(body)[len(text) :]),
+        parameters=parameters,
         reply=wanted_outputs(
             [
-                (output.name, bool(output.parameters and output.parameters.binary_data))
-                for output in header.outputs or ()
+                (output["name"], output.get("parameters", {}).get("binary_data", False))
+                for output in header.get("outputs", ())
             ],
-            bool(header.parameters and header.parameters.binary_data_output),
+            parameters.get("binary_data_output", False),
         ),
-        request_id=header.id or None,
+        request_id=header.get("id") or None,
     )
     return sized(tensors, limits)
 
@@ -129,7 +53,8 @@ def sized(tensors: Tensors, limits: Limits) -> Tensors:
     """The same. Raises TooLarge beyond the limits, and InvalidRequest for an id that may not go into a header."""
     if tensors.request_id is not None and not is_request_id(tensors.request_id):
         raise InvalidRequest([("id", REQUEST_ID_RULE)])
-    refuse_long(tensors, limits)
+    for name, limit in (("candidates", limits.max_candidates), ("history", limits.max_history)):
+        refuse_long(name, tensors.count(name), limit)
     return tensors
 
 
@@ -147,17 +72,18 @@ def _length(json_bytes: bytes, most: int) -> int:
     return int(json_bytes)
 
 
-def _with_data(inputs: Sequence[Input], rest: memoryview) -> list[Tensor]:
+def _with_data(inputs: Sequence[dict[str, Any]], rest: memoryview) -> list[Tensor]:
     """Each input with its own data: from the JSON, or the next piece of the rest."""
     found, place = [], 0
     for number, given in enumerate(inputs):
-        if (given.data is UNSET) == (given.parameters is UNSET):
+        if ("data" in given) == ("parameters" in given):
             raise InvalidRequest([(f"inputs[{number}]", NO_DATA)])
-        data: Any = given.data
-        if given.parameters is not UNSET:
-            data = rest[place : place + given.parameters.binary_data_size]
-            place += given.parameters.binary_data_size
-        found.append(Tensor(given.name, given.datatype, given.shape, data))
+        data: Any = given.get("data")
+        if data is None:
+            size = given["parameters"]["binary_data_size"]
+            data = rest[place : place + size]
+            place += size
+        found.append(Tensor(given["name"], given["datatype"], given["shape"], data))
     if place != len(rest):
         raise InvalidRequest([("inputs", NO_FIT)])
     return found

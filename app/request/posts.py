@@ -1,71 +1,38 @@
-"""Changes to a corpus: bytes → checked columns of posts that come and ids of posts that go. Not for what becomes of them."""
+"""Changes to a corpus: bytes → checked columns of posts that come and ids of posts that go."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Annotated
-
-import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, UnsetType
 
 from app.budgets import MAX_CHANGE_VALUES, MAX_CHANGED
 from app.errors import InvalidRequest, TooLarge
-from app.interface import PostChange, PostRows
-from app.request.body import Id, Strict, Time, Topic, check_cost
+from app.request.body import read
+from app.request.explain import check, struct_rule
 from app.request.ids import read_ids
-from app.request.strict_json import parse, refuse_duplicates
+from app.request.schema import Change
+from model.retrieval.inputs import PostChange, PostRows
 
-RULE = (
-    'must be {"upsert": [{"post_id", "author_id", "created_at", "topic"}], "delete": [ids]} with each post once: ids are unsigned '
-    "64-bit integers or decimal strings, a post_id is not 0; created_at and topic may be left out"
-)
-
-
-class Upsert(Strict):
-    """A post that comes."""
-
-    post_id: Id
-    author_id: Id
-    created_at: Time | UnsetType = UNSET
-    topic: Annotated[Topic, Meta(min_length=1)] | UnsetType = UNSET
-
-
-class Change(Strict):
-    """A change whose types are right."""
-
-    upsert: list[Upsert] | UnsetType = UNSET
-    delete: list[Id] | UnsetType = UNSET
-
-
-_CHANGE = msgspec.json.Decoder(Change)
-_ENCODER = msgspec.json.Encoder()
+RULE = struct_rule(Change)
 
 
 def read_change(body: bytes | bytearray) -> PostChange:
     """Raises MalformedJson, InvalidRequest, or TooLarge for more than `MAX_CHANGED` posts."""
-    check_cost(body, MAX_CHANGE_VALUES)
-    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError):
-        typed = _CHANGE.decode(body)
-        refuse_duplicates(body, _ENCODER.encode(typed))
-        return _checked(typed)
-    parse(body)  # raises where it is no JSON
-    raise InvalidRequest([("", RULE)])
-
-
-def _checked(typed: Change) -> PostChange:
-    """Raises ValueError or OverflowError where the change is not right."""
-    posts = typed.upsert or []
-    rows = PostRows(
-        read_ids([post.post_id for post in posts]),
-        read_ids([post.author_id for post in posts]),
-        np.array([post.created_at or 0 for post in posts], np.int64),
-        [post.topic or None for post in posts],
-    )
-    delete = read_ids(typed.delete or [])
-    change = PostChange(delete, rows)
-    count = len(rows.post_ids) + len(delete)
-    if count > MAX_CHANGED:
+    value = read(body, MAX_CHANGE_VALUES)
+    check(value, RULE)
+    posts, delete = value.get("upsert", []), value.get("delete", [])
+    if (count := len(posts) + len(delete)) > MAX_CHANGED:
         raise TooLarge(f"{count} posts, and at most {MAX_CHANGED} are changed at once.")
-    change.check()
+    rows = PostRows(
+        read_ids([post["post_id"] for post in posts]),
+        read_ids([post["author_id"] for post in posts]),
+        np.array([post.get("created_at", 0) for post in posts], np.int64),
+        [post.get("topic") for post in posts],
+    )
+    change = PostChange(read_ids(delete), rows)
+    try:
+        change.check()
+    except ValueError:
+        raise InvalidRequest(
+            [("", "must name posts to upsert or delete, each of them once, and none of the id 0")]
+        ) from None
     return change

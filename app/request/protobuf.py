@@ -9,21 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from app.errors import BadRequest, InvalidRequest
-from app.request.explain import explain, object_of
+from app.request.explain import check, field, struct_rule
 from app.request.inference import sized, wanted_outputs
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
-from app.request.tensors import (
-    DATATYPES,
-    PARAMETERS,
-    Parameters,
-    Tensor,
-    Tensors,
-)
+from app.request.schema import InferParameters
+from app.request.tensors import DATATYPES, Tensor, Tensors
 from app.request.validate import Request
 from app.settings import Limits
 from model.inputs import Scores
@@ -63,6 +57,7 @@ VARINT, DELIMITED, FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types
 MOST_FIELDS = 1024  # of a message, sizes of shapes by the byte; a request with every tensor has a tenth of them
 SHORT_BYTES = 4096  # which no number of fields makes slow to read
 RAW = "must hold the little-endian data of each input, in their order; `contents` is not taken"
+RULE = field("parameters", struct_rule(InferParameters))
 Field = descriptor_pb2.FieldDescriptorProto
 
 
@@ -70,8 +65,8 @@ def _message_classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="ranker/inference.proto", package=PACKAGE, syntax="proto3")
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
-        for field in filter(None, fields.split("; ")):
-            *label, kind, field_name, _, number = field.split()
+        for entry in filter(None, fields.split("; ")):
+            *label, kind, field_name, _, number = entry.split()
             added = message.field.add(name=field_name, number=int(number))
             added.label = Field.LABEL_REPEATED if label else Field.LABEL_OPTIONAL
             if kind in MESSAGES:
@@ -91,8 +86,8 @@ CLASSES = _message_classes()
 PARTS = {
     name: {
         int(number): kind
-        for field in filter(None, fields.split("; "))
-        for *label, kind, _, _, number in [field.split()]
+        for entry in filter(None, fields.split("; "))
+        for *label, kind, _, _, number in [entry.split()]
         if kind in MESSAGES or (label and kind == "int64")
     }
     for name, fields in MESSAGES.items()
@@ -158,12 +153,14 @@ def tensors_of(request: Any, limits: Limits) -> Tensors:
     shapes = [tuple(given.shape[:MOST_AXES]) for given in request.inputs]
     if any(size < 0 for shape in shapes for size in shape):
         raise InvalidRequest([("inputs", "must have shapes without negative sizes")])
+    parameters = {entry.key: _value(entry.value) for entry in request.parameters}
+    check({"parameters": parameters}, RULE)
     tensors = Tensors(
         inputs=[
             Tensor(given.name, given.datatype, shape, data)
             for given, shape, data in zip(request.inputs, shapes, raw, strict=True)
         ],
-        parameters=_parameters({entry.key: _value(entry.value) for entry in request.parameters}),
+        parameters=parameters,
         reply=wanted_outputs([(wanted.name, True) for wanted in request.outputs], is_binary=True),
         request_id=request.id or None,
     )
@@ -173,13 +170,6 @@ def tensors_of(request: Any, limits: Limits) -> Tensors:
 def _value(parameter: Any) -> Any:
     choice = parameter.WhichOneof("choice")
     return None if choice is None else getattr(parameter, choice)
-
-
-def _parameters(given: dict[str, Any]) -> Parameters:
-    try:
-        return msgspec.convert(given, Parameters)
-    except msgspec.ValidationError:
-        raise explain({"parameters": given}, object_of({"parameters": PARAMETERS})) from None
 
 
 def reply(

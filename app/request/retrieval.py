@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import orjson
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest, ServiceError
-from app.interface import ServedRetrieval
 from app.request import features, reply
-from app.request.body import check_cost
-from app.request.bounds import MAX_ID, is_request_id
+from app.request.body import Body, decode_posts, rest_rule, retrieval_rule
 from app.request.codec import Viewed
-from app.request.explain import explain, retrieval_rule
+from app.request.explain import check
 from app.request.ids import read_ids
-from app.request.posts_body import (
-    DEFAULT_K,
-    PostsBody,
-    RecommendWishes,
-    RetrieveWishes,
-    decode_posts,
-    events_of,
-)
-from app.request.strict_json import parse, refuse_duplicates
+from app.request.schema import DEFAULT_K
 from app.request.validate import NO_POSTS, NOTHING, Posts, Request, viewer_of, wishes_of
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import ModelConfig
 from model.inputs import Candidates, Context, Ids, age_bucket
 from model.retrieval.inputs import Filters, Query, Retrieved
+from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
 NO_IDS = np.empty(0, np.uint64)
-_WISHES: dict[bool, msgspec.json.Decoder[Any]] = {
-    False: msgspec.json.Decoder(RetrieveWishes),
-    True: msgspec.json.Decoder(RecommendWishes),
-}
 
 
 class Reading(NamedTuple):
@@ -82,56 +66,54 @@ class PostsRequest:
     def candidates(self, posts: Retrieved, config: ModelConfig) -> Candidates:
         """These posts as the ranker reads them: what `features.candidates_of` makes of `ranking`."""
         ages = age_bucket(self.impression_ts, posts.created_at, config)
-        return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages)
+        return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts.post_ids), np.int64), ages)
 
     def ranking(self, posts: Retrieved) -> Request:
         """The request to rank these posts, best first: the one that a caller would send who got them from /retrieve."""
         assert self.weights is not None
+        count = len(posts.post_ids)
         return Request(
             user_id=self.query.context.user_id,
             history_length=self.history_length,
             history=NO_POSTS,
             actions=NOTHING,
             dwell_seconds=NOTHING,
-            candidates=Posts(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64)),
-            created_at=posts.created_at,
-            quoted=np.ones(len(posts), bool),
+            candidates=Posts(posts.post_ids, posts.author_ids, np.zeros(count, np.int64)),
+            numbers={"created_at": posts.created_at},
+            quoted=np.ones(count, bool),
             impression_ts=self.impression_ts,
             weights=self.weights,
-            top_k=min(self.top_k or len(posts), len(posts)),
+            top_k=min(self.top_k or count, count),
             wanted=self.wanted,
             request_id=self.request_id,
         )
 
 
-def read_posts(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | PostsBody:
-    """The request, or where the codec declines it the typed body, which is still to be checked. Raises as `decode_posts`."""
-    found = read_compiled(body, limits, models)
-    return decode_posts(body, limits, [model.vocabulary for model in models]) if found is None else found
+def read_posts(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | Body:
+    """The request, or where the codec declines it the body, which is still to be checked. Raises MalformedJson or TooLarge."""
+    return read_compiled(body, limits, models) or decode_posts(body, limits)
 
 
-def work_of(asked: PostsRequest | PostsBody) -> tuple[int, int]:
+def work_of(asked: PostsRequest | Body) -> tuple[int, int]:
     """How many posts it asks for, and items of its history."""
     if isinstance(asked, PostsRequest):
         return asked.query.k, asked.history_length
-    return asked.k or DEFAULT_K, events_of(asked)
+    return asked.posts, asked.count("history")
 
 
-def user_of(asked: PostsRequest | PostsBody) -> int | str:
+def user_of(asked: PostsRequest | Body) -> int | str:
     """As it was sent: it may still be none."""
     return asked.query.context.user_id if isinstance(asked, PostsRequest) else asked.user_id
 
 
-def check_posts(asked: PostsRequest | PostsBody, models: Models) -> PostsRequest:
-    """Check what the types leave open, in the words of all models. Raises InvalidRequest."""
+def check_posts(asked: PostsRequest | Body, models: Models) -> PostsRequest:
+    """The request in the words of all models. Raises InvalidRequest."""
     if isinstance(asked, PostsRequest):
         return asked
-    with suppress(ValueError, OverflowError, KeyError):
-        viewers = [viewer_of(asked.user_id, asked.history, model.vocabulary) for model in models]
-        contexts = [features.context_of(viewer, model.config) for viewer, model in zip(viewers, models, strict=True)]
-        return _checked(asked, contexts, viewers[0].history.post_ids, models)
-    vocabularies = [model.vocabulary for model in models]
-    raise explain(parse(msgspec.json.encode(asked)), retrieval_rule(vocabularies, ranks=len(models) > 1))
+    check(asked.value, retrieval_rule([model.vocabulary for model in models]))
+    viewers = [viewer_of(asked.value, model.vocabulary) for model in models]
+    contexts = [features.context_of(viewer, model.config) for viewer, model in zip(viewers, models, strict=True)]
+    return _request_of(asked.value, contexts, viewers[0].history.post_ids, models)
 
 
 def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | None:
@@ -147,49 +129,37 @@ def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> Po
             viewers.append(viewer)
     first = viewers[0]
     try:
-        check_cost(first.rest, limits.max_values)
-        wishes = _WISHES[len(models) > 1].decode(first.rest)
-        refuse_duplicates(first.rest, msgspec.json.encode(wishes))
-        wishes.check_sizes(len(first.posts), limits)
-        return _checked(wishes, [viewer.context for viewer in viewers], first.posts, models)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ServiceError, ValueError, OverflowError, KeyError):
+        wishes = decode_posts(first.rest, limits).value
+        check(wishes, rest_rule([model.vocabulary for model in models]))
+        return _request_of(wishes, [viewer.context for viewer in viewers], first.posts, models)
+    except ServiceError:
         return None
 
 
-def _checked(
-    wishes: RetrieveWishes | RecommendWishes, contexts: Sequence[Context], history: Ids, models: Models
-) -> PostsRequest:
-    """Of a valid user and a valid history. Raises ValueError, OverflowError or KeyError where the rest is not right, and InvalidRequest
-    for nobody: without any valid token every post scores 0."""
-    excluded = read_ids(wishes.exclude) if wishes.exclude else NO_IDS
-    if wishes.exclude_history is not False:
-        excluded = np.concatenate((excluded, history)) if len(excluded) else history
-    impression_ts, after = wishes.impression_ts or 0, None
-    if wishes.max_age_seconds is not UNSET:
-        if not impression_ts:
-            raise ValueError
-        after = impression_ts - wishes.max_age_seconds
-    if wishes.request_id is not UNSET and not is_request_id(wishes.request_id):
-        raise ValueError
-    topics = None if wishes.topics is UNSET else tuple(wishes.topics)
-    least = -np.inf if wishes.min_score is UNSET else wishes.min_score
-    ranking: dict[str, Any] = {}
-    if isinstance(wishes, RecommendWishes):
-        weights, wanted = wishes_of(wishes.weights, wishes.actions_wanted, models[1].vocabulary)
-        top_k = wishes.top_k or None
-        if top_k is not None and top_k > MAX_ID:
-            raise ValueError
-        ranking = {"context": contexts[1], "weights": weights, "top_k": top_k, "wanted": wanted}
+def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history: Ids, models: Models) -> PostsRequest:
+    """Of valid wishes, what each model reads of the user, and the post ids of the history. Raises InvalidRequest for nobody: without any
+    valid token every post scores 0."""
     if contexts[0].user_id == 0 and not contexts[0].post_ids.any():
         raise InvalidRequest([("user_id", "is 0 and the history holds no post: nothing is known of this user")])
-    query = Query(contexts[0], wishes.k or DEFAULT_K, Filters(excluded, topics, after), least)
-    return PostsRequest(query, len(history), impression_ts, wishes.request_id or None, **ranking)
+    excluded = read_ids(wishes["exclude"]) if wishes.get("exclude") else NO_IDS
+    if wishes.get("exclude_history", True):
+        excluded = np.concatenate((excluded, history)) if len(excluded) else history
+    impression_ts, age = wishes.get("impression_ts", 0), wishes.get("max_age_seconds")
+    topics = tuple(wishes["topics"]) if "topics" in wishes else None
+    filters = Filters(excluded, topics, None if age is None else impression_ts - age)
+    query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, wishes.get("min_score", -np.inf))
+    request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"))
+    if len(models) > 1:
+        weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
+        request = replace(request, context=contexts[1], weights=weights, top_k=top_k, wanted=wanted)
+    return request
 
 
 def render(
     posts: Retrieved,
     request: PostsRequest,
-    served: ServedRetrieval,
+    manifest: Manifest,
+    corpus: CorpusManifest,
     *,
     history_used: int,
     timings_ms: dict[str, float],
@@ -205,15 +175,17 @@ def render(
         (b',"topics":', [topics[topic] for topic in posts.topics]),
     ]
     rows = reply.weave(columns, end=b"},")[:-1] if len(posts) else b""
-    head = orjson.dumps({"model": _name_of(served.manifest), "corpus": corpus_of(served, posts)})
+    head = orjson.dumps({"model": _name_of(manifest), "corpus": corpus_of(corpus, posts)})
     tail = reply.tail_of(request, history_used, timings_ms, visible=posts.visible)
     return b'%b,"posts":[%b]%b' % (head[:-1], rows, tail)
 
 
-def joined(posts: Retrieved, served: ServedRetrieval, ranker: Manifest, names: Sequence[str]) -> reply.Joined:
+def joined(
+    posts: Retrieved, manifest: Manifest, corpus: CorpusManifest, ranker: Manifest, names: Sequence[str]
+) -> reply.Joined:
     """What the reply of /recommend adds to that of /rank. `names`: of the actions in it."""
-    models = {"retrieval": _name_of(served.manifest), "ranker": _name_of(ranker)}
-    head = reply.head_of(names, models=models, corpus=corpus_of(served, posts))
+    models = {"retrieval": _name_of(manifest), "ranker": _name_of(ranker)}
+    head = reply.head_of(names, models=models, corpus=corpus_of(corpus, posts))
     return reply.Joined(head, {"visible": posts.visible}, posts.scores)
 
 
@@ -221,7 +193,6 @@ def _name_of(manifest: Manifest) -> dict[str, str]:
     return {"name": manifest.name, "version": manifest.version}
 
 
-def corpus_of(served: ServedRetrieval, searched: Retrieved) -> dict[str, Any]:
+def corpus_of(corpus: CorpusManifest, searched: Retrieved) -> dict[str, Any]:
     """What a reply says about the corpus, as it was when it was searched."""
-    corpus = served.corpus
     return {"name": corpus.name, "version": corpus.version, "posts": searched.posts, "changes": searched.changes}

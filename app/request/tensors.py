@@ -10,28 +10,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from itertools import chain
+from typing import Any, get_type_hints
 
-import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, UnsetType
 from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.body import Strict, Time
-from app.request.bounds import MAX_ACTION_VALUE, MAX_TIME, MAX_WEIGHT
-from app.request.explain import (
-    ACTION_RULE,
-    COUNT,
-    NAMED_TWICE,
-    Problem,
-    fulfils,
-    integer,
-    integer_rule,
-    number_rule,
-    object_of,
-)
-from app.request.validate import Posts, Request
+from app.request.explain import ACTION_RULE, NAMED_TWICE, Rule, integer_rule, number_rule, parts_of, rule_of
+from app.request.schema import Candidate, HistoryItem, Id, Weights
+from app.request.validate import NUMBERS, Posts, Request
 from app.request.vocabulary import Vocabulary
 from weights.format.manifest import Manifest
 
@@ -43,24 +31,31 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 
-MAX_SIZE = 2**63 - 1
 MOST_ROWS = 2**31 - 1  # on an axis, whatever the others are: no product of two overflows where it is one of bytes
-Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
 Spec = tuple[str, tuple[str, ...]]  # datatype; what each axis counts
 
-INPUTS: dict[str, Spec] = {
-    "user_id": ("UINT64", ("1",)),
-    "candidates.post_id": ("UINT64", ("C",)),
-    "candidates.author_id": ("UINT64", ("C",)),
-    "candidates.product_surface": ("INT64", ("C",)),
-    "candidates.created_at": ("INT64", ("C",)),
-    "history.post_id": ("UINT64", ("H",)),
-    "history.author_id": ("UINT64", ("H",)),
-    "history.actions": ("FP32", ("H", "A")),
-    "history.product_surface": ("INT64", ("H",)),
-    "history.dwell_time": ("FP32", ("H",)),
-    "weights": ("FP64", ("A",)),
-}
+
+Input = tuple[Any, Spec]  # declared type, spec
+
+
+def _input(hint: Any, *axes: str) -> Input:
+    _, metas = parts_of(hint)
+    datatype, *further = next(meta.extra["tensor"] for meta in metas if meta.extra and "tensor" in meta.extra)
+    return hint, (datatype, (*axes, *further))
+
+
+def _inputs() -> dict[str, Input]:
+    """Each tensor by its name: ids first, then matrices, then the rest."""
+    found = {"user_id": _input(Id, "1")}
+    for struct, part, axis in ((Candidate, "candidates", "C"), (HistoryItem, "history", "H")):
+        hints = get_type_hints(struct, include_extras=True)
+        own = [(f"{part}.{name}", _input(hint, axis)) for name, hint in hints.items()]
+        found |= sorted(own, key=lambda entry: (entry[1][1][0] != "UINT64", -len(entry[1][1][1])))
+    return found | {"weights": _input(Weights)}
+
+
+_INPUTS = _inputs()
+INPUTS: dict[str, Spec] = {name: spec for name, (_, spec) in _INPUTS.items()}
 OUTPUTS: dict[str, Spec] = {
     "post_id": ("UINT64", ("C",)),
     "score": ("FP64", ("C",)),
@@ -68,43 +63,17 @@ OUTPUTS: dict[str, Spec] = {
     "probabilities": ("FP32", ("C", "A")),
     "continuous": ("FP32", ("C", "Z")),
 }
-MOST_INPUTS = 2 * len(INPUTS)  # so that an unknown one is told by its place
 REQUIRED = ("user_id", "candidates.post_id", "candidates.author_id")
-
-
-class Parameters(Strict):
-    """What is no tensor. Names of actions are separated by commas; `timeout` is in microseconds."""
-
-    actions: str | UnsetType = UNSET
-    actions_wanted: str | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-    impression_ts: Time | UnsetType = UNSET
-    timeout: Size | UnsetType = UNSET
-    binary_data_output: bool | UnsetType = UNSET
-
-
-TEXT = fulfils(lambda value: type(value) is str, "must be a string")
-FLAG = fulfils(lambda value: type(value) is bool, "must be true or false")
-PARAMETERS = object_of(
-    {
-        "actions": TEXT,
-        "actions_wanted": TEXT,
-        "top_k": COUNT,
-        "impression_ts": integer(0, MAX_TIME),
-        "timeout": integer(0, MAX_SIZE),
-        "binary_data_output": FLAG,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input as it came: `data` little-endian bytes in row-major order, or the JSON of an array."""
+    """One input as it came: `data` little-endian bytes in row-major order, or an array of JSON."""
 
     name: str
     datatype: str
     shape: Sequence[int]
-    data: bytes | memoryview | msgspec.Raw
+    data: bytes | memoryview | list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +81,23 @@ class Tensors:
     """A request whose tensors are not looked into yet. `reply`: the outputs that are wanted, each with whether its data is binary."""
 
     inputs: Sequence[Tensor]
-    parameters: Parameters
+    parameters: Mapping[str, Any]
     reply: dict[str, bool]
     request_id: str | None
 
     @property
     def timeout_seconds(self) -> float | None:
         """How long the caller waits."""
-        timeout = self.parameters.timeout
-        return None if timeout is UNSET else timeout / 1e6
+        return self.parameters["timeout"] / 1e6 if "timeout" in self.parameters else None
 
     @property
     def user_id(self) -> int:
         """The user's, 0 where that cannot be read."""
         data = next((tensor.data for tensor in self.inputs if tensor.name == "user_id"), b"")
-        if not isinstance(data, msgspec.Raw):
+        if not isinstance(data, list):
             return int.from_bytes(data[:8], "little")
-        value = msgspec.json.decode(data)
-        while isinstance(value, list) and value:
-            value = value[0]
-        return value if type(value) is int else 0
+        first = data[0] if data else 0
+        return first if type(first) is int else 0
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`, as the shape says: how much work they ask for."""
@@ -142,17 +108,9 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
     """Names, datatypes, shapes, sizes, values. Raises InvalidRequest with the first ten problems."""
     checks = _Checks(vocabulary, tensors.parameters)
     columns = checks.read(tensors.inputs)
-    bounds: dict[str, tuple[float, float]] = {
-        "candidates.product_surface": (0, vocabulary.product_surfaces - 1),
-        "candidates.created_at": (0, MAX_TIME),
-        "history.product_surface": (0, vocabulary.product_surfaces - 1),
-        "history.actions": (0, MAX_ACTION_VALUE),
-        "history.dwell_time": (0, float(np.finfo(np.float32).max)),
-        "weights": (-MAX_WEIGHT, MAX_WEIGHT),
-    }
-    for name, (low, high) in bounds.items():
-        if name in columns:
-            checks.refuse_beyond(name, columns[name], low, high)
+    for name, (hint, _) in _INPUTS.items():
+        if name in columns and columns[name].dtype.kind != "u":
+            checks.refuse_beyond(name, columns[name], rule_of(hint, vocabulary))
     checks.finish()
     parameters = tensors.parameters
     history, candidates = _posts("history", columns), _posts("candidates", columns)
@@ -166,11 +124,11 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
         actions=_spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
         dwell_seconds=columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
         candidates=candidates,
-        created_at=columns.get("candidates.created_at", np.zeros(len(candidates), np.int64)),
+        numbers={name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
         quoted=None,
-        impression_ts=parameters.impression_ts or 0,
+        impression_ts=parameters.get("impression_ts", 0),
         weights=weights,
-        top_k=parameters.top_k or None,
+        top_k=parameters.get("top_k"),
         wanted=checks.wanted,
         request_id=tensors.request_id,
         reply=tensors.reply,
@@ -180,13 +138,13 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
 class _Checks:
     """What is found wrong with one request's tensors. `actions`: the columns that its action axis stands for."""
 
-    def __init__(self, vocabulary: Vocabulary, parameters: Parameters) -> None:
-        self.problems: list[Problem] = []
+    def __init__(self, vocabulary: Vocabulary, parameters: Mapping[str, Any]) -> None:
+        self.problems: list[tuple[str, str]] = []
         self._index = vocabulary.index
         every = list(range(len(vocabulary.action_names)))
-        self.actions = every if parameters.actions is UNSET else self._columns("actions", parameters.actions)
-        wanted = parameters.actions_wanted
-        self.wanted = None if wanted is UNSET else self._columns("actions_wanted", wanted)
+        self.actions = self._columns("actions", parameters["actions"]) if "actions" in parameters else every
+        wanted = parameters.get("actions_wanted")
+        self.wanted = None if wanted is None else self._columns("actions_wanted", wanted)
         self._sizes = {"1": 1, "A": len(self.actions)}
 
     def _columns(self, name: str, text: str) -> list[int]:
@@ -197,7 +155,7 @@ class _Checks:
             return []
         columns = [self._index[name] for name in names]
         if len(set(columns)) < len(columns):
-            self.problems.append((f"parameters.{name}", NAMED_TWICE[1]))
+            self.problems.append((f"parameters.{name}", NAMED_TWICE))
         return columns
 
     def read(self, tensors: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
@@ -237,14 +195,18 @@ class _Checks:
             if self._sizes.setdefault(axis, size) != size:
                 return f"must have the shape {letters}, as long on each axis as other tensors are"
         dtype, count = DTYPES[datatype], math.prod(shape)
-        if isinstance(tensor.data, msgspec.Raw):
+        if isinstance(tensor.data, list):
             return _from_json(tensor.data, dtype, shape)
         if len(tensor.data) != count * dtype.itemsize:
             return f"must hold {dtype.itemsize} bytes a value, as many as its shape says"
         return np.array(np.frombuffer(tensor.data, dtype).reshape(shape))  # a copy: aligned, and the body may go
 
-    def refuse_beyond(self, name: str, values: NDArray[Any], low: float, high: float) -> None:
+    def refuse_beyond(self, name: str, values: NDArray[Any], rule: Rule) -> None:
         """Note values outside of the bounds; NaN is outside of any."""
+        assert rule.bounds is not None
+        low, high = rule.bounds
+        if values.dtype == np.float32:
+            high = min(high, float(np.finfo(np.float32).max))
         good = (values >= low) & (values <= high)
         if good.all():
             return
@@ -258,17 +220,18 @@ class _Checks:
             raise InvalidRequest(self.problems)
 
 
-def _from_json(data: msgspec.Raw, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | str:
-    """An array from a JSON array, flat or nested as the shape is."""
-    is_float = dtype.kind == "f"
-    number: Any = float if is_float else int
-    for kind in (list[number], list[list[number]])[: len(shape)]:
-        with suppress(msgspec.DecodeError, ValueError, OverflowError, RecursionError):
-            values: Any = msgspec.json.decode(data, type=kind)
-            found = np.array(values) if is_float else np.asarray(array("Q" if dtype.kind == "u" else "q", values))
-            if found.shape in (shape, (math.prod(shape),)):
-                with np.errstate(over="ignore"):  # as a float32 it is infinite then, and refused
-                    return found.reshape(shape).astype(dtype)
+def _from_json(values: list[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | str:
+    """An array of JSON's, flat or nested as the shape is."""
+    if (
+        len(shape) == 2
+        and len(values) == shape[0]
+        and all(type(row) is list and len(row) == shape[1] for row in values)
+    ):
+        values = list(chain.from_iterable(values))
+    kinds = {int, float} if dtype.kind == "f" else {int}
+    if len(values) == math.prod(shape) and set(map(type, values)) <= kinds:
+        with suppress(OverflowError), np.errstate(over="ignore"):  # beyond float32 it is infinite, and refused
+            return np.asarray(array({"f": "d", "u": "Q", "i": "q"}[dtype.kind], values)).reshape(shape).astype(dtype)
     return f"must hold an array of {DATATYPES[dtype]} values, as many as its shape says"
 
 

@@ -1,29 +1,21 @@
-"""A typed body → a checked `Request` in columns: ids in range, known names, equal lengths. Not for features: it knows no window.
-
-Both shapes of history and candidates become the same columns. Whatever is not right here is told by `explain`.
-"""
+"""A body → a checked `Request` in columns. Both shapes of history and candidates become the same columns."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
-from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from app.request.body import Body, CandidateArrays, ExplainBody, HistoryArrays, Wishes
-from app.request.bounds import MAX_ID, is_request_id
-from app.request.explain import explain, explanation_rule, request_rule
+from app.request import explain
+from app.request.body import Body, explanation_rule, request_rule
+from app.request.explain import column_of
 from app.request.ids import read_ids
+from app.request.schema import Candidate, Post
 from app.request.vocabulary import Vocabulary
-
-Column = Any  # a sequence with one entry an item, or UNSET
 
 
 @dataclass(slots=True)
@@ -38,9 +30,9 @@ class Posts:
         return len(self.post_ids)
 
 
-NO_HISTORY, NO_CANDIDATES = HistoryArrays([], []), CandidateArrays([], [])
 NOTHING: NDArray[Any] = np.zeros(0)
 NO_POSTS = Posts(NOTHING, NOTHING, NOTHING)
+NUMBERS = Candidate.__struct_fields__[len(Post.__struct_fields__) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +49,10 @@ class Viewer:
 class Request:
     """A valid request. `quoted` bool `[C]`: which of the candidates' post ids came as text, None where none did.
 
-    `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`, `created_at`
-    int64 `[C]` in Unix seconds, 0 where unknown. `weights` float64 `[A]`. `wanted` are columns of the reply, None for all.
-    `reply` is the form of the reply: JSON, or the outputs that are wanted as tensors, each with whether its data is binary.
+    `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`. `numbers` int64 `[C]`:
+    the candidates' other integer fields by name, 0 where they were left out. `weights` float64 `[A]`. `wanted` are columns of the
+    reply, None for all. `reply` is the form of the reply: JSON, or the outputs that are wanted as tensors, each with whether its data is
+    binary.
     """
 
     user_id: int
@@ -68,13 +61,13 @@ class Request:
     actions: NDArray[np.float32]
     dwell_seconds: NDArray[np.float64]
     candidates: Posts
-    created_at: NDArray[np.int64]
+    numbers: Mapping[str, NDArray[np.int64]]
     quoted: NDArray[np.bool_] | None
     impression_ts: int
     weights: NDArray[np.float64]
     top_k: int | None
     wanted: list[int] | None
-    request_id: str | None
+    request_id: str | None = None
     reply: Literal["objects", "columns"] | dict[str, bool] = "objects"
 
     @property
@@ -92,127 +85,86 @@ class Request:
         return replace(self, history=NO_POSTS, actions=NOTHING, dwell_seconds=NOTHING)
 
 
+class Wishes(NamedTuple):
+    """What a request wants of the reply; fields as in `Request`."""
+
+    weights: NDArray[np.float64]
+    top_k: int | None
+    wanted: list[int] | None
+    request_id: str | None
+    reply: Literal["objects", "columns"]
+
+
 def check(body: Body, vocabulary: Vocabulary) -> Request:
-    """Check what the types leave open. Raises InvalidRequest with the first ten problems."""
-    with suppress(ValueError, OverflowError, KeyError):
-        return _checked(body, vocabulary)
-    raise explain(msgspec.to_builtins(body), request_rule(vocabulary))
+    """The request. Raises InvalidRequest with the first ten problems."""
+    explain.check(body.value, request_rule(vocabulary))
+    return _request_of(body.value, vocabulary)
 
 
-def check_explain(body: ExplainBody, vocabulary: Vocabulary) -> tuple[Request, NDArray[np.int64]]:
-    """As `check`, with the places of the candidates to explain, int64 `[n]`: of each the first with that post id."""
-    with suppress(ValueError, OverflowError, KeyError):
-        request = _checked(body, vocabulary)
-        first = {post: place for place, post in reversed([*enumerate(request.candidates.post_ids.tolist())])}
-        return request, np.array([first[post] for post in read_ids(body.explain).tolist()], np.int64)
-    raise explain(msgspec.to_builtins(body), explanation_rule(vocabulary))
+def check_explain(body: Body, vocabulary: Vocabulary) -> tuple[Request, NDArray[np.int64]]:
+    """The same, and the places of the candidates to explain, int64 `[n]`: of each the first with that post id."""
+    explain.check(body.value, explanation_rule(vocabulary))
+    request = _request_of(body.value, vocabulary)
+    first = {post: place for place, post in reversed([*enumerate(request.candidates.post_ids.tolist())])}
+    return request, np.array([first[post] for post in map(int, body.value["explain"])], np.int64)
 
 
-def _checked(body: Body, vocabulary: Vocabulary) -> Request:
-    """Raises ValueError, OverflowError or KeyError where the body is not right."""
-    check_wishes(body)
-    posts, authors, surfaces, actions, dwell_times = _columns(body.history or NO_HISTORY)
-    echo_ids, candidate_authors, candidate_surfaces, created_at = _columns(body.candidates or NO_CANDIDATES)
-    events, count = len(posts), len(echo_ids)
-    ids = read_ids([body.user_id, *posts, *authors, *echo_ids, *candidate_authors])
-    history = Posts(ids[1 : 1 + events], ids[1 + events : 1 + 2 * events], _surfaces(surfaces, events, vocabulary))
-    of_candidates = ids[1 + 2 * events :].copy()  # a view would keep the ids of the history
-    candidates = Posts(of_candidates[:count], of_candidates[count:], _surfaces(candidate_surfaces, count, vocabulary))
-    if not count:
-        raise ValueError
-    weights, wanted = wishes_of(body.weights, body.actions_wanted, vocabulary)
-    quoted = np.array([type(value) is str for value in echo_ids])
+def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
+    viewer = viewer_of(body, vocabulary)
+    candidates = body["candidates"]
+    quoted = np.array([type(value) is str for value in column_of(candidates, "post_id")])
     return Request(
-        user_id=int(ids[0]),
-        history_length=events,
-        history=history,
-        actions=_actions(actions, events, vocabulary),
-        dwell_seconds=_numbers("d", dwell_times, events),
-        candidates=candidates,
-        created_at=_numbers("q", created_at, count),
+        user_id=viewer.user_id,
+        history_length=len(viewer.history),
+        history=viewer.history,
+        actions=viewer.actions,
+        dwell_seconds=viewer.dwell_seconds,
+        candidates=_posts(candidates),
+        numbers={name: _numbers("q", candidates, name) for name in NUMBERS},
         quoted=quoted if quoted.any() else None,
-        impression_ts=body.impression_ts or 0,
-        weights=weights,
-        top_k=body.top_k or None,
-        wanted=wanted,
-        request_id=body.request_id or None,
-        reply=body.reply or "objects",
+        impression_ts=body.get("impression_ts", 0),
+        **wishes_of(body, vocabulary)._asdict(),
     )
 
 
-def viewer_of(user_id: int | str, items: Sequence[Struct] | Struct | UnsetType, vocabulary: Vocabulary) -> Viewer:
-    """A user and a history by themselves. Raises ValueError, OverflowError or KeyError where they are not right."""
-    posts, authors, surfaces, actions, dwell_times = _columns(items or NO_HISTORY)
-    events = len(posts)
-    ids = read_ids([user_id, *posts, *authors])
-    history = Posts(ids[1 : 1 + events], ids[1 + events :], _surfaces(surfaces, events, vocabulary))
-    return Viewer(int(ids[0]), history, _actions(actions, events, vocabulary), _numbers("d", dwell_times, events))
+def viewer_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Viewer:
+    """The user and the history of a valid request."""
+    items = body.get("history", [])
+    actions, dwell_seconds = _actions(column_of(items, "actions"), vocabulary), _numbers("d", items, "dwell_time")
+    return Viewer(int(read_ids([body["user_id"]])[0]), _posts(items), actions, dwell_seconds)
 
 
-def wishes_of(
-    weights: Mapping[str, float] | UnsetType, wanted: Sequence[str] | UnsetType, vocabulary: Vocabulary
-) -> tuple[NDArray[np.float64], list[int] | None]:
-    """Weights of the combined score, float64 `[A]`, and columns of the reply. Raises ValueError or KeyError."""
-    numbers = vocabulary.weights
-    if weights is not UNSET:
-        numbers = np.zeros(len(vocabulary.action_names))
-        numbers[_distinct(weights, vocabulary.index)] = list(weights.values())
-    return numbers, None if wanted is UNSET else _distinct(wanted, vocabulary.index)
+def wishes_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Wishes:
+    """What a valid request wants of the reply."""
+    weights, index = vocabulary.weights, vocabulary.index
+    if (given := body.get("weights")) is not None:
+        weights = np.zeros(len(vocabulary.action_names))
+        weights[[index[name] for name in given]] = list(given.values())
+    wanted = body.get("actions_wanted")
+    columns = None if wanted is None else [index[name] for name in wanted]
+    return Wishes(weights, body.get("top_k"), columns, body.get("request_id"), body.get("reply", "objects"))
 
 
-def check_wishes(wishes: Wishes) -> None:
-    """What the types of the others leave open. Raises ValueError."""
-    top_k, request_id = wishes.top_k, wishes.request_id
-    if not ((top_k is UNSET or top_k <= MAX_ID) and (request_id is UNSET or is_request_id(request_id))):
-        raise ValueError
+def _posts(items: Any) -> Posts:
+    ids, authors = (read_ids(column_of(items, name)) for name in ("post_id", "author_id"))
+    return Posts(ids, authors, _numbers("q", items, "product_surface"))
 
 
-def _columns(items: Sequence[Struct] | Struct) -> Any:
-    """The fields of either shape, each with one entry an item. An optional one may be UNSET, as a whole or in places."""
-    if type(items) is list:
-        return zip(*map(astuple, items), strict=True)
-    columns = astuple(items)  # type: ignore[arg-type]
-    if len({len(column) for column in columns if column is not UNSET}) > 1:
-        raise ValueError
-    return columns
-
-
-def _surfaces(values: Column, count: int, vocabulary: Vocabulary) -> NDArray[np.int64]:
-    found = _numbers("q", values, count)
-    if count and np.maximum.reduce(found) >= vocabulary.product_surfaces:
-        raise ValueError
-    return found
-
-
-def _numbers(code: str, values: Column, count: int) -> NDArray[Any]:
+def _numbers(code: str, items: Any, name: str) -> NDArray[Any]:
     """`[n]` of a numpy type code, 0 where nothing was sent."""
-    if values is UNSET:
-        return np.zeros(count, code)
-    if UNSET in values:
+    values = column_of(items, name)
+    if None in values:
         values = [value or 0 for value in values]
     return np.asarray(array(code, values))
 
 
-def _distinct(names: Iterable[str], index: Mapping[str, int]) -> list[int]:
-    """The columns of names of different actions."""
-    columns = [index[name] for name in names]
-    if len(set(columns)) < len(columns):
-        raise ValueError
-    return columns
-
-
-def _actions(column: Column, events: int, vocabulary: Vocabulary) -> NDArray[np.float32]:
+def _actions(column: list[Any], vocabulary: Vocabulary) -> NDArray[np.float32]:
     width, index = len(vocabulary.action_names), vocabulary.index
-    found = np.zeros((events, width), np.float32)
-    if column is UNSET:
-        return found
+    found = np.zeros((len(column), width), np.float32)
     items: list[Any] = [item or () for item in column]
     places = [row * width + index[name] for row, item in enumerate(items) for name in item]
     values: Any = 1.0
     if dict in map(type, items):
         values = [value for item in items for value in (item.values() if type(item) is dict else [1.0] * len(item))]
-        for item in items:
-            if type(item) is dict and len(set(map(index.__getitem__, item))) < len(item):
-                raise ValueError
     found.ravel()[places] = values
     return found

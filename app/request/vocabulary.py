@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weights.format.manifest import Manifest
 
-if TYPE_CHECKING:
-    from app.request.codec import Codec
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,8 @@ class Vocabulary:
     index: Mapping[str, int]
     product_surfaces: int
     weights: NDArray[np.float64]
-    codec: Codec | None = None
+    codec: Any = None  # a `codec.Codec`, which is made of a vocabulary
+    _rules: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Vocabulary:
@@ -34,3 +34,11 @@ class Vocabulary:
         }
         weights = np.array([manifest.score_weights.get(name, 0.0) for name in names])
         return cls(names, index, manifest.config.product_surfaces, weights)
+
+    def rule(self, name: str, make: Callable[[], T]) -> T:
+        """The rule of this name, made once."""
+        found = self._rules.get(name)
+        if found is None:
+            found = self._rules[name] = make()
+        rule: T = found
+        return rule

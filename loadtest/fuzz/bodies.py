@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from app.request.bounds import MAX_TIME
+from app.request.schema import MAX_TIME
 from loadtest.generate.tensors import in_arrays
 
 ids = st.one_of(

@@ -123,7 +123,7 @@ def _values(piece: bytes) -> int:
 
 def read(body: bytes) -> None:
     """What `POST /rank` does with a body in one turn of the event loop. Raises ServiceError."""
-    request = check(decode(body, LIMITS, VOCABULARY), VOCABULARY)
+    request = check(decode(body, LIMITS), VOCABULARY)
     features.context_of(request, MANIFEST.config)
     features.candidates_of(request, MANIFEST.config)
 

@@ -56,6 +56,32 @@ class Change:
     posts: NewPosts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PostRows:
+    """Posts to be encoded. `post_ids, author_ids`: uint64 `[n]`, each post id once and not 0; `created_at`: int64 `[n]`, Unix seconds,
+    0 where unknown; `topics`: a name or None for each."""
+
+    post_ids: Ids
+    author_ids: Ids
+    created_at: NDArray[np.int64]
+    topics: list[str | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PostChange:
+    """What happens to the corpus in one step. No id is in both."""
+
+    delete: Ids
+    upsert: PostRows
+
+    def check(self) -> None:
+        """Raises ValueError where nothing changes, for a post that comes twice or is none, and for a time before 1970."""
+        rows = self.upsert
+        ids = np.concatenate((rows.post_ids, self.delete))
+        if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all() or (rows.created_at < 0).any():
+            raise ValueError("no change of different posts")
+
+
 @dataclass(slots=True, eq=False)
 class Retrieved:
     """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `created_at`: int64

@@ -97,7 +97,7 @@ def port_of(server: RankingServer) -> int:
 
 def checked(body: Any, vocabulary: Vocabulary = VOCABULARY) -> Request:
     """What the service makes of a body, by default around the fake engine's checkpoint. Raises what it raises."""
-    return check(decode(json.dumps(body).encode(), Limits(), vocabulary), vocabulary)
+    return check(decode(json.dumps(body).encode(), Limits()), vocabulary)
 
 
 def value_of(exposition: str, series: str) -> float:

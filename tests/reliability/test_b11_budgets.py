@@ -21,12 +21,12 @@ import pytest
 from app.budgets import CHUNK_BYTES, Budget
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
 from app.errors import Overloaded
-from app.interface import Changed, PostChange, PostRows
+from app.interface import Changed
 from app.limits import Limits
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from model.retrieval.engine import Users
-from model.retrieval.inputs import Answers, Query
+from model.retrieval.inputs import Answers, PostChange, PostRows, Query
 from tests.app import retrieving
 from tests.app.bounds import bounded, fix
 from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until

@@ -17,12 +17,12 @@ from app.fronts import frames
 from app.fronts.remote import RemoteService
 from app.fronts.retrieval import change_of, found_of, posts_frame, query_of, search_frame
 from app.http.application import create_app
-from app.interface import Found, PostChange, PostRows, Retrieval
+from app.interface import Found, Retrieval
 from app.service.retrieval import RetrievalService
 from app.settings import Settings
 from loadtest.soak.fake_engine import CONFIG, FakeEngine
 from model.inputs import Context
-from model.retrieval.inputs import Filters, Query, Retrieved
+from model.retrieval.inputs import Filters, PostChange, PostRows, Query, Retrieved
 from tests.app import retrieving
 from tests.app.fakes import Gate, ended, run, until
 from tests.app.fronts.linked import Linked, linked

@@ -17,10 +17,10 @@ from starlette.testclient import TestClient
 
 from app.errors import Overloaded
 from app.http.application import create_app
-from app.interface import PostChange, PostRows
-from app.scheduling.loop_lag import TICK_SECONDS
+from app.loop_lag import TICK_SECONDS
 from app.service.service import RankingService
 from app.settings import Deadline, Limits, Settings
+from model.retrieval.inputs import PostChange, PostRows
 from tests.app import retrieving
 from tests.app.fakes import FakeEngine, loaded, loader, running, until
 from tests.app.serving import ask, chunk, good, served, value_of

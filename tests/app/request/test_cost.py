@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.errors import InvalidRequest
-from app.request.body import check_cost, decode
-from loadtest.fuzz.slowest import LEGAL, LIMITS, SIZES, VOCABULARY, Recipe, cost, read
+from loadtest.fuzz.slowest import LEGAL, LIMITS, SIZES, Recipe, cost, read
 
 MOST = 7.0  # × orjson's reading of the largest legal request: 10 ms where that takes 1.4
 POST = b'{"post_id":1,"author_id":1}'
@@ -84,35 +82,9 @@ def test_the_largest_legal_request_is_read_in_time() -> None:
     assert is_in_time(LEGAL)
 
 
-PLANTED: dict[str, tuple[str, str, object]] = {
-    "values are not counted": ("many weights", "app.request.body.check_cost", lambda *_: None),
-    "digits are not counted": ("long integers", "app.request.body.SHORT_BYTES", 2**30),
-}
-
-
-@pytest.mark.parametrize("fault", PLANTED.values(), ids=PLANTED.keys())
-def test_without_its_guards_a_body_would_hold_the_loop(
-    fault: tuple[str, str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_guard_a_body_would_hold_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared with itself: how much dearer than orjson it is depends on the Python."""
-    shape, guard, nothing = fault
-    body = HOSTILE[shape].body(SIZES[-1], max_values=10**9)
+    body = HOSTILE["many weights"].body(SIZES[-1], max_values=10**9)
     guarded = cost(body, times=5)
-    monkeypatch.setattr(guard, nothing)
+    monkeypatch.setattr("app.request.body.check_cost", lambda *_: None)
     assert cost(body, times=5) > 10 * guarded
-
-
-def test_long_integers_are_refused_before_they_are_read() -> None:
-    raw = HOSTILE["long integers"].body(SIZES[-1])
-    with pytest.raises(InvalidRequest, match="128 digits"):
-        decode(raw, LIMITS, VOCABULARY)
-    decode(b'{"user_id":%b,"candidates":[%b]%b}' % (b"1" * 128, POST, b" " * 2**14), LIMITS, VOCABULARY)
-
-
-@pytest.mark.parametrize("place", range(8))
-def test_a_long_integer_is_found_wherever_it_lies(place: int) -> None:
-    """At the end as well, and from 143 digits on: so many hold 17 words of eight bytes, wherever a word begins."""
-    before = b" " * (2**14 + place)
-    check_cost(before + b"9" * 128, LIMITS.max_values)
-    with pytest.raises(InvalidRequest, match="128 digits"):
-        check_cost(before + b"9" * 143, LIMITS.max_values)

@@ -1,4 +1,4 @@
-"""Requests for posts: the typed way and the plain definition have one verdict on any body."""
+"""Requests for posts: the checks and the published schema have one verdict on any body."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
-from app.request import retrieval_contract as contract
 from app.request import strict_json
 from app.request.codec import Codec, load_library
 from app.request.reply import Joined, ReplyFormat, head_of, names_of, render_joined
 from app.request.retrieval import PostsRequest, Reading, check_posts, read_compiled, read_posts
+from app.request.schema import RecommendRequest, RetrieveRequest
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.inputs import Scores
@@ -27,6 +26,7 @@ from model.retrieval.inputs import Retrieved
 from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.odd_bodies import mutated
+from tests.app.published import keeps
 
 MANIFEST = loaded(FakeEngine()).checkpoint.manifest
 VOCABULARY, CONFIG = Vocabulary.of(MANIFEST), MANIFEST.config
@@ -68,14 +68,13 @@ def bodies(fields: dict[str, list[Any]], count: int) -> list[dict[str, Any]]:
     return [{}, *single, *mixed]
 
 
-def plain(model: type[contract.RetrieveRequest], raw: bytes) -> type[ServiceError] | None:
+def plain(model: type[RetrieveRequest], raw: bytes) -> type[ServiceError] | None:
     try:
-        model.model_validate(strict_json.parse(raw))
+        parsed = strict_json.parse(raw)
     except MalformedJson:
         return MalformedJson
-    except ValidationError:
-        return InvalidRequest
-    return None
+    has_time = "max_age_seconds" not in parsed or parsed.get("impression_ts")
+    return None if keeps(model, parsed) and has_time else InvalidRequest
 
 
 def models_of(*vocabularies: Vocabulary) -> list[Reading]:
@@ -97,7 +96,7 @@ def verdict(raw: bytes, *, ranks: bool) -> type[ServiceError] | None:
 
 @pytest.mark.parametrize("ranks", [False, True])
 def test_one_verdict(ranks: bool) -> None:
-    model = contract.RecommendRequest if ranks else contract.RetrieveRequest
+    model = RecommendRequest if ranks else RetrieveRequest
     cases = [json.dumps(body).encode() for body in bodies(FIELDS | (WISHES if ranks else {}), 3000)]
     verdicts = [verdict(raw, ranks=ranks) for raw in cases]
     assert [raw for raw, ours in zip(cases, verdicts, strict=True) if ours != plain(model, raw)] == []
@@ -220,7 +219,7 @@ def test_most_requests_for_posts_are_taken() -> None:
         {"user_id": 7, "history": LONG_HISTORY, "k": 5, "exclude": ["3"], "request_id": "a"},
     ):
         for some in (models, models[:1]):
-            assert isinstance(read_posts(json.dumps(body, indent=1).encode(), LIMITS, some), PostsRequest)
+            assert read_compiled(json.dumps(body, indent=1).encode(), LIMITS, some) is not None
 
 
 @pytest.mark.parametrize("changed", [{"k": 4}, {"exclude": [1, 2]}, {"history": LONG_HISTORY[:3]}])
@@ -229,7 +228,7 @@ def test_more_than_the_limits_is_left_to_the_plain_path(changed: dict[str, Any])
     assert LIBRARY is not None
     models = [with_codec(LIBRARY, limits=limits)]
     body = {"user_id": 1, "k": 3, "exclude": [1], "history": LONG_HISTORY[:2]}
-    assert isinstance(read_posts(json.dumps(body).encode(), limits, models), PostsRequest)
+    assert read_compiled(json.dumps(body).encode(), limits, models) is not None
     with pytest.raises(TooLarge):
         read_posts(json.dumps(body | changed).encode(), limits, models)
 

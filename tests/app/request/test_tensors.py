@@ -27,7 +27,7 @@ VOCABULARY = Vocabulary.of(MANIFEST)
 def read(asked: Inference, *, binary: bool = True, limits: Limits | None = None) -> Request:
     body, headers = asked.body(binary=binary)
     length = next(iter(headers.values()), None)
-    decoded = inference.decode(body, limits or Limits(), VOCABULARY, None if length is None else length.encode())
+    decoded = inference.decode(body, limits or Limits(), None if length is None else length.encode())
     return tensors.check(decoded, VOCABULARY)
 
 

@@ -22,7 +22,7 @@ def test_both_shapes_mean_the_same(body: dict[str, Any]) -> None:
         for column in ("post_ids", "author_ids", "surfaces"):
             assert np.array_equal(getattr(getattr(left, name), column), getattr(getattr(right, name), column))
     assert np.array_equal(left.dwell_seconds, right.dwell_seconds)
-    assert np.array_equal(left.created_at, right.created_at)
+    assert np.array_equal(left.numbers["created_at"], right.numbers["created_at"])
     assert np.array_equal(left.actions, right.actions)
 
 

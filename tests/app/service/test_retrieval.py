@@ -19,14 +19,14 @@ import structlog
 
 from app.engine.loading import LoadedRetrieval, RetrievalLoader, retrieval_loader
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
-from app.interface import Found, PostChange, PostRows, ReloadInProgress, ServedRetrieval
+from app.interface import Found, ReloadInProgress, ServedRetrieval
 from app.service.retrieval import RetrievalService
 from app.settings import Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import CacheStats
 from model.inputs import Context
 from model.retrieval.engine import RetrievalEngine, Users
-from model.retrieval.inputs import Answers, Filters, Query
+from model.retrieval.inputs import Answers, Filters, PostChange, PostRows, Query
 from tests.app import retrieving
 from tests.app.bounds import fix
 from tests.app.fakes import FakeClock, Gate, ended, until

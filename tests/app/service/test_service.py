@@ -20,8 +20,9 @@ from app.engine.loading import LoadedModel, Steps, checkpoint_loader
 from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, NonFiniteScores, NotReady, Overloaded
 from app.exits import EXIT_ENGINE_LOST
 from app.interface import Found, Health, ranked
+from app.loop_lag import LoopLag, Work
 from app.request.body import decode
-from app.scheduling.loop_lag import LoopLag, Work
+from app.request.validate import check
 from app.service.service import RankingService
 from app.service.watchdog import COLLECT_OBJECTS
 from app.settings import Batching, Deadline, Limits, Queue, Settings
@@ -169,6 +170,12 @@ async def test_refusals_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPa
         await first
         service.check_open("light")
         monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: unanswered > 0)
+        monkeypatch.setattr(
+            LoopLag,
+            "overrun",
+            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
+            raising=False,
+        )
         service.check_open()
         ticket = service.admit(service.model, candidates=1, history=0, deadline=None)
         with pytest.raises(Overloaded, match="faster than they can be answered") as caught:
@@ -481,14 +488,14 @@ async def test_no_body_begins_a_garbage_collection_and_cycles_are_collected_all_
             for _ in range(20):
                 begun.clear()
                 with pytest.raises(InvalidRequest):
-                    decode(body, Limits(), VOCABULARY)
+                    check(decode(body, Limits(max_candidates=10_000)), VOCABULARY)
                 assert begun == []
             cycles = [weakref.ref(Cycle()) for _ in range(COLLECT_OBJECTS)]
             await until(lambda: not any(cycle() for cycle in cycles))
             assert service.health().ready
         assert gc.isenabled()
         with pytest.raises(InvalidRequest):
-            decode(body, Limits(), VOCABULARY)
+            check(decode(body, Limits(max_candidates=10_000)), VOCABULARY)
         assert begun  # the check can fail
     finally:
         gc.callbacks.pop()

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.scheduling.batching import Batcher, Chunk, chunk_count
-from app.scheduling.job import Job
+from app.engine.batching import Batcher, Chunk, Job, chunk_count
 from app.settings import Batching
 from tests.app.bounds import bounded
 

@@ -1,0 +1,328 @@
+"""What requests may say, declared once: name, type, bounds, default, description and example of every field.
+
+msgspec prints the JSON Schema of these types for `/docs`, `explain` checks bodies by them, `tensors` has its names and bounds of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from app.request import explain
+from app.request.ids import MAX_ID, MAX_ID_DIGITS, are_ids
+
+MAX_TIME = 253_402_300_799  # the last second of the year 9999: milliseconds do not fit
+MAX_WEIGHT = 1e9
+MAX_ACTION_VALUE = 1e6
+MAX_SIZE = 2**63 - 1
+MOST_INPUTS = 22  # twice as many as there are, so that an unknown one is told by its place
+MOST_OUTPUTS = 5
+DEFAULT_K = 200
+ID_PATTERN = r"^(0|[1-9][0-9]{0,19})$"
+ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
+REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
+
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN, re.ASCII)
+
+
+def is_request_id(value: Any) -> bool:
+    """Whether a value may name a request: it goes into headers and logs as it is."""
+    return type(value) is str and _REQUEST_ID.fullmatch(value) is not None
+
+
+NAME_RULE = explain.fulfils(is_request_id, REQUEST_ID_RULE)
+
+
+def about(description: str, example: Any = None, default: Any = None) -> Meta:
+    """What `/docs` says of a field."""
+    return Meta(
+        description=description,
+        examples=None if example is None else [example],
+        extra_json_schema=None if default is None else {"default": default},
+    )
+
+
+def checked(rule: Any, *tensor: str, **bounds: Any) -> Meta:
+    """How a type is checked: `rule` makes the rule of a vocabulary; the bounds say it all where there is none. `tensor`: the datatype of
+    such values as a tensor, and what its last axis counts where they have one of their own."""
+    extra = {"rule": rule, "tensor": tensor}
+    return Meta(extra={name: value for name, value in extra.items() if value}, **bounds)
+
+
+_Integer = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_ID})]
+_Decimal = Annotated[
+    str, Meta(max_length=MAX_ID_DIGITS, extra_json_schema={"pattern": ID_PATTERN, "description": "decimal"})
+]
+Id = Annotated[_Integer | _Decimal, checked(lambda _: explain.rule((are_ids, ID_RULE)), "UINT64")]
+Surface = Annotated[int, checked(lambda vocabulary: explain.integer(0, vocabulary.product_surfaces - 1), "INT64", ge=0)]
+Time = Annotated[int, checked(None, "INT64", ge=0, le=MAX_TIME)]
+Count = Annotated[int, Meta(ge=1, extra_json_schema={"maximum": MAX_ID})]
+Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
+Dwell = Annotated[float, checked(None, "FP32", ge=0)]
+Actions = Annotated[
+    list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)]],
+    checked(explain.actions_taken(MAX_ACTION_VALUE), "FP32", "A"),
+]
+Weights = Annotated[
+    dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]],
+    checked(explain.by_action(-MAX_WEIGHT, MAX_WEIGHT), "FP64", "A"),
+]
+Names = Annotated[list[str], checked(explain.known_names)]
+Name = Annotated[str, checked(lambda _: NAME_RULE, max_length=128, extra_json_schema={"pattern": REQUEST_ID_PATTERN})]
+_NAME_OR_NONE = explain.fulfils(lambda value: value == "" or is_request_id(value), REQUEST_ID_RULE)
+OptionalName = Annotated[str, checked(lambda _: _NAME_OR_NONE)]
+
+
+def _short_text(least: int) -> Meta:
+    sentence = "must be a short text" + (" that is not empty" if least else "")
+    fits = explain.fulfils(lambda name: type(name) is str and least <= len(name) <= 100, sentence)
+    return checked(lambda _: fits, min_length=least or None, max_length=100)
+
+
+Topic = Annotated[str, _short_text(0)]
+NewTopic = Annotated[str, _short_text(1)]
+
+
+class Strict(Struct, forbid_unknown_fields=True):
+    """Unknown fields are errors, and so is `null`."""
+
+
+class Post(Strict):
+    """What a history item and a candidate have in common."""
+
+    post_id: Annotated[Id, about("Unsigned 64-bit id, echoed as it came. 0 is padding and carries no embedding.", 90)]
+    author_id: Annotated[Id, about("Unsigned 64-bit id, as an integer or a decimal string. 0 means unknown.", 7)]
+    product_surface: Annotated[
+        Surface | UnsetType,
+        about("Where the post is or was shown: an index below the checkpoint's number of surfaces.", 0, 0),
+    ] = UNSET
+
+
+class HistoryItem(Post):
+    """A post that the user has met before, and what the user did."""
+
+    actions: Annotated[
+        Actions | UnsetType,
+        about("Names of the actions taken, or name → value; a decimal string is an index.", ["favorite", "dwell"], []),
+    ] = UNSET
+    dwell_time: Annotated[
+        Dwell | UnsetType,
+        about("Seconds spent on the post; 0 where unknown. Checked and ignored without a dwell input.", 12.5, 0),
+    ] = UNSET
+
+
+class Candidate(Post):
+    """A post to score."""
+
+    created_at: Annotated[
+        Time | UnsetType,
+        about("Unix seconds; 0 where unknown. Checked and ignored without a post-age input.", 1779990000, 0),
+    ] = UNSET
+
+
+def _columns(item: type[Post]) -> Any:
+    """The array form of a post: the same fields in the same order, each a list. Optional ones may be left out whole."""
+    columns: list[Any] = []
+    required, many = explain.required_of(item), _any(list)
+    for name, hint in get_type_hints(item, include_extras=True).items():
+        *own, said = hint.__metadata__
+        kind = Annotated[(hint.__origin__, *own)] if own else get_args(hint.__origin__)[0]
+        entries = about(f"One entry an item. {said.description}", [said.examples[0]])
+        if name in required:
+            columns.append((name, Annotated[many[kind], entries]))
+        else:
+            columns.append((name, Annotated[many[kind] | UnsetType, entries], UNSET))
+    doc = {"__doc__": f"{item.__name__} in arrays of equal length: the fast form."}
+    return msgspec.defstruct(f"{item.__name__}Columns", columns, bases=(Strict,), namespace=doc)
+
+
+def _any(value: Any) -> Any:
+    return value
+
+
+HistoryColumns, CandidateColumns = _columns(HistoryItem), _columns(Candidate)
+History = Annotated[list[HistoryItem] | HistoryColumns, checked(explain.posts(HistoryItem, 0))]  # type: ignore[valid-type]
+Candidates = Annotated[
+    Annotated[list[Candidate], Meta(extra_json_schema={"minItems": 1})] | CandidateColumns,  # type: ignore[valid-type]
+    checked(explain.posts(Candidate, 1)),
+]
+
+
+class UserRequest(Strict, kw_only=True):
+    """Whom a request is for."""
+
+    user_id: Annotated[
+        Id, about("Unsigned 64-bit id, as an integer or a decimal string. 0 means anonymous.", "1868434417286410240")
+    ]
+    history: Annotated[
+        History | UnsetType,
+        about("Oldest → newest, in either form. Beyond the model's window the newest are kept.", default=[]),
+    ] = UNSET
+    impression_ts: Annotated[
+        Time | UnsetType,
+        about("Unix seconds from which ages are counted; 0 or missing: every age is unknown.", 1780000000, 0),
+    ] = UNSET
+    request_id: Annotated[Name | UnsetType, about("A name for this request, echoed and used in logs.")] = UNSET
+
+
+class RankRequest(UserRequest, kw_only=True):
+    """One user, that user's history, and the candidates to score."""
+
+    candidates: Annotated[
+        Candidates, about("The posts to score, at least one: a list of objects or one object of equal-length arrays.")
+    ]
+    reply: Annotated[
+        Literal["objects", "columns"] | UnsetType,
+        about("Form of the reply's `candidates`: objects, or arrays, which are shorter and faster.", default="objects"),
+    ] = UNSET
+    weights: Annotated[
+        Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
+    ] = UNSET
+    top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
+    actions_wanted: Annotated[
+        Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
+    ] = UNSET
+
+
+class ExplainRequest(RankRequest, kw_only=True):
+    """A request of /rank, and which of its candidates to explain."""
+
+    explain: Annotated[
+        list[Id],
+        Meta(min_length=1),
+        about("Post ids of candidates; where several have the same one, the first is meant.", [90]),
+    ]
+
+
+class RankBatch(Strict):
+    """Requests that are ranked together, each on its own terms."""
+
+    requests: Annotated[
+        list[RankRequest], Meta(min_length=1), about("A bare array of them is taken as well, and answered by one.")
+    ]
+
+
+class RetrieveRequest(UserRequest, kw_only=True):
+    """One user, that user's history, and which posts of the corpus may come back."""
+
+    k: Annotated[
+        Annotated[int, Meta(ge=1)] | UnsetType,
+        about("How many posts to return at most; fewer where the filters leave fewer.", default=DEFAULT_K),
+    ] = UNSET
+    exclude: Annotated[list[Id] | UnsetType, about("Posts that must not come back.", default=[])] = UNSET
+    exclude_history: Annotated[
+        bool | UnsetType, about("Whether the posts of the history are excluded as well.", default=True)
+    ] = UNSET
+    topics: Annotated[
+        Annotated[list[Topic], Meta(max_length=1000)] | UnsetType,
+        about("Posts of any of these topics alone. A name that the corpus does not have matches nothing."),
+    ] = UNSET
+    min_score: Annotated[
+        Annotated[float, Meta(ge=-1, le=1)] | UnsetType, about("Posts with this score or a higher one alone.")
+    ] = UNSET
+    max_age_seconds: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_TIME)] | UnsetType,
+        about("Posts created at most this long before `impression_ts`, which it needs; none of an unknown time."),
+    ] = UNSET
+
+
+class RecommendRequest(RetrieveRequest, kw_only=True):
+    """What to retrieve, and how the posts are then scored."""
+
+    weights: Annotated[
+        Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
+    ] = UNSET
+    top_k: Annotated[Count | UnsetType, about("Return this many of the retrieved posts; all when missing.")] = UNSET
+    actions_wanted: Annotated[
+        Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
+    ] = UNSET
+
+
+class Upsert(Strict):
+    """A post that comes into a corpus."""
+
+    post_id: Id
+    author_id: Id
+    created_at: Time | UnsetType = UNSET
+    topic: NewTopic | UnsetType = UNSET
+
+
+class Change(Strict):
+    """A change of a corpus."""
+
+    upsert: list[Upsert] | UnsetType = UNSET
+    delete: list[Id] | UnsetType = UNSET
+
+
+class InputParameters(Strict):
+    """Of a tensor whose data is binary."""
+
+    binary_data_size: Annotated[
+        Size, about("Bytes of its data behind the JSON: see `Inference-Header-Content-Length`.")
+    ]
+
+
+class InputTensor(Strict):
+    """One tensor of a request, by the name of its field in the array form of `/rank`."""
+
+    name: Annotated[str, about("Which one: `GET /v2/models/{name}` lists them.", "candidates.post_id")]
+    datatype: Annotated[str, about("`UINT64`, `INT64`, `FP32` or `FP64`, as the metadata says.", "UINT64")]
+    shape: Annotated[list[Size], about("As the metadata says, with this request's sizes.", [2])]
+    parameters: Annotated[InputParameters | UnsetType, about("Only for binary data.")] = UNSET
+    data: Annotated[
+        Annotated[list[Any], Meta(extra_json_schema={"items": {}})] | UnsetType,
+        about("The values in row-major order, flat or nested; only without binary data."),
+    ] = UNSET
+
+
+class OutputParameters(Strict):
+    """Of a wanted output."""
+
+    binary_data: Annotated[bool | UnsetType, about("Whether its data is to be binary.", default=False)] = UNSET
+
+
+class WantedOutput(Strict):
+    """One tensor that the caller wants."""
+
+    name: Annotated[str, about("`post_id`, `score`, `rank`, `probabilities` or `continuous`.", "score")]
+    parameters: Annotated[OutputParameters | UnsetType, about("How it is to be sent.")] = UNSET
+
+
+class InferParameters(Strict):
+    """What is no tensor; the fields of `/rank` of the same name. Names are separated by commas."""
+
+    actions: Annotated[
+        str | UnsetType,
+        about("What the columns of `history.actions` and `weights` are; the checkpoint's when missing."),
+    ] = UNSET
+    actions_wanted: Annotated[
+        str | UnsetType, about("Which actions' probabilities to return; all of them when missing.")
+    ] = UNSET
+    top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
+    impression_ts: Annotated[Time | UnsetType, about("Unix seconds from which ages are counted.", default=0)] = UNSET
+    timeout: Annotated[Size | UnsetType, about("Microseconds that the caller waits.")] = UNSET
+    binary_data_output: Annotated[bool | UnsetType, about("Whether all outputs are to be binary.", default=False)] = (
+        UNSET
+    )
+
+
+class InferRequest(Strict):
+    """A request as tensors."""
+
+    inputs: Annotated[
+        list[InputTensor],
+        Meta(max_length=MOST_INPUTS),
+        about("`user_id`, `candidates.post_id` and `candidates.author_id` are required."),
+    ]
+    outputs: Annotated[
+        Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | UnsetType, about("All of them when missing.")
+    ] = UNSET
+    id: Annotated[
+        OptionalName | UnsetType,
+        about("A name for this request, echoed in the reply and used in logs."),
+    ] = UNSET
+    parameters: Annotated[InferParameters | UnsetType, about("What is no tensor.")] = UNSET
