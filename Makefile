@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 LOCKS := $(addprefix docker/,requirements.lock torch-cpu.lock torch-cuda.lock development.lock)
 # An index with the build of torch to install: https://pypi.org/simple has the one for CUDA. Empty: as the machine is.
 TORCH_INDEX ?=
-PORT ?= 8000
-HOST ?= 127.0.0.1
-CHECKPOINT ?= weights/demo
+# What is set in the environment for the service comes before the defaults here.
+PORT ?= $(or $(RANKER_PORT),8000)
+HOST ?= $(or $(RANKER_HOST),127.0.0.1)
+CHECKPOINT ?= $(or $(RANKER_CHECKPOINT),weights/demo)
 # What /retrieve and /recommend serve: what is set in the environment; else the demo's towers and posts with the demo, and nothing with
 # another checkpoint.
 DEMO = $(filter weights/demo,$(CHECKPOINT))

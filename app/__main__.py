@@ -9,9 +9,10 @@ import sys
 
 import structlog
 
+from app.environment import load_settings
 from app.exits import EXIT_USAGE
 from app.fronts.role import Role
-from app.settings import Settings, SettingsProblem, load_settings
+from app.settings import Settings, SettingsProblem
 from app.telemetry import logs
 
 

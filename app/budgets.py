@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app.settings import Settings
+from app.telemetry.sink import BUFFER_BYTES
 from model.config import ModelConfig
 
 MAX_CHANGED, MAX_CHANGE_VALUES = (
@@ -16,6 +17,17 @@ VALUE_BYTES = 256  # a JSON value, typed and plain
 CANDIDATE_BYTES = 256  # an admitted candidate: ids as sent and as numbers, its scores
 REQUEST_BYTES = 2**14  # an admitted request beside its candidates and history
 
+BACKLOG = 2048  # connections that may wait to be accepted
+MAX_HEADER_BYTES = 32_768  # of all headers of a request
+EXCLUDED_IDS = 2**20  # post ids that all searches which wait exclude, by name or as history
+CHANGES = 4  # of posts that wait or are made: they are made one by one
+SCAN_REQUESTS = 32  # searches that share one scan of the corpus
+USER_VECTOR_BYTES = 16 * 2**20  # of user vectors seen before
+EXPLANATIONS = 1  # computed at once, so that they never crowd out ranking
+MAX_EXPLAINED = 32  # candidates of one request
+MAX_EXPLAINED_EVENTS = 256  # newest history items that an explanation leaves out one by one
+SHADOW_WAITING = 16  # answered requests that wait to be scored by the second checkpoint
+CALL_CONNECTIONS = 256  # over gRPC
 POST_BYTES = 512  # a post that is found or changed: its columns, its topic, its part of a reply
 CALL_COPIES = 3  # of a message over gRPC: as it comes, as bytes, as tensors
 CALL_AHEAD_BYTES = 16 * 1024  # what a client may send of a call before anybody has looked at it
@@ -62,7 +74,7 @@ def shared_rest_seconds(held_seconds: float, resting: int) -> float:
 
 def calls_of_a_connection(settings: Settings) -> int:
     """Most calls over gRPC on one connection: a quarter of all, so that no caller takes every place with one."""
-    return max(1, settings.grpc.max_calls // 4)
+    return max(1, settings.batching.max_requests // 4)
 
 
 def attention_bytes(config: ModelConfig, candidates: int) -> int:
@@ -76,33 +88,29 @@ def attention_bytes(config: ModelConfig, candidates: int) -> int:
     return 4 * (logits + activations + 2 * rows)
 
 
-def _explanation_bytes(settings: Settings, config: ModelConfig, reply: int) -> int:
+def _explanation_bytes(config: ModelConfig, reply: int) -> int:
     """Of one explanation: attention, the scores of all its contexts, and its reply, of 24 letters a number."""
-    wanted = settings.explore
-    events = min(config.history_length, wanted.max_events)
-    numbers = wanted.max_candidates * (
-        (events + 4) * (1 + config.actions) + config.layers * (3 * config.query_heads + events)
-    )
-    scores = wanted.max_candidates * (events + 3) * reply
-    return attention_bytes(config, wanted.max_candidates) + scores + 24 * numbers
+    events = min(config.history_length, MAX_EXPLAINED_EVENTS)
+    numbers = MAX_EXPLAINED * ((events + 4) * (1 + config.actions) + config.layers * (3 * config.query_heads + events))
+    scores = MAX_EXPLAINED * (events + 3) * reply
+    return attention_bytes(config, MAX_EXPLAINED) + scores + 24 * numbers
 
 
 def _retrieval_bytes(settings: Settings, towers: ModelConfig, posts: int, token: int) -> int:
     """Of searches: contexts and excluded ids of those that wait, the rows that a batch may see, what is found, user vectors seen before."""
-    limits, searches = settings.limits, settings.retrieval
-    batch = searches.batch_requests
-    waiting = (searches.max_waiting + batch) * (REQUEST_BYTES + (1 + towers.history_length) * token)
+    batch = SCAN_REQUESTS
+    waiting = (settings.queue.max_requests // 4 + batch) * (REQUEST_BYTES + (1 + towers.history_length) * token)
     masks = (batch * posts) // 8 + 2 * posts
     found = (
         batch + 2
-    ) * limits.max_retrieved + settings.queue.max_candidates  # and rendered, and waiting for their scores
-    return waiting + 8 * settings.budgets.excluded_ids + masks + found * POST_BYTES + searches.cache_bytes
+    ) * settings.limits.max_retrieved + settings.queue.max_candidates  # and rendered, and waiting for their scores
+    return waiting + 8 * EXCLUDED_IDS + masks + found * POST_BYTES + USER_VECTOR_BYTES
 
 
 def _shadow_bytes(settings: Settings, token: int, tokens: int, reply: int) -> int:
     """Of a second checkpoint: requests that wait for it with their scores, one that it scores, and its context cache."""
     one = REQUEST_BYTES + tokens * token + settings.limits.max_candidates * (CANDIDATE_BYTES + reply)
-    return (settings.shadow.max_waiting + 2) * one + settings.cache.host_bytes
+    return (SHADOW_WAITING + 2) * one + settings.cache.host_bytes
 
 
 def most_bytes(
@@ -112,26 +120,26 @@ def most_bytes(
 
     `towers` and the number of posts are those of retrieval, where it serves.
     """
-    limits, queue, budgets, batching = settings.limits, settings.queue, settings.budgets, settings.batching
+    limits, queue, batching = settings.limits, settings.queue, settings.batching
     token = 40 + 4 * config.actions
     reply = 128 + 14 * config.actions + 48 * config.continuous_actions  # of one candidate
     parts = {
-        "connections": budgets.connections * (CONNECTION_BYTES + settings.connections.max_header_bytes + WRITE_HIGH_BYTES),
-        "bodies": 2 * budgets.body_bytes,  # in pieces, and in one
+        "connections": settings.budgets.connections * (CONNECTION_BYTES + MAX_HEADER_BYTES + WRITE_HIGH_BYTES),
+        "bodies": 2 * limits.buffered_bytes,  # in pieces, and in one
         "parsing": limits.max_body_bytes + limits.max_values * VALUE_BYTES,  # one at a time
         "queue": queue.max_requests * REQUEST_BYTES + queue.max_candidates * CANDIDATE_BYTES + queue.max_context_tokens * token,
-        "batches": (budgets.batch_candidates + 2 * limits.max_batch_candidates) * reply,
-        "replies": budgets.reply_bytes + 2 * (batching.max_candidates + limits.max_candidates) * reply,
+        "batches": (limits.batch_candidates + 2 * limits.max_batch_candidates) * reply,
+        "replies": limits.buffered_bytes + 2 * (batching.max_candidates + limits.max_candidates) * reply,
         "retrieval": 0 if towers is None else _retrieval_bytes(settings, towers, posts, token),
         "changes": 0 if towers is None or settings.admin.port is None
-        else budgets.changes * MAX_CHANGED * (POST_BYTES + 8 * towers.width) + MAX_CHANGE_VALUES * VALUE_BYTES,
+        else CHANGES * MAX_CHANGED * (POST_BYTES + 8 * towers.width) + MAX_CHANGE_VALUES * VALUE_BYTES,
         "grpc": 0 if settings.grpc.port is None
-        else settings.grpc.max_calls * CALL_COPIES * limits.max_body_bytes
-        + settings.grpc.max_connections * calls_of_a_connection(settings) * CALL_AHEAD_BYTES,
-        "explanations": settings.explores * settings.explore.concurrent * _explanation_bytes(settings, config, reply),
+        else batching.max_requests * CALL_COPIES * limits.max_body_bytes
+        + CALL_CONNECTIONS * calls_of_a_connection(settings) * CALL_AHEAD_BYTES,
+        "explanations": settings.explores * EXPLANATIONS * _explanation_bytes(config, reply),
         "second": 0 if settings.shadow.checkpoint is None
         else _shadow_bytes(settings, token, 1 + config.history_length, reply),
         "cache": settings.cache.host_bytes,
-        "log": settings.logs.buffer_bytes,
+        "log": BUFFER_BYTES,
     }  # fmt: skip
     return parts | {"total": sum(parts.values())}

@@ -8,7 +8,7 @@ from app.http.admin import create_admin_app
 from app.http.application import Application, create_app, create_probe_app
 from app.interface import Reloads, Service
 from app.server.process import Other, Port, RankingServer
-from app.settings import Settings, SettingsProblem
+from app.settings import ADMIN_HOST, Settings, SettingsProblem
 
 
 def build_server(
@@ -22,7 +22,7 @@ def build_server(
         ports.append(Port(settings.probes.host, settings.probes.port, probes.endpoint_of, False))
     if settings.admin.port is not None:
         admin = create_admin_app(settings.admin, reloads, service)
-        ports.append(Port(settings.admin.host, settings.admin.port, admin.endpoint_of, False))
+        ports.append(Port(ADMIN_HOST, settings.admin.port, admin.endpoint_of, False))
     others = [] if settings.grpc.port is None else [create_grpc_server(app, settings)]
     return kind(ports, service, reloads, settings, others, app.close)
 

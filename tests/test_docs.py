@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from app.settings import names
+from app.environment import GONE, names
 from loadtest.__main__ import cli
 from weights.commands.checkpoints import app
 
@@ -73,9 +73,10 @@ def missing_commands(text: str, page: Path) -> Iterator[str]:
 
 
 def missing_settings(text: str, page: Path) -> Iterator[str]:
-    """`RANKER_GROUP__NAME`, with or without the prefix; `GROUP__…` stands for a group."""
+    """`RANKER_GROUP__NAME`, with or without the prefix; `GROUP__…` stands for a group. A decision may name a setting that is gone."""
+    gone = [f"RANKER_{name}" for name in GONE] if page.parent.name == "decisions" else []
     for name in re.findall(r"\bRANKER_[A-Z0-9_]+|\b[A-Z]+__[A-Z0-9_]*", code(text)):
-        if not any(known.startswith(f"RANKER_{name.removeprefix('RANKER_')}") for known in names()):
+        if not any(known.startswith(f"RANKER_{name.removeprefix('RANKER_')}") for known in [*names(), *gone]):
             yield name
 
 

@@ -64,7 +64,7 @@ def chunk_count(candidates: int, batching: Batching) -> int:
 def forwards_of(requests: int, candidates: int, context_tokens: int, batching: Batching) -> float:
     """How many full forwards this much work makes."""
     return max(
-        requests / (batching.max_requests if batching.enabled else 1),
+        requests / batching.max_requests,
         candidates / batching.max_candidates,
         context_tokens / batching.max_context_tokens,
     )
@@ -80,7 +80,6 @@ class Batcher(Generic[JobT]):
     def __init__(self, batching: Batching) -> None:
         self.batching = batching
         self.candidates = 0
-        self._most_requests = batching.requests
         self._queues: dict[str | None, dict[JobT, None]] = {}  # dicts keep order and forget a cancelled job at once
         self._served: dict[str | None, int] = {}
         self._floor = 0
@@ -124,7 +123,7 @@ class Batcher(Generic[JobT]):
     def window_end(self) -> float:
         """Until when a busy engine lets the next forward grow; the past where that is full, or the queue empty."""
         batching = self.batching
-        full = self._length >= self._most_requests or self.candidates >= batching.max_candidates
+        full = self._length >= batching.max_requests or self.candidates >= batching.max_candidates
         if full or not self._length or not batching.window_seconds:
             return float("-inf")
         return (self.oldest() or 0.0) + batching.window_seconds
@@ -139,7 +138,7 @@ class Batcher(Generic[JobT]):
     def _fill(self) -> list[Chunk[JobT]]:
         chunks: list[Chunk[JobT]] = []
         candidates, tokens = self.batching.max_candidates, self.batching.max_context_tokens
-        while self._queues and len(chunks) < self._most_requests:
+        while self._queues and len(chunks) < self.batching.max_requests:
             key = min(self._queues, key=self._served.__getitem__)
             chunk = self._next_chunk(next(iter(self._queues[key])))
             size = chunk.stop - chunk.start

@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from app.budgets import USER_VECTOR_BYTES
 from app.interface import ServedModel, ServedRetrieval
 from app.settings import Settings
 from model.create import EngineOptions, create_engine, find_device
@@ -217,15 +218,16 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
             structlog.get_logger("app").warning(
                 "change_log_cut", log=str(log.path), passed_over_bytes=log.passed_over, changes=len(changes)
             )
-        options = RetrievalOptions(
-            settings.retrieval.dtype,
-            "torch" if settings.backend == "dense" else settings.backend,
-            settings.retrieval.cache_bytes,
-            settings.threads,
-            settings.vectors,
+        options = engine_options(settings)
+        found = RetrievalOptions(
+            "auto",
+            "torch" if options.backend == "dense" else options.backend,
+            USER_VECTOR_BYTES,
+            options.threads,
+            options.vectors,
             device=find_device(settings.device).type,
         )
-        engine = RetrievalEngine(encoder.towers, stored.corpus, options)
+        engine = RetrievalEngine(encoder.towers, stored.corpus, found)
         engine.warm_up()
         for change in changes:
             engine.change(change)
@@ -247,9 +249,9 @@ def engine_options(settings: Settings) -> EngineOptions:
     return EngineOptions(
         device=settings.device,
         dtype=settings.dtype,
-        backend=settings.backend,
+        backend="native" if settings.backend == "native-avx2" else settings.backend,
         candidate_positions=settings.candidate_positions,
         cache_bytes=settings.cache.bytes,
         threads=settings.threads,
-        vectors=settings.vectors,
+        vectors="avx2" if settings.backend == "native-avx2" else "auto",
     )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from app.errors import EngineDown
 from app.fronts import frames
 from app.fronts.link import Link
-from app.fronts.uplink import Asked
+from app.fronts.uplink import Asked, Uplink
 from app.interface import Done, Ranked, ServedModel
 from model.inputs import Candidates, Context
-
-if TYPE_CHECKING:
-    from app.fronts.remote import RemoteService
 
 ENDED = "The engine process has ended."
 
@@ -31,15 +29,26 @@ class Version:
 
 
 class Place(Asked):
-    """`interface.Ticket`: a request that is first prepared, then sent, at last answered or released."""
+    """`interface.Ticket`: a request that is first prepared, then sent, at last answered or released.
 
-    __slots__ = ("again", "candidates", "done", "key", "number", "service", "version", "waits")
+    `sent` is called once for each: when it is sent, or released before that.
+    """
+
+    __slots__ = ("again", "candidates", "done", "key", "number", "sent", "uplink", "version", "waits")
 
     def __init__(
-        self, service: RemoteService, version: Version, deadline: float, key: str | None, again: bool, waits: bool
+        self,
+        uplink: Uplink,
+        version: Version,
+        sent: Callable[[Version], None],
+        deadline: float,
+        key: str | None,
+        again: bool,
+        waits: bool,
     ) -> None:
         super().__init__(deadline)
-        self.service = service
+        self.uplink = uplink
+        self.sent = sent
         self.version = version
         self.key = key
         self.again = again
@@ -51,7 +60,7 @@ class Place(Asked):
         """As `Service.rank`."""
         if self.number:
             raise ValueError("this ticket was used before")
-        uplink, version = self.service.uplink, self.version
+        uplink, version = self.uplink, self.version
         self.candidates, self.done = len(candidates), done
         self.number = number = uplink.expect(self)
         if version.link is not uplink.link:  # lost since this was admitted
@@ -64,15 +73,15 @@ class Place(Asked):
                 words, floats, self.again, self.waits, context.is_kept, candidates.first_slot,
             )
         )  # fmt: skip
-        self.service.is_sent(version)
+        self.sent(version)
 
     def release(self) -> None:
         """Free the place and drop what is not computed; a second time does nothing."""
         if self.number > 0:
-            self.service.uplink.forget(self.number)
+            self.uplink.forget(self.number)
         elif self.number == 0:
             self.number = -1
-            self.service.is_sent(self.version)
+            self.sent(self.version)
 
     def read(self, frame: Any) -> Ranked:
         """Raises ValueError for what is no such answer."""

@@ -40,10 +40,10 @@ class RemoteService:
         self.settings = settings
         self.metrics = metrics
         self.clock = time.monotonic
-        self.retrieval = RemoteRetrieval(self)
         self.on_fatal: Callable[[str], None] = lambda reason: None  # nothing here is fatal: the supervisor decides
         self.linked = asyncio.Event()  # the engine process has said how it is
         self.uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
+        self.retrieval = RemoteRetrieval(self.uplink, is_wanted=settings.retrieval.checkpoint is not None)
         self._versions: list[Version] = []  # that may still be asked for
         self._first: Version | None = None
         self._second: Version | None = None
@@ -170,7 +170,7 @@ class RemoteService:
         self._check_able()
         version = self._version(model)
         deadline = self.clock() + self.settings.deadline.default_seconds if deadline is None else deadline
-        return Place(self, version, deadline, key, again, waits)
+        return Place(self.uplink, version, self._is_sent, deadline, key, again, waits)
 
     def _check_able(self) -> None:
         if self._refusing:
@@ -201,7 +201,7 @@ class RemoteService:
         assert isinstance(ticket, Place)
         ticket.send(context, candidates, done)
 
-    def is_sent(self, version: Version) -> None:
+    def _is_sent(self, version: Version) -> None:
         """For a place: there is one request less to come on this model."""
         version.unsent -= 1
         self._leave(version)

@@ -11,6 +11,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from app.budgets import MAX_EXPLAINED
 from app.errors import InternalError, Overloaded, ServiceError, told
 from app.fronts import frames
 from app.fronts.models import Front, Models
@@ -87,7 +88,7 @@ class Requests:
         model, number = self._models.ranking(frame.model), frame.id
         if model is None or number in front.tickets:
             raise ValueError("a question on no model, or of a number that another has")
-        if frame.candidates > self._service.settings.explore.max_candidates:
+        if frame.candidates > MAX_EXPLAINED:
             raise ValueError("attention of more candidates than an explanation may have")
         asked = frames.inputs_of(frame, model.manifest.config)
         answer = self._attention(front, number, self._service.attention(model, *asked, frame.deadline))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +16,13 @@ from model.retrieval.inputs import Filters, PostChange, PostRows, Query, Retriev
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
-if TYPE_CHECKING:
-    from app.fronts.remote import RemoteService
-
 
 class RemoteRetrieval:
     """All methods belong to the event loop."""
 
-    def __init__(self, service: RemoteService) -> None:
-        self.service = service
+    def __init__(self, uplink: Uplink, *, is_wanted: bool) -> None:
+        self.uplink = uplink
+        self._is_wanted = is_wanted  # by the settings
         self._served: ServedRetrieval | None = None
         self._number = 0
 
@@ -32,8 +30,7 @@ class RemoteRetrieval:
     def served(self) -> ServedRetrieval:
         """What serves new requests. Raises CorpusNotLoaded."""
         if self._served is None:
-            is_wanted = self.service.settings.retrieval.checkpoint is not None
-            detail, seconds = ("The corpus is being loaded.", 2.0) if is_wanted else (None, None)
+            detail, seconds = ("The corpus is being loaded.", 2.0) if self._is_wanted else (None, None)
             raise CorpusNotLoaded(detail, retry_after_seconds=seconds)
         return self._served
 
@@ -43,7 +40,7 @@ class RemoteRetrieval:
         manifests = Manifest.from_json(frame.manifest), CorpusManifest.from_json(frame.posts)
         self._served = ServedRetrieval(*manifests, frame.hidden, frame.duplicates, frame.notes)
         if old:
-            self.service.uplink.send(frames.Left(old))
+            self.uplink.send(frames.Left(old))
 
     def lose(self) -> None:
         """The engine process has ended."""
@@ -55,8 +52,8 @@ class RemoteRetrieval:
         """As `interface.Retrieval.retrieve`; whether there is room is decided by the engine process."""
         if served is not self._served:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
-        place = SearchPlace(self.service.uplink, deadline, done)
-        self.service.uplink.send(search_frame(place.number, self._number, query, deadline, key))
+        place = SearchPlace(self.uplink, deadline, done)
+        self.uplink.send(search_frame(place.number, self._number, query, deadline, key))
         return place
 
     async def change(self, change: PostChange) -> Changed:
@@ -71,12 +68,12 @@ class RemoteRetrieval:
 
     async def reload(self, checkpoint: str | None, corpus: str | None) -> ServedRetrieval:
         """As `interface.Reloads.reload_retrieval`, by names below the root."""
-        told = await self.service.uplink.ask(frames.Reload, None, (checkpoint, corpus))
+        told = await self.uplink.ask(frames.Reload, None, (checkpoint, corpus))
         raise_failure(told)
         return self.served
 
     async def _changed(self, kind: Any, *fields: Any) -> Changed:
-        told = await self.service.uplink.ask(kind, *fields)
+        told = await self.uplink.ask(kind, *fields)
         raise_failure(told)
         return Changed(self.served.corpus, told.posts, told.changes, told.deleted)
 

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import structlog
 
+from app.budgets import BACKLOG
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START, EXIT_USAGE
 from app.fronts.role import Role
 from app.settings import Settings
@@ -99,14 +100,14 @@ class Supervisor:
     def _listen(self) -> bool:
         numbers = range(1, self.settings.fronts + 1)
         self._listening = {number: [] for number in numbers}
-        grpc = self.settings.grpc
-        for host, port in [*self.settings.addresses(), *([(grpc.host, grpc.port)] if grpc.port else [])]:
+        grpc = self.settings.host, self.settings.grpc.port or 0
+        for host, port in [*self.settings.addresses(), *([grpc] if grpc[1] else [])]:
             try:
                 found = _free(host, port)
-                if (host, port) == (grpc.host, grpc.port):
+                if (host, port) == grpc:
                     continue  # gRPC takes no socket that is there already: each front listens by itself
                 for number in numbers:
-                    self._listening[number].append(_listener(host, found, self.settings.connections.backlog))
+                    self._listening[number].append(_listener(host, found, BACKLOG))
             except OSError as error:
                 log.error("cannot_listen", host=host, port=port, reason=error.strerror)
                 return False

@@ -54,7 +54,7 @@ class AdminAuth:
     def __init__(self, settings: Admin) -> None:
         assert settings.token_sha256 is not None  # the settings insist on it
         self._digest = bytes.fromhex(settings.token_sha256.get_secret_value())
-        self._hosts = {*LOOPBACK, settings.host, f"[{settings.host}]"}
+        self._hosts = set(LOOPBACK)
 
     def check(self, headers: Headers) -> None:
         """Raises NotFound for a forged Host, which a browser on a hostile page would send, and Unauthorized."""

@@ -119,10 +119,10 @@ def create_app(settings: Settings, service: Service) -> Application:
         "/rank": RankEndpoint(ranking, recorder),
         "/retrieve": PostsEndpoint(ranking, recorder, settings, "/retrieve", RetrieveCall),
         "/recommend": PostsEndpoint(ranking, recorder, settings, "/recommend", RecommendCall),
-        "/rank/batch": BatchEndpoint(ranking, recorder, settings.batching, settings.budgets),
+        "/rank/batch": BatchEndpoint(ranking, recorder, settings.batching),
     }
     if settings.explores:
-        endpoints["/explain"] = ExplainEndpoint(ranking, recorder, settings.batching, settings.explore)
+        endpoints["/explain"] = ExplainEndpoint(ranking, recorder, settings.batching, settings.deadline.default_seconds)
     return Application(service, recorder, fastapi, tracer, endpoints, ranking, settings.drain.timeout_seconds)
 
 

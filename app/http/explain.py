@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from app.budgets import Budget
+from app.budgets import EXPLANATIONS, MAX_EXPLAINED, MAX_EXPLAINED_EVENTS, Budget
 from app.errors import Overloaded
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall, timings_ms
 from app.http.headers import BATCH, check_accept
@@ -27,7 +27,7 @@ from app.request.explanation import Question
 from app.request.reply import ReplyFormat
 from app.request.validate import check_explain
 from app.request.wires import JSON
-from app.settings import Batching, Explore
+from app.settings import Batching
 from app.telemetry.exchange import Exchange
 from model.inputs import Candidates, Context, Scores
 
@@ -48,13 +48,13 @@ class Asked:
 class ExplainEndpoint(Endpoint):
     """Each context is a request of its own to the ranker, with a place in the queue like any other."""
 
-    def __init__(self, ranking: Ranking, recorder: Recorder, batching: Batching, explore: Explore) -> None:
+    def __init__(self, ranking: Ranking, recorder: Recorder, batching: Batching, default_seconds: float) -> None:
         super().__init__(recorder, "/explain", ranking.limits.max_body_bytes)
         self.ranking = ranking
         self.service = ranking.service
         self.batching = batching
-        self.explore = explore
-        self.running = ranking.metrics.watch_budget("explanations", Budget(explore.concurrent))
+        self.default_seconds = default_seconds
+        self.running = ranking.metrics.watch_budget("explanations", Budget(EXPLANATIONS))
 
     def begin(self, headers: Fields, reply: Reply) -> Call:
         """As `Endpoint.begin`."""
@@ -70,7 +70,7 @@ class ExplainEndpoint(Endpoint):
     def ask(self, raw: bytes | bytearray, terms: Terms, exchange: Exchange) -> Asked:
         """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
         ranking, started = self.ranking, time.perf_counter()
-        limits, most = ranking.limits, self.explore.max_candidates
+        limits, most = ranking.limits, MAX_EXPLAINED
         body = ranking.decode(lambda _: decode(raw, limits, explain=most), exchange, terms.wanted).typed
         model = ranking.arms.model(body.user_id, terms.wanted)
         vocabulary, form = ranking.words_of(model.manifest)
@@ -80,12 +80,12 @@ class ExplainEndpoint(Endpoint):
         config = model.manifest.config
         if request.history_length > config.history_length:
             ranking.metrics.history_truncated.inc()
-        until = self.service.clock() + self.explore.deadline_seconds
+        until = self.service.clock() + self.default_seconds
         exchange.stages["parse"] = time.perf_counter() - started
         return Asked(
             model,
             form,
-            Question.of(request, explained, config, self.explore.max_events),
+            Question.of(request, explained, config, MAX_EXPLAINED_EVENTS),
             until if terms.deadline is None else min(until, terms.deadline),
         )
 

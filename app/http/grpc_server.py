@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import orjson
 
-from app.budgets import CALL_AHEAD_BYTES, calls_of_a_connection
+from app.budgets import CALL_AHEAD_BYTES, CALL_CONNECTIONS, MAX_HEADER_BYTES, calls_of_a_connection
 from app.errors import BadRequest, RequestTimeout, ServiceError
 from app.http.arms import named
 from app.http.headers import Headers, timeout_seconds_of
@@ -62,7 +62,7 @@ class InferenceServer:
         self.recorder = Recorder(recorder.metrics, ROUTES, recorder.request_log, recorder.tracer)
         self.settings = settings
         self.patience_seconds = min(settings.connections.stall_seconds, settings.connections.body_seconds)
-        self.host = settings.grpc.host
+        self.host = settings.host
         self.port = 0
         self._server: Any = None
 
@@ -77,16 +77,16 @@ class InferenceServer:
                 ),  # and once inflated: since 1.85 at least
                 ("grpc.max_concurrent_streams", calls_of_a_connection(settings)),  # further ones wait, or are reset
                 # else a client that keeps to it is refused as well: calls that are answered count until all of them is freed
-                ("grpc.http2.max_deallocating_streams", settings.grpc.max_calls),
+                ("grpc.http2.max_deallocating_streams", settings.batching.max_requests),
                 ("grpc.http2.settings_timeout", GREETING_MS),  # also for one who says nothing at all
                 ("grpc.http2.lookahead_bytes", CALL_AHEAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),  # it would let a fast client send megabytes of each call
-                ("grpc.max_allowed_incoming_connections", settings.grpc.max_connections),
-                ("grpc.max_metadata_size", settings.connections.max_header_bytes),
+                ("grpc.max_allowed_incoming_connections", CALL_CONNECTIONS),
+                ("grpc.max_metadata_size", MAX_HEADER_BYTES),
                 ("grpc.max_connection_idle_ms", round(settings.connections.keep_alive_seconds * 1000)),
                 ("grpc.so_reuseport", int(settings.fronts > 0)),  # the supervisor has looked whether the port is free
             ],
-            maximum_concurrent_rpcs=settings.grpc.max_calls,
+            maximum_concurrent_rpcs=settings.batching.max_requests,
         )
         answers = (self._live, self._ready, self._metadata, self._model_ready, self._model_metadata, self._infer)
         handlers = {

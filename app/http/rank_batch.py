@@ -20,7 +20,7 @@ from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
 from app.request.body import BatchDecoder
 from app.request.wires import JSON, OBJECTS
-from app.settings import Batching, Budgets
+from app.settings import Batching
 from app.telemetry.exchange import Exchange
 
 JSON_HEADER = (b"content-type", JSON)
@@ -41,12 +41,12 @@ class Ended(NamedTuple):
 class BatchEndpoint(Endpoint):
     """Several requests. One that fails carries its own problem, and each that does not names its model."""
 
-    def __init__(self, ranking: Ranking, recorder: Recorder, batching: Batching, budgets: Budgets) -> None:
+    def __init__(self, ranking: Ranking, recorder: Recorder, batching: Batching) -> None:
         super().__init__(recorder, "/rank/batch", ranking.limits.max_body_bytes)
         self.ranking = ranking
         self.batching = batching
         self.decoder = BatchDecoder(ranking.limits.max_batch_requests)
-        self.candidates = ranking.metrics.watch_budget("batch_candidates", Budget(budgets.batch_candidates))
+        self.candidates = ranking.metrics.watch_budget("batch_candidates", Budget(ranking.limits.batch_candidates))
 
     def begin(self, headers: Fields, reply: Reply) -> Call:
         """As `Endpoint.begin`."""

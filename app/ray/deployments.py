@@ -10,9 +10,10 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
+from app.environment import load_settings
 from app.ray.ingress import Ingress
 from app.ray.replica import Replica
-from app.settings import Settings, load_settings
+from app.settings import Settings
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 VIRTUAL_NODES = (

@@ -27,7 +27,7 @@ from collections import deque
 from enum import Enum, auto
 from typing import cast
 
-from app.budgets import WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
+from app.budgets import MAX_HEADER_BYTES, WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
 from app.server.cycle import Cycle, Routes
 from app.server.deadline import Arrival, Deadline
 from app.server.leftover import Leftover
@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """As `asyncio.Protocol`."""
         transport = self.transport = cast(asyncio.Transport, transport)
-        self.reader = Reader(self, self.hosts, self.limits.max_header_bytes)
+        self.reader = Reader(self, self.hosts, MAX_HEADER_BYTES)
         self.write = transport.write
         self.observer.open.add(self)
         self.leftover = Leftover(self.loop, transport, self.deadline, self._cut)

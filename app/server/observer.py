@@ -7,8 +7,10 @@ from typing import Protocol
 
 from app.budgets import Budget
 from app.server.patience import Refusals
-from app.settings import Budgets
+from app.settings import Settings
 from app.telemetry.metrics import Metrics
+
+HELD_REFUSALS = 1024  # most 429s that wait because their callers sent again within a second of the last one
 
 
 class Reader(Protocol):
@@ -26,16 +28,16 @@ class Reader(Protocol):
 class Observer:
     """Belongs to the event loop."""
 
-    def __init__(self, metrics: Metrics, budgets: Budgets, held_refusals: int) -> None:
+    def __init__(self, metrics: Metrics, settings: Settings) -> None:
         self.draining = False
         self.resting = 0  # connections, whose next requests wait for those of others
         self.open: set[Reader] = set()
         self.date = b""  # a header line, written anew by `tick`
         self.tick()
-        self.refusals = Refusals(held_refusals, metrics)
-        self.connections = metrics.watch_budget("connections", Budget(budgets.connections))
-        self.body_bytes = metrics.watch_budget("body_bytes", Budget(budgets.body_bytes))
-        self.reply_bytes = metrics.watch_budget("reply_bytes", Budget(budgets.reply_bytes))
+        self.refusals = Refusals(HELD_REFUSALS, metrics)
+        self.connections = metrics.watch_budget("connections", Budget(settings.budgets.connections))
+        self.body_bytes = metrics.watch_budget("body_bytes", Budget(settings.limits.buffered_bytes))
+        self.reply_bytes = metrics.watch_budget("reply_bytes", Budget(settings.limits.buffered_bytes))
         self._closed = metrics.connections_closed
         self._unsent: dict[Reader, int] = {}  # by connection, the one that was paused first in front
 

@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 import structlog
 import uvloop
 
+from app.budgets import BACKLOG
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
 from app.interface import Reloads, Service
 from app.server.connection import Connection
@@ -99,7 +100,7 @@ class RankingServer:
         self.reloads = reloads
         self.ports = ports
         self.others = others
-        self.observer = Observer(service.metrics, settings.budgets, settings.connections.held_refusals)
+        self.observer = Observer(service.metrics, settings)
         self.should_exit = self.started = False
         self.exit_code = 0
         self.listeners: list[Listener] = []
@@ -249,9 +250,8 @@ class RankingServer:
             hosts=Hosts(self.settings.names_of(port.host, is_main=port.is_counted)),
             is_counted=port.is_counted,
         )
-        backlog = self.settings.connections.backlog
         try:
-            listener = Listener(port.host, port.port, backlog=backlog, protocol=protocol, given=given)
+            listener = Listener(port.host, port.port, backlog=BACKLOG, protocol=protocol, given=given)
         except OSError as error:
             log.error("cannot_listen", host=port.host, port=port.port, reason=error.strerror)
             return False

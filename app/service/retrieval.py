@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from app.budgets import Budget
+from app.budgets import CHANGES, EXCLUDED_IDS, SCAN_REQUESTS, Budget
 from app.engine.admission import Admission
 from app.engine.job import SearchJob
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
@@ -27,6 +27,10 @@ from model.retrieval.inputs import Change, PostChange, Query
 FOLLOW_SECONDS = 0.25  # from one look at what other processes have changed to the next
 MOST_FOLLOW_SECONDS = 60.0  # where what they have left cannot be read
 
+COMPACT_ROWS = (
+    50_000  # posts deleted, replaced or new, after which the corpus is written anew: a dozen more scans of 4 096 rows
+)
+
 log = structlog.get_logger("app.service.retrieval")
 
 
@@ -36,8 +40,8 @@ class RetrievalService:
     def __init__(self, load: RetrievalLoader | None, settings: Settings, metrics: Metrics, clock: Clock) -> None:
         self.settings = settings
         self.metrics = metrics
-        limits = settings.retrieval
-        most, batch = limits.max_waiting + limits.batch_requests, limits.batch_requests
+        batch = SCAN_REQUESTS
+        most = max(1, settings.queue.max_requests // 4) + batch
         batching = Batching(max_requests=batch, max_candidates=batch, chunk_candidates=batch)
         room = settings.queue.model_copy(
             update={"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
@@ -49,9 +53,9 @@ class RetrievalService:
             Admission(room, batching, clock, self.versions.running), metrics, metrics.record_waits
         )
         self.batch_done = self.queue.batch_done
-        self.excluded = metrics.watch_budget("excluded_ids", Budget(settings.budgets.excluded_ids))
+        self.excluded = metrics.watch_budget("excluded_ids", Budget(EXCLUDED_IDS))
         self.clock = clock
-        self.room = metrics.watch_budget("changes", Budget(settings.budgets.changes))
+        self.room = metrics.watch_budget("changes", Budget(CHANGES))
         self._load = load
         self._loading = False
         self._swapping = asyncio.Lock()  # a swap waits for a compaction
@@ -60,7 +64,7 @@ class RetrievalService:
         self._compaction: asyncio.Task[Changed] | None = None
         self._since: list[Change] | None = None  # since the compaction that runs has begun
         self._is_committing = False  # what it wrote is being put in force: no change may come between
-        self._compact_at = settings.retrieval.compact_rows
+        self._compact_at = COMPACT_ROWS
         self.problem = ""
         """Why this process is not to be asked, though what it serves is whole: a sentence about the files of the corpus."""
         self._follower: asyncio.Task[None] | None = None
@@ -114,7 +118,7 @@ class RetrievalService:
         try:
             async with self._swapping, self._changing:
                 self._install(await self.versions.load(lambda steps: load()))
-                self._compact_at = self.settings.retrieval.compact_rows
+                self._compact_at = COMPACT_ROWS
         finally:
             self._loading = False
         served = self.served
@@ -177,7 +181,7 @@ class RetrievalService:
             if self._since is not None:
                 self._since.append(recorded)
             changed = await self._apply(loaded, recorded)
-        if self.settings.retrieval.compact_rows and loaded.engine.changed_rows >= self._compact_at:
+        if loaded.engine.changed_rows >= self._compact_at:
             self._begin_compaction()
         return changed
 
@@ -268,13 +272,13 @@ class RetrievalService:
                         loaded.log.close()  # nobody would: what is in force is read again by who follows
                         raise
             except Exception as error:
-                self._compact_at = engine.changed_rows + self.settings.retrieval.compact_rows
+                self._compact_at = engine.changed_rows + COMPACT_ROWS
                 self.metrics.compactions.labels("failure").inc()
                 log.error("compaction_failed", reason=str(error) or type(error).__name__)
                 raise
             finally:
                 self._since, self._is_committing = None, False
-        self._compact_at = self.settings.retrieval.compact_rows
+        self._compact_at = COMPACT_ROWS
         self.metrics.compactions.labels("success").inc()
         state = self._state()
         log.info("corpus_compacted", corpus=state.corpus.version, posts=state.posts, changes=state.changes)

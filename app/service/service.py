@@ -141,7 +141,7 @@ class RankingService:
             self.versions.install(worker)
             gc.collect()
             gc.freeze()  # once: code and weights are never walked again; a swap adds little, and must not pause the loop
-            gc.disable()  # until `stop`: a long body would begin a collection in the middle of its reading; see `_watchdog`
+            gc.disable()  # until `stop`: a long body would begin a collection in the middle of its reading; see `watchdog.collect_garbage`
             most = self.most_bytes()
             log.info("memory", **{f"{name}_bytes": count for name, count in most.items()})
             self.lifecycle.move(State.READY)

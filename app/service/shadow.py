@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
+from app.budgets import SHADOW_WAITING
 from app.engine.batching import chunk_count
 from app.engine.job import RankJob
 from app.engine.versions import Versions
@@ -24,6 +25,7 @@ from model.inputs import Candidates, Context, Scores
 from weights.agreement import agreement, score_weights
 
 Pair = tuple[Worker[RankJob], Worker[RankJob]]  # the first checkpoint's and the second's
+MAX_WAIT_SECONDS = 1.0  # for a moment without requests, until a request that waits is dropped
 READ_ALIKE = ("history_length", "product_surfaces", "post_age_granularity_minutes", "post_age_buckets")
 
 log = structlog.get_logger("app.service.shadow")
@@ -59,7 +61,6 @@ class Shadow:
         is_busy: Callable[[], bool],
         draw: Callable[[], float] = random.random,
     ) -> None:
-        self.settings = settings.shadow
         self.batching = settings.batching
         self.share = 0.0 if settings.split.users else settings.shadow.share
         self.reason = ""  # why nothing is scored, where both read requests differently
@@ -120,13 +121,13 @@ class Shadow:
     def _is_full(self) -> bool:
         """Whether as many wait as may; a request that finds it so is counted."""
         self._drop_late()
-        if full := len(self._waiting) >= self.settings.max_waiting:
+        if full := len(self._waiting) >= SHADOW_WAITING:
             self._metrics.ended[FULL].inc()
         return full
 
     def _drop_late(self) -> None:
         """Forget what has waited too long, or for a second checkpoint that is gone."""
-        worker, oldest = self._second.current, self._clock() - self.settings.max_wait_seconds
+        worker, oldest = self._second.current, self._clock() - MAX_WAIT_SECONDS
         while self._waiting and (self._waiting[0].arrived < oldest or self._waiting[0].pair[1] is not worker):
             self._waiting.popleft()
             self._metrics.ended[LATE].inc()

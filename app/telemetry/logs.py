@@ -57,8 +57,6 @@ def configure(settings: Logs, stream: TextIO | None = None, front: int | None = 
 
     They go to the process's sink, or straight to a stream. `front`: the number that is in every line.
     """
-    if stream is None:
-        process_sink().max_bytes = settings.buffer_bytes
     is_terminal = os.isatty(2) if stream is None else stream.isatty()
     for_people = settings.format == "console" or (settings.format == "auto" and is_terminal)
     process: Event = {} if front is None else {"front": front}

@@ -10,6 +10,7 @@ from collections import deque
 import structlog
 
 BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all
+BUFFER_BYTES = 2**20  # of lines that wait: three thousand, or seconds of full load
 LINE_OVERHEAD_BYTES = 64  # of a waiting line, beside its characters
 GATHER_SECONDS = 0.02  # the lines of this time share a turn of this thread, for which others wait
 RETRY_SECONDS = 0.2
@@ -25,7 +26,7 @@ class Sink:
     `dropped` counts them by what stood in the way. The log is told of them once half of the buffer is free again.
     """
 
-    def __init__(self, descriptor: int, max_bytes: int = 1 << 20) -> None:
+    def __init__(self, descriptor: int, max_bytes: int = BUFFER_BYTES) -> None:
         self.max_bytes = max_bytes
         self.waiting_bytes = 0  # of lines that are not written, with those in a system call
         self.dropped = dict.fromkeys(REASONS, 0)

@@ -18,11 +18,11 @@ EXPORT_SECONDS = 2.0  # a collector that is down holds up the end of the process
 
 
 def create_tracer(settings: Tracing, processor: SpanProcessor | None = None) -> RequestTracer | None:
-    """A tracer that exports to the configured collector, or None where tracing is off. Raises SettingsProblem."""
+    """A tracer that exports to the collector in OpenTelemetry's own variables, or None where tracing is off. Raises SettingsProblem."""
     if not settings.enabled:
         return None
     try:
-        return RequestTracer(settings, processor)
+        return RequestTracer(processor)
     except ImportError as error:
         raise SettingsProblem(f"RANKER_TRACING__ENABLED needs the `tracing` extra: {error}") from error
 
@@ -30,20 +30,16 @@ def create_tracer(settings: Tracing, processor: SpanProcessor | None = None) -> 
 class RequestTracer:
     """Turns a finished exchange into a span with one child a stage."""
 
-    def __init__(self, settings: Tracing, processor: SpanProcessor | None = None) -> None:
+    def __init__(self, processor: SpanProcessor | None = None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
-            resource=Resource.create({"service.name": SERVICE_NAME}),
-        )
+        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
         if processor is None:
-            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=settings.endpoint, timeout=EXPORT_SECONDS))
+            processor = BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_SECONDS))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(SERVICE_NAME)
         self._propagator = TraceContextTextMapPropagator()

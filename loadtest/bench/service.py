@@ -87,7 +87,7 @@ def batching_row(checkpoint: Path, settings: dict[str, Any], seconds: float, rou
     settings = settings | {"queue__max_wait_seconds": 0}  # a busy machine must not turn slow replies into refusals
     with (
         ranking_server(checkpoint=checkpoint, **settings) as batched,
-        ranking_server(checkpoint=checkpoint, batching__enabled=False, **settings) as single,
+        ranking_server(checkpoint=checkpoint, batching__max_requests=1, **settings) as single,
     ):
         rates: dict[str, list[float]] = {"on": [], "off": []}
         bodies = ranking_bodies(batched.target, 64, 4000)

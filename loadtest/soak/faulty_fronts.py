@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from app.environment import load_settings
 from app.fronts import supervisor
-from app.settings import load_settings
 from loadtest.soak.servers import FAULTY
 
 

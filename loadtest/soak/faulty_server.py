@@ -17,12 +17,16 @@ from starlette.responses import Response
 from app import assembly, budgets
 from app.engine import runners
 from app.engine.loading import LoadedModel, LoadedRetrieval, Loader, RetrievalLoader, Steps, retrieval_loader
+from app.environment import load_settings
 from app.explore import pages
 from app.fronts.role import Role
 from app.http.application import create_app
+from app.limits import Limits, Queue
+from app.server import observer
 from app.service.service import RankingService
 from app.service.watchdog import Watchdog
-from app.settings import Settings, load_settings
+from app.settings import Settings
+from app.telemetry import sink
 from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 from loadtest.soak.servers import HANG, RAISE, STICKY
@@ -31,6 +35,11 @@ from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Query
 from weights.errors import CheckpointError
 
+SMALL = (
+    (Limits, "buffered_bytes", 4 * 2**20),
+    (Limits, "batch_candidates", 2**14),
+    (Queue, "max_context_tokens", 2**14),
+)
 leaked: list[bytearray] = []
 device = threading.Lock()
 limitless = budgets.Budget.__init__
@@ -133,7 +142,15 @@ def main() -> int:
     parser.add_argument("--no-rest", action="store_true", help="no connection rests after a request that held the loop")
     parser.add_argument("--nothing-kept", action="store_true", help="what is made once is made for each who asks")
     parser.add_argument("--no-budgets", action="store_true", help="there is room for whatever comes")
+    parser.add_argument("--none-held", action="store_true", help="no refusal waits")
+    parser.add_argument("--small-budgets", action="store_true", help="room for a sixteenth of what comes")
     options = parser.parse_args()
+    if options.none_held:
+        vars(observer)["HELD_REFUSALS"] = 0
+    if options.small_budgets:
+        sink.Sink.__init__.__defaults__ = (2**16,)
+        for group, name, bound in SMALL:
+            setattr(group, name, bound)
     if options.no_rest:
         vars(budgets)["REST_TIMES"] = 0.0
     if options.nothing_kept:

@@ -11,10 +11,10 @@ from functools import cache
 import numpy as np
 
 from app import assembly
+from app.environment import load_settings
 from app.fronts import supervisor
 from app.fronts.role import Role
 from app.service.service import RankingService
-from app.settings import load_settings
 from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 from model.engine import Item, Outcome

@@ -95,7 +95,7 @@ def oracles(root: Path, payloads: Sequence[bytes]) -> Known:
     """Of both checkpoints, from servers of their own without cache, batching and swaps."""
     known: dict[str, Mapping[bytes, bytes]] = {}
     for name in NAMES:
-        with real(checkpoint=root / name, cache__bytes=0, batching__enabled="false") as server:
+        with real(checkpoint=root / name, cache__bytes=0, batching__max_requests=1) as server:
             known |= learn(server, payloads)
     return known
 

@@ -139,7 +139,7 @@ async def _persistent(client: Client, due: float, row: int, *, patient: bool) ->
     return reply.status
 
 
-def impatience(seconds: float, rounds: int = 3, **settings: Any) -> list[Row]:
+def impatience(seconds: float, *faults: str, rounds: int = 3, **settings: Any) -> list[Row]:
     """L5: callers who send again as soon as they are answered, few and many, around an engine that takes no time.
 
     wrk counts; our own generator, which is slower, adds the latency of the 200s alone.
@@ -148,7 +148,7 @@ def impatience(seconds: float, rounds: int = 3, **settings: Any) -> list[Row]:
     body = requests[0].partition(b"\r\n\r\n")[2]
     rates: dict[int, list[float]] = {FEW: [], MANY: []}
     loads: dict[int, list[Load]] = {FEW: [], MANY: []}
-    with fake(**settings) as server:
+    with fake(*faults, **settings) as server:
         address = (HOST, server.port)
         for _ in range(rounds):
             for callers in (FEW, MANY):

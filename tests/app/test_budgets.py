@@ -10,10 +10,12 @@ import pytest
 from pydantic import SecretStr
 from torch.profiler import ProfilerActivity, profile
 
+from app import budgets
 from app.budgets import CALL_AHEAD_BYTES, Budget, attention_bytes, most_bytes, rest_seconds
-from app.settings import Admin, Budgets, Cache, Explore, Grpc, Limits, Queue, Retrieval, Settings, Shadow
+from app.settings import Admin, Batching, Budgets, Cache, Grpc, Limits, Queue, Settings, Shadow
 from loadtest.machine import ROOT
 from model.attention import candidate_attention
+from tests.app.bounds import bounded
 from tests.model.builders import random_config, random_ranker, random_request
 from weights.checkpoint import load_manifest
 
@@ -51,20 +53,27 @@ def test_the_page_states_what_a_client_may_send_of_a_call() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"budgets": Budgets(connections=4096)}, {"budgets": Budgets(body_bytes=2**30)}, {"budgets": Budgets(reply_bytes=2**30)},
-        {"budgets": Budgets(batch_candidates=2**20)}, {"cache": Cache(bytes=2**30)}, {"queue": Queue(max_requests=10**5)},
-        {"budgets": Budgets(excluded_ids=2**22)}, {"budgets": Budgets(changes=8)}, {"grpc": Grpc(port=0, max_calls=128)},
-        {"retrieval": Retrieval(max_waiting=2048)}, {"retrieval": Retrieval(batch_requests=64)},
-        {"retrieval": Retrieval(cache_bytes=2**30)},
-        {"shadow": Shadow(checkpoint=ROOT, max_waiting=32)},
-        {"explore": Explore(concurrent=2)}, {"explore": Explore(max_candidates=64)},
-        {"queue": Queue(max_context_tokens=2**20)}, {"limits": Limits(max_values=10**6)}, {"limits": Limits(max_batch_candidates=2**16)},
+        {"budgets": Budgets(connections=4096)}, {"cache": Cache(bytes=2**30)}, {"queue": Queue(max_requests=10**5)},
+        {"batching": Batching(max_requests=128)}, {"limits": Limits(max_retrieved=4000)},
+        *({"limits": bounded(Limits(), **{name: 2**30})} for name in ("buffered_bytes", "batch_candidates", "max_values")),
+        {"queue": bounded(Queue(), max_context_tokens=2**20)}, {"limits": bounded(Limits(), max_batch_candidates=2**16)},
     ],
     ids=str,
 )  # fmt: skip
 def test_whatever_may_grow_grows_the_sum(changed: dict[str, object]) -> None:
     more = most_bytes(ALL.model_copy(update=changed), CONFIG, TOWERS, 1000)
     assert more["total"] > most_bytes(ALL, CONFIG, TOWERS, 1000)["total"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MAX_HEADER_BYTES", "EXCLUDED_IDS", "CHANGES", "SCAN_REQUESTS", "USER_VECTOR_BYTES", "EXPLANATIONS", "MAX_EXPLAINED",
+     "MAX_EXPLAINED_EVENTS", "SHADOW_WAITING", "CALL_CONNECTIONS", "BUFFER_BYTES"],
+)  # fmt: skip
+def test_each_fixed_bound_is_in_the_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = most_bytes(ALL, CONFIG, TOWERS, 1000)["total"]
+    monkeypatch.setattr(budgets, name, getattr(budgets, name) // 64)
+    assert most_bytes(ALL, CONFIG, TOWERS, 1000)["total"] < before
 
 
 def test_what_does_not_serve_takes_nothing() -> None:

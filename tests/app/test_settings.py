@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
-from app.settings import Settings, SettingsProblem, load_settings, names
+from app.engine.loading import engine_options
+from app.environment import GONE, load_settings, names
+from app.limits import Batching, Group, Limits, Queue
+from app.settings import PREFIX, Connections, Settings, SettingsProblem
 from model.create import EngineOptions
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
@@ -116,25 +120,12 @@ def test_settings_do_not_change() -> None:
 def test_choices_of_the_engine_are_the_models() -> None:
     wanted = {field.name: get_args(get_type_hints(EngineOptions)[field.name]) for field in fields(EngineOptions)}
     for name in ("device", "dtype", "backend", "candidate_positions"):
-        assert get_args(Settings.model_fields[name].annotation) == wanted[name], name
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "shown"),
-    [
-        ("http://collector:4318/v1/traces", "http://collector:4318/v1/traces"),
-        ("https://user:secret@collector/v1/traces", "https://**********@collector/v1/traces"),
-        ("https://collector/v1/traces?key=secret", "https://collector/v1/traces?**********"),
-        ("https://a:secret/@secret?@collector:1/v1#secret", "https://**********@collector:1/v1?**********"),
-        ("user:secret@collector:4318", "**********@collector:4318"),
-        (None, None),
-    ],
-)
-def test_credentials_of_the_collector_are_used_and_never_shown(endpoint: str | None, shown: str | None) -> None:
-    settings = Settings(tracing={"endpoint": endpoint})
-    assert settings.tracing.endpoint == endpoint
-    assert settings.effective()["tracing"]["endpoint"] == shown
-    assert "secret" not in str(settings.effective())
+        ours = (each for each in get_args(Settings.model_fields[name].annotation) if each != "native-avx2")
+        assert tuple(ours) == wanted[name], name
+    narrow = engine_options(Settings(backend="native-avx2"))
+    assert (narrow.backend, narrow.vectors) == ("native", "avx2")
+    assert "avx2" in wanted["vectors"]
+    assert engine_options(Settings(backend="native")).vectors == "auto"
 
 
 @pytest.mark.parametrize(
@@ -154,3 +145,74 @@ def test_ports_that_are_the_same_are_refused_with_a_sentence(flags: list[str], n
 def test_ports_that_are_free_or_on_other_addresses_are_not() -> None:
     load_settings(["--probes.port=0", "--admin.port=0", f"--admin.token-sha256={DIGEST}"])
     load_settings(["--port=9000", "--host=127.0.0.1", "--probes.port=9000", "--probes.host=127.0.0.2"])
+
+
+NAMES_OF_1773CCA = """
+HOST PORT CHECKPOINT DEVICE DTYPE BACKEND CANDIDATE_POSITIONS VECTORS THREADS FRONTS ENGINE_LOSS
+LIMITS__MAX_BODY_BYTES LIMITS__MAX_CANDIDATES LIMITS__MAX_HISTORY LIMITS__MAX_VALUES LIMITS__MAX_BATCH_REQUESTS
+LIMITS__MAX_BATCH_CANDIDATES LIMITS__MAX_RETRIEVED LIMITS__MAX_EXCLUDED BUDGETS__CONNECTIONS BUDGETS__BODY_BYTES
+BUDGETS__REPLY_BYTES BUDGETS__BATCH_CANDIDATES BUDGETS__EXCLUDED_IDS BUDGETS__CHANGES QUEUE__MAX_CANDIDATES
+QUEUE__MAX_CONTEXT_TOKENS QUEUE__MAX_REQUESTS QUEUE__MAX_WAIT_SECONDS QUEUE__MAX_SHARE_PER_KEY
+QUEUE__KEY_CANDIDATES_PER_SECOND QUEUE__STALL_SECONDS QUEUE__STALL_EXIT_SECONDS BATCHING__ENABLED
+BATCHING__MAX_REQUESTS BATCHING__MAX_CANDIDATES BATCHING__MAX_CONTEXT_TOKENS BATCHING__CHUNK_CANDIDATES
+BATCHING__WINDOW_SECONDS CACHE__BYTES RETRIEVAL__CHECKPOINT RETRIEVAL__CORPUS RETRIEVAL__DTYPE RETRIEVAL__CACHE_BYTES
+RETRIEVAL__BATCH_REQUESTS RETRIEVAL__MAX_WAITING RETRIEVAL__COMPACT_ROWS DEADLINE__DEFAULT_SECONDS
+DEADLINE__MAX_SECONDS DRAIN__DELAY_SECONDS DRAIN__TIMEOUT_SECONDS CONNECTIONS__HEADER_SECONDS
+CONNECTIONS__BODY_SECONDS CONNECTIONS__STALL_SECONDS CONNECTIONS__KEEP_ALIVE_SECONDS CONNECTIONS__MAX_HEADER_BYTES
+CONNECTIONS__HELD_REFUSALS CONNECTIONS__BACKLOG AUTH__KEYS ADMIN__HOST ADMIN__PORT ADMIN__TOKEN_SHA256 ADMIN__ROOT
+PROBES__HOST PROBES__PORT EXPLORE__ENABLED EXPLORE__MAX_CANDIDATES EXPLORE__MAX_EVENTS EXPLORE__CONCURRENT
+EXPLORE__DEADLINE_SECONDS SHADOW__CHECKPOINT SHADOW__SHARE SHADOW__MAX_WAITING SHADOW__MAX_WAIT_SECONDS SPLIT__USERS
+SPLIT__EXPERIMENT GRPC__MAX_CALLS GRPC__MAX_CONNECTIONS GRPC__HOST GRPC__PORT RELOAD__WATCH_SECONDS
+RELOAD__TIMEOUT_SECONDS LOGS__LEVEL LOGS__FORMAT LOGS__SUCCESS_SAMPLE LOGS__BUFFER_BYTES TRACING__ENABLED
+TRACING__ENDPOINT TRACING__SAMPLE_RATIO
+"""
+EARLIER = NAMES_OF_1773CCA.split()
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_every_earlier_setting_is_one_still_or_is_refused_with_what_to_do(name: str) -> None:
+    if f"{PREFIX}{name}" in names():
+        assert name not in GONE
+        return
+    flag = "--" + name.lower().replace("__", ".")
+    for given in (f"{PREFIX}{name}", flag, flag.replace("_", "-")):
+        with pytest.raises(SettingsProblem, match=f"^{given} is no longer a setting: [^;]*[a-z]") as caught:
+            load_settings(
+                [f"{given}=1"] if given == flag else [given, "1"] if given.startswith("--") else [], {given: "1"}
+            )
+        for named in re.findall(r"RANKER_\w+", str(caught.value).split(": ")[1]):
+            assert named in names()
+
+
+def test_nothing_is_gone_that_never_was() -> None:
+    assert set(GONE) <= set(EARLIER)
+    assert len(list(names())) <= 55
+
+
+@pytest.mark.parametrize(
+    ("group", "bounds"),
+    [
+        (
+            Limits(),
+            {"max_values": 30_000, "max_batch_requests": 64, "max_batch_candidates": 16_384, "max_excluded": 10_000},
+        ),
+        (Limits(), {"batch_candidates": 65_536, "buffered_bytes": 64 * 2**20}),
+        (
+            Limits(max_candidates=8192),
+            {"max_values": 57_344, "max_batch_candidates": 32_768, "batch_candidates": 131_072},
+        ),
+        (Limits(max_retrieved=100, max_body_bytes=2048), {"max_excluded": 500, "buffered_bytes": 2**17}),
+        (Queue(), {"max_context_tokens": 262_144}),
+        (Batching(), {"max_context_tokens": 16_384}),
+        (Connections(), {"stall_seconds": 4.0}),
+    ],
+    ids=str,
+)
+def test_bounds_follow_from_settings(group: Group, bounds: dict[str, float]) -> None:
+    assert {name: getattr(group, name) for name in bounds} == bounds
+
+
+def test_limits_that_follow_are_shown_with_those_that_are_set() -> None:
+    assert {"max_candidates", "max_values", "max_batch_candidates", "max_excluded"} <= set(
+        Settings().effective()["limits"]
+    )

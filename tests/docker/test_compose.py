@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from app.budgets import most_bytes
-from app.settings import Drain, Settings, names
+from app.environment import names
+from app.settings import Drain, Settings
 from tests.docker.dockerfile import ROOT
 from weights.checkpoint import load_manifest
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.settings import names
+from app.environment import names
 from tests.docker.dockerfile import (
     ROOT,
     copied_sources,

@@ -12,7 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from app.settings import Settings, names
+from app.environment import names
+from app.settings import Settings
 from tests.docker.dockerfile import ROOT
 
 HERE = ROOT / "docker/kubernetes"

@@ -22,11 +22,13 @@ from app.budgets import CHUNK_BYTES, Budget
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
 from app.errors import Overloaded
 from app.interface import Changed
+from app.limits import Limits
 from loadtest.generate.payload import post, rank_body, rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, PostChange, PostRows, Query
 from tests.app import retrieving
+from tests.app.bounds import bounded, fix
 from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 HALF = (
@@ -81,7 +83,9 @@ def half_sent(server: Live, count: int, path: bytes) -> Iterator[list[socket.soc
 @pytest.mark.parametrize("path", [b"/rank", b"/rank/batch", b"/retrieve"])
 def test_bodies_beyond_the_budget_are_answered_429(path: bytes, tmp_path: Path) -> None:
     with live(
-        FakeEngine(), retrieving.loader(tmp_path) if path == b"/retrieve" else None, budgets={"body_bytes": 250_000}
+        FakeEngine(),
+        retrieving.loader(tmp_path) if path == b"/retrieve" else None,
+        limits=bounded(Limits(), buffered_bytes=250_000),
     ) as server:
         with half_sent(server, 6, path) as crowd:
             wait_until(lambda: refusals(server, "body_bytes") >= 4)
@@ -124,7 +128,8 @@ def test_a_body_in_tiny_pieces_is_counted_with_what_each_piece_costs() -> None:
 def test_who_leaves_replies_unread_longest_is_cut_off_for_others() -> None:
     """Room for one reply, and the rest of some: how much of each the kernel takes differs from machine to machine."""
     long = rank_request(1, candidates=4000)  # a reply of 581 041 bytes
-    with live(FakeEngine(), budgets={"reply_bytes": 600_000}) as server, ExitStack() as crowd:
+    with live(FakeEngine()) as server, ExitStack() as crowd:
+        server.server.observer.reply_bytes.limit = 600_000
 
         def leave_unread() -> socket.socket:
             sock = crowd.enter_context(socket.socket())
@@ -168,14 +173,14 @@ def test_without_budgets_all_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Budget, "take", take_anything)
     with (
-        live(FakeEngine(), budgets={"body_bytes": 250_000, "connections": 1}) as server,
+        live(FakeEngine(), limits=bounded(Limits(), buffered_bytes=250_000), budgets={"connections": 1}) as server,
         half_sent(server, 6, b"/rank"),
     ):
         wait_until(lambda: budget(server, "body_bytes") > 600_000)
         assert budget(server, "connections") == 6
 
 
-STALLS = {"header_seconds": 600.0, "stall_seconds": 1.0, "body_seconds": 600.0}
+STALLS = {"header_seconds": 1.25, "body_seconds": 600.0}
 
 
 @pytest.mark.parametrize("path", ["/rank", "/rank/batch"])
@@ -233,25 +238,22 @@ def gated(load: RetrievalLoader, opened: threading.Event) -> RetrievalLoader:
 
 CALLERS, HISTORY = 64, 2000
 SEARCHES = {
-    "budgets": {"excluded_ids": 60_000}, "limits": {"max_retrieved": 10}, "queue": {"max_wait_seconds": 0, "max_candidates": 1000},
+    "limits": bounded(Limits(max_retrieved=10), max_excluded=10_000),
+    "queue": {"max_wait_seconds": 0, "max_candidates": 1000, "max_requests": 4 * CALLERS},
 }  # fmt: skip
 
 
-def waiting(work: Path, history: int, **asked: object) -> tuple[int, list[int], dict[str, int]]:
+def waiting(
+    patch: pytest.MonkeyPatch, work: Path, history: int, **asked: object
+) -> tuple[int, list[int], dict[str, int]]:
     """Bytes that requests for posts hold while they wait for their search, how each ended, and what is stated."""
     posts = {"post_id": list(range(1, history + 1)), "author_id": [1] * history}
     sent = post("localhost", "/recommend", orjson.dumps({"user_id": 1, "k": 10, "history": posts} | asked))
     opened = threading.Event()
-    small = {
-        "checkpoint": work / "towers-v1",
-        "corpus": work / "corpus-v1",
-        "max_waiting": CALLERS,
-        "batch_requests": 8,
-    }
+    fix(patch, EXCLUDED_IDS=60_000, SCAN_REQUESTS=8, USER_VECTOR_BYTES=0)
+    small = {"checkpoint": work / "towers-v1", "corpus": work / "corpus-v1"}
     with (
-        live(
-            FakeEngine(), gated(retrieving.loader(work), opened), retrieval=small | {"cache_bytes": 0}, **SEARCHES
-        ) as server,
+        live(FakeEngine(), gated(retrieving.loader(work), opened), retrieval=small, **SEARCHES) as server,
         ExitStack() as crowd,
     ):
         retrieval = server.service.retrieval
@@ -275,8 +277,8 @@ def waiting(work: Path, history: int, **asked: object) -> tuple[int, list[int], 
 EXCLUDED = list(range(10_000, 18_000))
 
 
-def test_searches_that_wait_hold_no_more_than_stated(tmp_path: Path) -> None:
-    held, ended, stated = waiting(tmp_path, HISTORY, exclude=EXCLUDED)
+def test_searches_that_wait_hold_no_more_than_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, ended, stated = waiting(monkeypatch, tmp_path, HISTORY, exclude=EXCLUDED)
     assert sorted(ended) == [200] * 6 + [429] * (CALLERS - 6)
     assert held < stated["retrieval"] < 3_000_000
 
@@ -284,19 +286,20 @@ def test_searches_that_wait_hold_no_more_than_stated(tmp_path: Path) -> None:
 def test_without_the_budget_searches_that_wait_hold_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(Budget, "take", lambda budget, amount: budget.give(-amount) or True)
-    held, ended, stated = waiting(tmp_path, HISTORY, exclude=EXCLUDED)
+    held, ended, stated = waiting(monkeypatch, tmp_path, HISTORY, exclude=EXCLUDED)
     assert ended == [200] * CALLERS
     assert held > stated["retrieval"]
 
 
-def test_a_long_history_is_not_kept_while_its_search_waits(tmp_path: Path) -> None:
-    short, long = (waiting(tmp_path / str(n), n, exclude_history=False)[0] / CALLERS for n in (8, HISTORY))
+def test_a_long_history_is_not_kept_while_its_search_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = (waiting(monkeypatch, tmp_path / str(n), n, exclude_history=False)[0] / CALLERS for n in (8, HISTORY))
     assert long < short + 4 * HISTORY, "what is beyond the windows is gone: ids alone would be 16 bytes an item"
 
 
-def test_changes_of_posts_beyond_the_budget_are_refused(tmp_path: Path) -> None:
+def test_changes_of_posts_beyond_the_budget_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change = PostChange(np.array([1], np.uint64), PostRows(*(np.empty(0, np.uint64),) * 2, np.empty(0, np.int64), []))
-    with live(FakeEngine(), retrieving.loader(tmp_path), budgets={"changes": 2}) as server:
+    fix(monkeypatch, CHANGES=2)
+    with live(FakeEngine(), retrieving.loader(tmp_path)) as server:
 
         async def several() -> list[object]:
             retrieval = server.service.retrieval

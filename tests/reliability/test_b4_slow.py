@@ -15,6 +15,7 @@ from app.server import deadline
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
+from tests.app.bounds import bounded
 from tests.reliability.live import (
     Live,
     closed,
@@ -26,10 +27,14 @@ from tests.reliability.live import (
     wait_until,
 )
 
-FOR_EVER = {"header_seconds": 600.0, "body_seconds": 600.0, "keep_alive_seconds": 600.0, "stall_seconds": 600.0}
+FOR_EVER = {"header_seconds": 600.0, "body_seconds": 600.0, "keep_alive_seconds": 600.0}
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 HEAD = b"POST /rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def patient(*, stall_seconds: float = 600.0, **seconds: float) -> Connections:
+    return bounded(Connections(**FOR_EVER | seconds), stall_seconds=stall_seconds)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ SLOW: dict[str, tuple[Callable[[socket.socket], None], str, list[int]]] = {
 def test_a_slow_connection_is_closed_by_its_deadline_and_no_other(
     act: Callable[[socket.socket], None], limit: str, expected: list[int]
 ) -> None:
-    with live(FakeEngine(), connections=FOR_EVER | {limit: 0.4}) as server, connect(server.port) as sock:
+    with live(FakeEngine(), connections=patient(**{limit: 0.4})) as server, connect(server.port) as sock:
         acting = threading.Thread(target=act, args=(sock,), daemon=True)
         acting.start()
         assert statuses(read_all(sock)) == expected
@@ -76,8 +81,7 @@ def test_a_slow_connection_is_closed_by_its_deadline_and_no_other(
 
 def test_a_body_that_stalls_is_not_given_the_time_of_a_whole_body() -> None:
     """However much of it has come before."""
-    limits = {"stall_seconds": 0.3, "body_seconds": 3600}
-    with live(FakeEngine(), connections=limits) as server, connect(server.port) as sock:
+    with live(FakeEngine(), connections=patient(stall_seconds=0.3)) as server, connect(server.port) as sock:
         sock.sendall(HEAD + b"Content-Length: 99999\r\n\r\n" + b" " * 50_000)
         assert statuses(read_all(sock)) == [408]
 

@@ -135,7 +135,7 @@ def lines_of(events: list[dict[str, Any]], status: int) -> int:
 
 def test_beyond_the_buffer_lines_are_dropped_and_told_and_those_of_refusals_are_not_among_them() -> None:
     pipe, found = Pipe(), list[dict[str, Any]]()
-    with ranking_server(*FAULTY, log=pipe.log, logs__buffer_bytes=65536, **LINES) as server:
+    with ranking_server(*FAULTY, "--small-budgets", log=pipe.log, **LINES) as server:
         pipe.log.close()  # or its end would never be read
         with connect(server.port) as sock:
             assert {rank(sock, user) for user in range(1, 301)} == {200}

@@ -56,7 +56,7 @@ def test_l5_impatient_callers_do_not_starve_the_others() -> None:
 
 @pytest.mark.skipif(not wrk.IS_INSTALLED, reason="wrk is not installed: apt-get install wrk")
 def test_l5_is_red_where_no_refusal_waits() -> None:
-    goodput, _ = overload.impatience(8.0, rounds=1, connections__held_refusals=0)
+    goodput, _ = overload.impatience(8.0, "--none-held", rounds=1)
     assert not goodput.ok
 
 
@@ -88,22 +88,21 @@ def test_b10_one_connection_with_dear_bodies_does_not_slow_others_down() -> None
 
 
 SMALL = {
-    "budgets__body_bytes": 4 * 2**20, "budgets__reply_bytes": 4 * 2**20, "budgets__connections": 700, "cache__bytes": 0,
-    "budgets__batch_candidates": 16_384, "queue__max_requests": 256, "queue__max_context_tokens": 16_384,
+    "budgets__connections": 700, "cache__bytes": 0, "queue__max_requests": 256,
 }  # fmt: skip
 
 
 def test_b11_hostile_clients_by_the_hundred_take_no_more_memory_than_is_stated() -> None:
-    row = hostile.memory(7.0, **SMALL)
+    row = hostile.memory(7.0, "--small-budgets", **SMALL)
     assert row.ok, row
 
 
 def test_b11_is_red_without_budgets() -> None:
-    assert not hostile.memory(7.0, "--no-budgets", **SMALL).ok
+    assert not hostile.memory(7.0, "--small-budgets", "--no-budgets", **SMALL).ok
 
 
 def test_b11_calls_that_stop_in_the_middle_take_no_more_memory_than_is_stated() -> None:
-    row = hostile.calls(7.0, grpc__max_calls=8)
+    row = hostile.calls(7.0, batching__max_requests=8)
     assert row.ok, row
-    held = hostile.calls(7.0, grpc__max_calls=400)
+    held = hostile.calls(7.0, batching__max_requests=400)
     assert held.figure > row.limit, "the control: calls that no limit turns away are held"

@@ -13,13 +13,16 @@ from app.engine.admission import KEY_BURST_SECONDS, Admission, Wait
 from app.engine.batching import Job
 from app.engine.forecast import Running
 from app.settings import Batching, Queue, Settings
+from tests.app.bounds import bounded
 from tests.app.fakes import FakeClock
 
 FAR = 1e9
 
 
 def admission(batching: Batching | None = None, **queue: float) -> Admission:
-    return Admission(Queue(**{"max_wait_seconds": 0.0, **queue}), batching or Batching(), FakeClock())  # type: ignore[arg-type]
+    tokens = queue.pop("max_context_tokens", 10**6)
+    chosen = bounded(Queue(**{"max_wait_seconds": 0.0, **queue}), max_context_tokens=tokens)  # type: ignore[arg-type]
+    return Admission(chosen, batching or Batching(), FakeClock())
 
 
 def job(candidates: int, tokens: int = 0, *, key: str | None = None, deadline: float = FAR, chunks: int = 1) -> Job:

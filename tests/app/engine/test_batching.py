@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from app.engine.batching import Batcher, Chunk, Job, chunk_count
 from app.settings import Batching
+from tests.app.bounds import bounded
 
-BATCHING = Batching(max_requests=4, max_candidates=100, max_context_tokens=50, chunk_candidates=30, window_seconds=0.0)
+BATCHING = bounded(Batching(max_requests=4, max_candidates=100, chunk_candidates=30), max_context_tokens=50)
 FAR = 1e9
 
 
@@ -107,7 +108,7 @@ def test_a_batch_may_grow_for_the_window_until_it_is_full() -> None:
 
 
 def test_without_batching_each_forward_holds_one_chunk_of_one_request() -> None:
-    batcher: Batcher[Job] = Batcher(Batching(enabled=False))
+    batcher: Batcher[Job] = Batcher(Batching(max_requests=1))
     for _ in range(3):
         batcher.add(job(10), 0.0)
     assert [len(serve(batcher)) for _ in range(3)] == [1, 1, 1]

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from app.settings import Limits, Settings
 from loadtest.fuzz.bodies import in_arrays
 from loadtest.generate.tensors import inference_of
+from tests.app.bounds import bounded
 from tests.app.fakes import ACTIONS
 from tests.app.serving import good, served
 
@@ -22,7 +23,7 @@ POST: dict[str, Any] = {"post_id": 1, "author_id": 2}
 INFER = "/v2/models/fake/infer"
 BOMB = gzip.compress(bytes(50_000_000))
 TENSORS = inference_of(good(), ACTIONS).body(binary=False)[0]
-LIMITS = Limits(max_body_bytes=50_000, max_candidates=100, max_history=200, max_batch_requests=3)
+LIMITS = bounded(Limits(max_body_bytes=50_000, max_candidates=100, max_history=200), max_batch_requests=3)
 
 
 def candidate(**changes: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from app.service.service import RankingService
 from app.settings import Explore, Limits, Settings
 from loadtest.fuzz.bodies import in_arrays
 from tests.app import serving
+from tests.app.bounds import fix
 from tests.app.fakes import FakeEngine, Gate
 from tests.app.published import keeps
 from tests.app.serving import good, served, value_of
@@ -56,7 +57,9 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
 @pytest.fixture(scope="module", params=[("phoenix-right-anchored", "shared"), ("phoenix-mini", "sequential")])
 def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     name, positions = request.param
-    yield from real(name, tmp_path_factory, candidate_positions=positions, explore=Explore(max_events=6))
+    with pytest.MonkeyPatch.context() as patch:
+        fix(patch, MAX_EXPLAINED_EVENTS=6)
+        yield from real(name, tmp_path_factory, candidate_positions=positions)
 
 
 def asked(client: TestClient, history: int = 0, candidates: int = 9) -> dict[str, Any]:
@@ -194,10 +197,11 @@ def test_both_definitions_refuse_what_is_wrong(name: str, arrays: bool) -> None:
     assert keeps(ExplainRequest, question())
 
 
-def test_no_more_candidates_than_the_limit() -> None:
+def test_no_more_candidates_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TooLarge):
         decode(json.dumps(question(explain=[90] * 33)).encode(), Limits(), explain=32)
-    with served(settings=Settings(explore=Explore(max_candidates=1))) as (client, _):
+    fix(monkeypatch, MAX_EXPLAINED=1)
+    with served() as (client, _):
         assert client.post("/explain", json=question()).status_code == 413
 
 

@@ -31,9 +31,10 @@ from app.request import protobuf, tensors
 from app.request.vocabulary import Vocabulary
 from app.server.process import RankingServer
 from app.service.service import OVERRUN, RankingService
-from app.settings import Auth, Connections, Grpc, Limits, Settings, SettingsProblem
+from app.settings import Auth, Batching, Connections, Grpc, Limits, Settings, SettingsProblem
 from app.telemetry.metrics import Metrics
 from loadtest.generate.tensors import Inference, datatype, inference_of
+from tests.app.bounds import fix
 from tests.app.fakes import ACTIONS, FakeEngine, loaded, loader
 from tests.app.serving import good, listening, port_of
 from tests.app.triton_inputs import inputs
@@ -328,7 +329,7 @@ def test_a_call_leaves_one_line(server: RankingServer) -> None:
 
 def test_calls_that_never_end_leave_room_for_others() -> None:
     """As many as may be at once on a connection, each of a client that sends its headers and no message."""
-    impatient = {"connections": Connections(stall_seconds=0.2), "grpc": Grpc(port=0, max_calls=8)}
+    impatient = {"connections": Connections(header_seconds=0.25), "batching": Batching(max_requests=8)}
     with listening(settings=SETTINGS.model_copy(update=impatient)) as server:
         forever = threading.Event()
         with grpc.insecure_channel(address(server)) as channel:
@@ -351,7 +352,7 @@ def test_one_connection_cannot_take_every_place(server: RankingServer) -> None:
     with socket.create_connection(("127.0.0.1", server.others[0].port), 10) as sock:
         peer = H2Connection(H2Configuration(client_side=True))
         peer.initiate_connection()
-        for number in range(SETTINGS.grpc.max_calls):
+        for number in range(SETTINGS.batching.max_requests):
             peer.send_headers(1 + 2 * number, HEADERS)
         sock.sendall(peer.data_to_send())
         reset: set[int | None] = set()
@@ -371,8 +372,9 @@ def test_a_client_takes_turns_on_one_connection(server: RankingServer) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", PREFACE[:9], PREFACE], ids=["nothing", "half a preface", "no acknowledgement"])
-def test_silent_connections_go_within_five_seconds(sent: bytes) -> None:
-    with listening(settings=SETTINGS.model_copy(update={"grpc": Grpc(port=0, max_connections=4)})) as server:
+def test_silent_connections_go_within_five_seconds(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    fix(monkeypatch, CALL_CONNECTIONS=4)
+    with listening(settings=SETTINGS) as server:
         port = server.others[0].port
         with ExitStack() as stack:
             for _ in range(4):
@@ -387,8 +389,9 @@ def test_a_call_without_a_message_is_a_bad_request(server: RankingServer) -> Non
         assert channel.stream_unary(INFER).future(iter(())).exception(10).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_connections_beyond_the_bound_are_closed() -> None:
-    with listening(settings=SETTINGS.model_copy(update={"grpc": Grpc(port=0, max_connections=2)})) as server:
+def test_connections_beyond_the_bound_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix(monkeypatch, CALL_CONNECTIONS=2)
+    with listening(settings=SETTINGS) as server:
         port = server.others[0].port
         with ExitStack() as stack:
             held = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(2)]

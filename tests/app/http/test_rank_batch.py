@@ -17,8 +17,9 @@ from starlette.testclient import TestClient
 from app.engine.admission import Refusal
 from app.http.application import create_app
 from app.request.codec import Codec, Packed
-from app.settings import Batching, Budgets, Limits, Queue, Settings
+from app.settings import Batching, Limits, Queue, Settings
 from model.engine import Item, Outcome
+from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, running, until
 from tests.app.serving import ask, chunk, good, served, value_of
 
@@ -191,9 +192,12 @@ def test_candidates_of_a_call_and_of_all_calls_have_room_up_to_a_bound() -> None
     items: list[object] = [
         good(user_id=user, candidates=[{"post_id": 1, "author_id": 1}] * 4, top_k=...) for user in range(5)
     ]
-    with served(settings=Settings(limits=Limits(max_batch_candidates=12))) as (client, _):
+    with served(settings=Settings(limits=bounded(Limits(), max_batch_candidates=12, batch_candidates=65_536))) as (
+        client,
+        _,
+    ):
         assert errors(client, items) == [None, None, None, 413, 413]
-    with served(settings=Settings(budgets=Budgets(batch_candidates=12))) as (client, _):
+    with served(settings=Settings(limits=bounded(Limits(), batch_candidates=12))) as (client, _):
         for _ in range(3):  # what a call has taken it gives back
             assert errors(client, items) == [None, None, None, 429, 429]
         used = 'ranker_budget_used{budget="batch_candidates"}'

@@ -23,6 +23,7 @@ from app.service.service import RankingService
 from app.settings import Auth, Deadline, Limits, Queue, Settings
 from model.retrieval.engine import RetrievalEngine
 from tests.app import retrieving
+from tests.app.bounds import bounded
 from tests.app.fakes import Gate, until
 from tests.app.serving import served, value_of
 
@@ -46,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(directory: Path) -> Iterator[tuple[TestClient, RankingService]]:
-    limits = Limits(max_retrieved=400, max_excluded=20, max_history=20)
+    limits = bounded(Limits(max_retrieved=400, max_history=20), max_excluded=20)
     with served(settings=Settings(limits=limits), retrieval=retrieving.loader(directory)) as both:
         yield both
 

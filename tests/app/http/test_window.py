@@ -9,6 +9,7 @@ import pytest
 from app.errors import Overloaded
 from app.http.window import Window
 from app.settings import Batching
+from tests.app.bounds import bounded
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +35,7 @@ class Door:
 
 @pytest.mark.parametrize("size", [(10, 0), (0, 20)])  # candidates, context tokens
 async def test_a_full_forward_lets_no_more_in_until_one_of_it_ends(size: tuple[int, int]) -> None:
-    window, door = Window(Batching(max_candidates=10, max_context_tokens=20)), Door()
+    window, door = Window(bounded(Batching(max_candidates=10), max_context_tokens=20)), Door()
     one = (min(size[0], 1), min(size[1], 1))
     end, never = asyncio.Event(), asyncio.Event()
     window.begin(never.wait(), size[0] - one[0], size[1] - one[1])

@@ -21,6 +21,7 @@ from app.request.validate import check
 from app.settings import Limits
 from loadtest.fuzz import bodies
 from loadtest.fuzz.bodies import in_arrays
+from tests.app.bounds import bounded
 from tests.app.odd_bodies import USER_IDS, mutated
 from tests.app.published import keeps
 from tests.app.serving import VOCABULARY, good
@@ -118,10 +119,10 @@ def test_a_request_of_more_values_than_allowed_is_refused_unread() -> None:
     names = list(VOCABULARY.action_names)
     longest = good(history=[POST | {"actions": names}] * 30)
     count = sum(map(json.dumps(longest).count, ",[{"))
-    decode(json.dumps(longest).encode(), Limits(max_values=count))
+    decode(json.dumps(longest).encode(), bounded(Limits(), max_values=count))
     for raw in (json.dumps(longest).encode(), b"," * count):
         with pytest.raises(TooLarge):
-            decode(raw, Limits(max_values=count - 1))
+            decode(raw, bounded(Limits(), max_values=count - 1))
 
 
 def test_a_batch_is_split_where_its_requests_end() -> None:

@@ -23,6 +23,7 @@ from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.inputs import Scores
 from model.retrieval.inputs import Retrieved
+from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.odd_bodies import mutated
 from tests.app.published import keeps
@@ -223,7 +224,7 @@ def test_most_requests_for_posts_are_taken() -> None:
 
 @pytest.mark.parametrize("changed", [{"k": 4}, {"exclude": [1, 2]}, {"history": LONG_HISTORY[:3]}])
 def test_more_than_the_limits_is_left_to_the_plain_path(changed: dict[str, Any]) -> None:
-    limits = Limits(max_retrieved=3, max_excluded=1, max_history=2)
+    limits = bounded(Limits(max_retrieved=3, max_history=2), max_excluded=1)
     assert LIBRARY is not None
     models = [with_codec(LIBRARY, limits=limits)]
     body = {"user_id": 1, "k": 3, "exclude": [1], "history": LONG_HISTORY[:2]}

@@ -200,7 +200,8 @@ def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert left_over([rank_request(1), rank_request(2, headers={"Connection": "close"})]) == 0
     monkeypatch.setattr(LoopLag, "is_short_of_time", True)
-    with live(FakeEngine(), connections={"held_refusals": 0}) as server, connect(server.port) as sock:
+    monkeypatch.setattr("app.server.observer.HELD_REFUSALS", 0)
+    with live(FakeEngine()) as server, connect(server.port) as sock:
         gc.collect()
         gc.disable()
         try:

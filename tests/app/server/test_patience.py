@@ -27,7 +27,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
         LoopLag, "overrun", property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)), raising=False
     )
     monkeypatch.setattr(LoopLag, "is_short_of_time", True)
-    with live(ENGINE, connections=Connections(held_refusals=2)) as opened:
+    monkeypatch.setattr("app.server.observer.HELD_REFUSALS", 2)
+    with live(ENGINE) as opened:
         yield opened
     assert ENGINE.forwards == []
 

@@ -21,13 +21,14 @@ from app.engine.loading import LoadedRetrieval, RetrievalLoader, retrieval_loade
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown, Overloaded
 from app.interface import Found, ReloadInProgress, ServedRetrieval
 from app.service.retrieval import RetrievalService
-from app.settings import Budgets, Queue, Retrieval, Settings
+from app.settings import Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.engine import CacheStats
 from model.inputs import Context
 from model.retrieval.engine import RetrievalEngine, Users
 from model.retrieval.inputs import Answers, Filters, PostChange, PostRows, Query
 from tests.app import retrieving
+from tests.app.bounds import fix
 from tests.app.fakes import FakeClock, Gate, ended, until
 from weights.corpus import compaction
 from weights.corpus.changes import ChangeLog
@@ -112,11 +113,13 @@ def search(service: RetrievalService, user: int, deadline: float = DEADLINE) -> 
     return asyncio.get_running_loop().create_task(found(service, query(user), deadline))
 
 
-def test_those_who_wait_share_the_next_scan(load: RetrievalLoader) -> None:
+def test_those_who_wait_share_the_next_scan(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    fix(monkeypatch, SCAN_REQUESTS=3)
+
     async def scenario() -> None:
         gate = Gate()
         wrapped, engines = watched(load, gate)
-        async with running(wrapped, FakeClock(), retrieval=Retrieval(batch_requests=3)) as service:
+        async with running(wrapped, FakeClock()) as service:
             first = search(service, 1)
             await gate.reached()
             others = [search(service, user) for user in range(2, 7)]
@@ -188,11 +191,13 @@ def test_what_nobody_waits_for_is_not_searched(load: RetrievalLoader) -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader) -> None:
+def test_a_full_queue_and_a_long_wait_are_refused(load: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    fix(monkeypatch, SCAN_REQUESTS=1)
+
     async def scenario() -> None:
         gate, clock = Gate(), FakeClock()
         wrapped, _ = watched(load, gate)
-        limits = {"retrieval": Retrieval(max_waiting=3, batch_requests=1), "queue": Queue(max_wait_seconds=3.0)}
+        limits = {"queue": Queue(max_requests=12, max_wait_seconds=3.0)}
         async with running(wrapped, clock, **limits) as service:
             first = search(service, 1)
             await gate.reached()
@@ -318,10 +323,11 @@ def test_a_swap_waits_for_a_compaction(tmp_path: Path, held_writing: Gate) -> No
     asyncio.run(scenario())
 
 
-def test_many_changes_begin_a_compaction(tmp_path: Path) -> None:
+def test_many_changes_begin_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fix(monkeypatch, COMPACT_ROWS=10)
+
     async def scenario() -> None:
-        limits = Retrieval(compact_rows=10)
-        async with running(retrieving.loader(tmp_path), FakeClock(), retrieval=limits) as service:
+        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
             for post in range(1, 10):
                 await service.change(change([post], []))
             assert service.served.corpus.version == "v1"
@@ -366,9 +372,10 @@ def test_more_changes_at_once_than_the_budget_are_refused(tmp_path: Path, monkey
         return record(loaded, asked)
 
     monkeypatch.setattr(LoadedRetrieval, "record", held)
+    fix(monkeypatch, CHANGES=2)
 
     async def scenario() -> None:
-        async with running(retrieving.loader(tmp_path), FakeClock(), budgets=Budgets(changes=2)) as service:
+        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
             begun = [asyncio.ensure_future(service.change(change([post], []))) for post in (1, 2)]
             await gate.reached()
             with pytest.raises(Overloaded, match="Other changes") as refused:

@@ -113,15 +113,16 @@ async def test_long_lists_are_scored_in_chunks_with_the_same_bits() -> None:
         assert second.chunks == [[4], [3], [3]]
 
 
-async def test_a_busy_service_is_left_alone_and_what_waits_is_bounded() -> None:
+async def test_a_busy_service_is_left_alone_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.service.shadow.SHADOW_WAITING", 3)
+    monkeypatch.setattr("app.service.shadow.MAX_WAIT_SECONDS", 0.2)
     gate, second = Gate(), FakeEngine(2)
 
     def hold(items: Any) -> None:
         if any(item.context.user_id == 99 for item in items):
             gate(items)
 
-    shadow = EVERY.model_copy(update={"max_waiting": 3, "max_wait_seconds": 0.2})
-    async with both(FakeEngine(before=hold), second, shadow, batching=Batching(max_requests=1)) as service:
+    async with both(FakeEngine(before=hold), second, EVERY, batching=Batching(max_requests=1)) as service:
         answers = [asyncio.ensure_future(rank(service, user)) for user in (1, 2, 3, 4, 5, 99)]
         await gate.reached()
         assert all([right(await answer, user) for user, answer in enumerate(answers[:5], 1)])

@@ -17,12 +17,12 @@ sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the tracing extra i
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
-def traced(headers: dict[bytes, bytes], **settings: object) -> tuple[str, dict[str, object]]:
+def traced(headers: dict[bytes, bytes]) -> tuple[str, dict[str, object]]:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     memory = InMemorySpanExporter()
-    tracer = create_tracer(Tracing(enabled=True, **settings), SimpleSpanProcessor(memory))
+    tracer = create_tracer(Tracing(enabled=True), SimpleSpanProcessor(memory))
     assert tracer is not None
     stages = {"parse": 0.001, "queue": 0.002, "forward": 0.003, "serialize": 0.001}
     trace = tracer.record(Exchange("r1", 0.0, "POST", "/rank", 200, candidates=64, stages=stages), 0.008, headers)
@@ -41,12 +41,14 @@ def test_the_callers_trace_is_continued_with_a_span_a_stage() -> None:
     assert spans["queue"].end_time == spans["forward"].start_time
 
 
-def test_without_a_parent_a_new_trace_begins_and_the_ratio_decides() -> None:
+def test_without_a_parent_a_new_trace_begins_and_the_ratio_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, spans = traced({})
     assert int(trace, 16)
     assert spans["POST /rank"].parent is None
-    assert traced({}, sample_ratio=0.0)[1] == {}
     assert traced({b"traceparent": b"garbage\r\n"})[0] != trace
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    assert traced({})[1] == {}
 
 
 def test_the_callers_decision_not_to_sample_holds() -> None:
@@ -57,7 +59,8 @@ def test_a_collector_that_is_silent_does_not_hold_up_the_end(monkeypatch: pytest
     monkeypatch.setattr("app.telemetry.tracing.EXPORT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
-        tracer = create_tracer(Tracing(enabled=True, endpoint=endpoint))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
+        tracer = create_tracer(Tracing(enabled=True))
         assert tracer is not None
         tracer.record(Exchange("r1", 0.0, "POST", "/rank", 200), 0.008, {})
         started = time.monotonic()

@@ -1,0 +1,30 @@
+"""Bounds of a test's own choice, which else are fixed or follow from settings."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+import pytest
+
+from app.limits import Group
+
+Some = TypeVar("Some", bound=Group)
+
+
+def bounded(settings: Some, **bounds: Any) -> Some:
+    """The same settings with these bounds. Raises AttributeError for a bound that does not exist."""
+    kind = type(settings)
+    for name in bounds:
+        assert isinstance(getattr(kind, name), property), name
+    chosen = {name: property(lambda _, value=value: value) for name, value in bounds.items()}
+    return type(kind.__name__, (kind,), chosen)(**{name: getattr(settings, name) for name in kind.model_fields})
+
+
+def fix(patch: pytest.MonkeyPatch, **constants: Any) -> None:
+    """Give constants of `app` these values, in every module that knows them."""
+    for name, value in constants.items():
+        knowing = [module for path, module in sys.modules.items() if path.startswith("app.") and hasattr(module, name)]
+        assert knowing, name
+        for module in knowing:
+            patch.setattr(module, name, value)
