@@ -281,6 +281,9 @@ def test_without_a_card_nothing_is_claimed() -> None:
     assert (report["ok"], report["measured_on"], report["phases"]) == (False, None, {})
 
 
+@pytest.mark.filterwarnings(
+    "ignore:flex_attention called without:UserWarning"
+)  # compiled on cards alone; here are its numbers
 def test_the_peers_compute_what_the_engine_computes() -> None:
     ranker = random_ranker(small_config(width=64, layers=2, head_width=16))
     item = Item(*random_request(ranker.config, 30, 17))
