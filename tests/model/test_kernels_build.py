@@ -151,8 +151,8 @@ def hashes(config):
 
 found = {
     "kernels": {f"{dtype} {capability}": list(compile_all(dtype, capability, cases)) for (dtype, capability), cases in CASES.items()},
-    "launches": [launches(random_config(layers=24), kind, 0, 64)[0] for kind in ("64x64", "fused 64x32")],
-    "programs": launches(random_config(layers=8, history_length=1022), "fused 128x128", 1023, 512),
+    "launches": [launches(random_config(layers=24), kind, 1, 0, 64)[0] for kind in ("64x64", "fused 64x32")],
+    "programs": launches(random_config(layers=8, history_length=1022), "fused 128x128", 1, 1023, 512),
     "hasty": before_waiting(binary(hasty, torch.zeros(16), torch.zeros(16), SIZE=16)),
     "spilling": spilling(),
     "broken": broken(),

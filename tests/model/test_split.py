@@ -368,6 +368,11 @@ def test_a_batch_too_large_for_memory_is_tried_in_two_halves_without_the_cache()
         engine.forward([item(engine, 5, 3, seed) for seed in range(20, 26)])
 
 
+def test_many_requests_of_one_candidate_take_a_small_step() -> None:
+    assert next(size for size in row_sizes(2048) if size >= 64 and tile_slots(size) >= 64) == 384
+    assert all(tile_slots(size) >= size // 64 + 3 for size in row_sizes(2**14)), "one request always fits"
+
+
 def test_steps_hold_their_limits_and_lose_no_candidate() -> None:
     engine = make_engine()
     capacity = 128

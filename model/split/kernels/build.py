@@ -30,7 +30,7 @@ from model.split.kernels.contract import Step, Tables
 from model.split.kernels.fused import FusedKernels
 from model.split.kernels.launch import Launcher
 from model.split.kernels.products import COMPILED, FUSED, REFERENCE, Kind, cdiv
-from model.split.step import TILE_ROWS, step_arrays, step_bytes
+from model.split.step import TILE_ROWS, context_tiles, step_arrays, step_bytes, tile_slots
 from model.split.trunk import SplitTrunk
 from model.split.weights import split_weights
 
@@ -186,32 +186,36 @@ def describe(each: Compiled) -> dict[str, Any]:
     }
 
 
-def launches(config: ModelConfig, kind: Kind, context: int, candidates: int) -> tuple[int, int, int]:
-    """Of one bf16 forward on Hopper, of `context` new tokens of one request and its candidates: launches, programs, those with work."""
+def launches(config: ModelConfig, kind: Kind, requests: int, context: int, candidates: int) -> tuple[int, int, int]:
+    """Of one bf16 forward on Hopper, for so many requests of `context` new tokens and candidates each: launches, programs, those
+    with work."""
+    kinds = [candidates * requests, max(0, context - 1) * requests, min(context, 1) * requests]
+    each = [candidates, max(0, context - 1), min(context, 1)]
     totals = [0, 0, 0]
-    used, tokens = context + candidates, context
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
         across, down, deep = (*grid, 1, 1)[:3]
-        parts = [part for part in (candidates, tokens - 1, min(tokens, 1)) if part > 0]  # candidates, history, user
-        tile = constants.get("TILE_ROWS", 1)
-        of_kinds = sum(cdiv(part, tile) for part in parts)
-        name = kernel.fn.__name__
-        if name in ("attend_tiles", "add_chunks", "project_tiles"):
-            working = across * of_kinds * deep
+        name, tile = kernel.fn.__name__, constants.get("TILE_ROWS", 1)
+        if name in ("attend_tiles", "add_chunks"):
+            working = across * requests * sum(cdiv(part, tile) for part in each) * deep
+        elif name == "project_tiles":
+            working = across * sum(cdiv(part, tile) for part in kinds)
         elif name.startswith("multiply"):
-            working = across * cdiv(used, tile)
+            working = across * cdiv(sum(kinds), tile)
         else:
-            working = used * down
+            working = sum(kinds) * down
         for place, more in enumerate((1, across * down * deep, working)):
             totals[place] += more
 
     def to_tail() -> None:
-        nonlocal used, tokens
-        used, tokens = candidates, 0
+        kinds[1:] = each[1:] = [0, 0]
 
-    rows, tail = (next(size for size in row_sizes(2**14) if size >= count) for count in (used, candidates))
-    forward(config, torch.bfloat16, 90, note, kind, rows, tail, to_tail)
+    def size(used: int, tiles: int) -> int:
+        return next(size for size in row_sizes(2**14) if size >= used and tile_slots(size) >= tiles)
+
+    tiles = requests * cdiv(candidates, TILE_ROWS)
+    rows = size(sum(kinds), tiles + requests * (context_tiles(context) if context else 0))
+    forward(config, torch.bfloat16, 90, note, kind, rows, size(kinds[0], tiles), to_tail)
     return totals[0], totals[1], totals[2]
 
 
@@ -254,11 +258,10 @@ def main(given: list[str] | None = None) -> None:
         ("fused", 8, FUSED + "128x128"),
     ):
         config = replace(configs[-1], layers=layers, width=2560, query_heads=20, kv_heads=4)
-        for context, candidates in ((0, 64), (1023, 512)):
-            started, programs, working = launches(config, kind, context, candidates)
-            print(
-                f"{name} {kind}, {layers} layers, {context} + {candidates}: {started} launches, {working} of {programs} programs"
-            )
+        for requests, context, candidates in ((1, 0, 64), (64, 0, 1), (1, 1023, 512)):
+            started, programs, working = launches(config, kind, requests, context, candidates)
+            asked = f"{name} {kind}, {layers} layers, {requests} x ({context} + {candidates})"
+            print(f"{asked}: {started} launches, {working} of {programs} programs ({working / programs:.0%})")
 
 
 if __name__ == "__main__":

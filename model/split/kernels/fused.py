@@ -152,7 +152,7 @@ class FusedKernels(Launching, Unfused):
             CENTRED=norm.bias is not None,
             WIDTH=width,
             WIDTH_BLOCK=power_of_two(width),
-            num_warps=4 if width <= 1024 else 8,
+            num_warps=min(32, max(1, power_of_two(width) // 128)),  # with more numbers a thread some leave the registers
         )
 
     def norm_heads(
