@@ -232,6 +232,15 @@ def test_the_compiled_kernels_are_packed_beside_the_summary(tmp_path: Path, monk
     assert json.loads((out / "gpu-1.json").read_text()) == {"ok": True}
 
 
+def test_a_warm_start_reads_what_a_cold_one_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    code, (cold, warm) = phase("starts", tmp_path)
+    assert code == 0
+    assert cold["binaries"] == warm["binaries"] > 0
+    assert warm["processor_seconds"] < cold["processor_seconds"]
+    assert (cold["start"], cold["readings"], cold["sizes"]) == ("cold", warm["readings"], warm["sizes"])
+
+
 def test_a_floor_counts_all_bytes_of_a_weight_and_one_real_request(tmp_path: Path) -> None:
     code, records = phase("kernel_times", tmp_path)
     assert code == 0
