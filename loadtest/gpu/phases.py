@@ -127,7 +127,9 @@ def _start(name: str, cache: str, device: str, small: bool) -> Record:
 
     counted = {"readings": readings(config, 90), "sizes": len(row_sizes(default_capacity(config)))}
     begin = sum(os.times()[:4])
-    hashes = {each.kernel.hash for each in compiled(config, torch.bfloat16, 90, names=("gate_rows",) if small else None)}
+    hashes = {
+        each.kernel.hash for each in compiled(config, torch.bfloat16, 90, names=("gate_rows",) if small else None)
+    }
     return {"binaries": len(hashes), "processor_seconds": round(sum(os.times()[:4]) - begin, 2)} | counted
 
 
@@ -181,7 +183,7 @@ def _parts(engine: SplitEngine, plan: StepPlan, rows: int) -> list[Part]:
     """The operations of a step, on random numbers."""
     with engine._on_device(), torch.inference_mode():
         runner: Any = engine._runner
-        parts = engine._trunk.parts(runner._written(plan), rows)
+        parts = engine._trunk.parts(runner._written(plan).at(rows))
         for x in (x for each in parts for x in each.inputs):
             x.normal_()
     return parts
@@ -313,8 +315,8 @@ def all_phases(geometries: Sequence[str]) -> dict[str, Phase]:
     found = {"environment": Phase(environment, 40), "compile": Phase(compile_all, 200)}
     found |= {f"rows {name}": rows[name] for name in first}
     found |= {
-        "starts": Phase(starts, 120), "kernels": Phase(kernels, 240), "parity": Phase(parities, 240), "products": Phase(products, 240), "bits": Phase(bits, 120),
-        "kernel_times": Phase(kernel_times, 120), "host": Phase(host, 60),
+        "starts": Phase(starts, 120), "kernels": Phase(kernels, 240), "parity": Phase(parities, 240), "products": Phase(products, 240),
+        "bits": Phase(bits, 120), "kernel_times": Phase(kernel_times, 120), "host": Phase(host, 60),
     }  # fmt: skip
     found |= {f"rows {name}": rows[name] for name in geometries if name not in first}
     return found | {f"peers {name}": Phase(peer_rows, 120, name) for name in geometries}

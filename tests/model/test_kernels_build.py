@@ -141,14 +141,14 @@ def hashes(config):
     tables = Tables(*(torch.zeros(8, config.width) for _ in range(3)))
     trunk = SplitTrunk(config, weights, tables, kernels, 64, torch.bfloat16)
     buffer = torch.zeros(step_bytes(config, 64), dtype=torch.uint8)
-    step = Step(trunk.mixed, step_arrays(buffer, config, 64), host_arrays(buffer, config, 64), ())
+    step = Step(trunk.mixed, step_arrays(buffer, config, 64), host_arrays(buffer, config, 64), (), 64)
     before, triton.knobs.runtime.jit_cache_hook = build.driver._active, hook
     build.driver.set_active(build.Target(901))  # a device on which nothing is compiled yet
     build.Target.get_current_target = lambda self: build.GPUTarget("cuda", 90, 32)
     for kind in COMPILED:
         kernels.choices.forced = kind
-        trunk.body(step, 64)
-        trunk.tail(step, 64)
+        trunk.body(step)
+        trunk.tail(step)
     return [sorted(built), sorted(asked)]
 
 found = {

@@ -101,10 +101,10 @@ def test_what_lay_in_memory_before_is_in_no_score() -> None:
 class LeakyKernels(PortableKernels):
     """Products on as many rows as there are, and rows that reach into their neighbours: what warm-up must not let through."""
 
-    def multiply(self, step: Step, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
-        super().multiply(step, x, weight, out, rows, tail=tail)
+    def multiply(self, step: Step, x: Any, weight: Any, out: Any) -> None:
+        super().multiply(step, x, weight, out)
         if weight.shape[1] == 32:
-            out[1:rows] += 1e-6 * out[: rows - 1]
+            out[1 : step.rows] += 1e-6 * out[: step.rows - 1]
 
 
 def test_warm_up_refuses_rows_that_influence_each_other() -> None:
@@ -182,10 +182,10 @@ class OneBadSize(PortableKernels):
 
     bad_rows = 128
 
-    def multiply(self, step: Step, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
-        super().multiply(step, x, weight, out, rows, tail=tail)
-        if rows == self.bad_rows:
-            out[:rows] *= 1 + 2**-20
+    def multiply(self, step: Step, x: Any, weight: Any, out: Any) -> None:
+        super().multiply(step, x, weight, out)
+        if step.rows == self.bad_rows:
+            out[: step.rows] *= 1 + 2**-20
 
 
 @pytest.mark.parametrize(("bad_rows", "kept"), [(128, [64, 192, 256, 320]), (320, [320])])
@@ -257,12 +257,12 @@ class Forgetful(PlainRecorder):
 
     def record(self, work: Any, step: Step) -> Any:
         replay = super().record(work, step)
-        tail = work.func.__name__ == self.disturbs
+        tail = work.__name__ == self.disturbs
 
         def disturbed(step: Step) -> None:
             replay(step)
             if tail:
-                work.func.__self__.logits += 1e-6
+                work.__self__.logits += 1e-6
 
         return disturbed
 
@@ -284,7 +284,7 @@ class Counting(PlainRecorder):
 
     def record(self, work: Any, step: Step) -> Any:
         replay = super().record(work, step)
-        return lambda step: (self.replayed.append((work.func.__name__, work.keywords["rows"])), replay(step))
+        return lambda step: (self.replayed.append((work.__name__, step.rows)), replay(step))
 
 
 def test_a_step_whose_contexts_are_known_is_one_recording() -> None:

@@ -128,9 +128,9 @@ def forward(
     trunk, step = weightless(config, dtype, capability, launcher, rows)
     for kind in kinds:
         trunk.kernels.choices.forced = kind  # type: ignore[attr-defined]
-        trunk.body(step, rows)
+        trunk.body(step.at(rows))
         between()
-        trunk.tail(step, tail or rows)
+        trunk.tail(step.at(tail or rows))
 
 
 def readings(config: ModelConfig, capability: int) -> int:
@@ -138,7 +138,7 @@ def readings(config: ModelConfig, capability: int) -> int:
     sizes = row_sizes(default_capacity(config))
     trunk, step = weightless(config, torch.bfloat16, capability, warm_up, max(sizes))
     kinds = trunk.kernels.choices.kinds  # type: ignore[attr-defined]
-    others = [len(kinds(part)) for size in timed_sizes(sizes) for part in trunk.parts(step, size)]
+    others = [len(kinds(part)) for size in timed_sizes(sizes) for part in trunk.parts(step.at(size))]
     return sum(count + 1 for count in others if count)
 
 
@@ -249,6 +249,7 @@ def main(given: list[str] | None = None) -> None:
         actions=19, user_hashes=hashes, post_hashes=hashes, author_hashes=hashes, continuous_actions=8, has_dwell=True,
         has_post_age=True,
     )  # fmt: skip
+    cases: list[tuple[ModelConfig, Sequence[str] | None]]
     cases = [(replace(config, head_width=width), None) for width in options.head_width]
     cases += [(replace(config, width=width), ("norm_rows", "gate_rows")) for width in (1024, 2048, 2560, 8192)]
     numbers = [field.name for field in fields(Code)]
@@ -265,7 +266,9 @@ def main(given: list[str] | None = None) -> None:
         for row in map(describe, each_once.values()):
             constants = row["constants"]
             tile = "x".join(
-                str(constants[key]) for key in ("WIDTH", "TILE_ROWS", "TILE_OUT", "TILE_KEYS", "HEAD_WIDTH") if key in constants
+                str(constants[key])
+                for key in ("WIDTH", "TILE_ROWS", "TILE_OUT", "TILE_KEYS", "HEAD_WIDTH")
+                if key in constants
             )
             head = f"{row['kernel']:<21}{capability:>4} {row['dtype']:<5} {tile:<14}{row['shared_bytes']:>8}"
             print(head + "".join(f"{row[name]:>14}" for name in numbers), flush=True)

@@ -324,8 +324,8 @@ def test_wrong_scores_fail_the_parity_check(monkeypatch: pytest.MonkeyPatch) -> 
 class Rounded(PortableKernels):
     """Tokens as exact as bf16 products leave them."""
 
-    def embed(self, step: Any, tables: Any, tokens: Any, residual: Any, rows: int) -> None:
-        super().embed(step, tables, tokens, residual, rows)
+    def embed(self, step: Any, tables: Any, tokens: Any, residual: Any) -> None:
+        super().embed(step, tables, tokens, residual)
         residual.copy_(residual.bfloat16())
 
 
@@ -342,9 +342,9 @@ def test_tokens_are_held_to_the_dtype_of_the_engine() -> None:
 class Neighbourly(PortableKernels):
     """Every row takes a little of the one before it."""
 
-    def multiply(self, step: Any, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
-        super().multiply(step, x, weight, out, rows, tail=tail)
-        out[1:rows] += 1e-3 * out[: rows - 1]
+    def multiply(self, step: Any, x: Any, weight: Any, out: Any) -> None:
+        super().multiply(step, x, weight, out)
+        out[1 : step.rows] += 1e-3 * out[: step.rows - 1]
 
 
 def test_bits_that_depend_on_neighbours_are_found() -> None:
