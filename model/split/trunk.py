@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, split_part
-from model.split.row_check import shape_name
-from model.split.step import CANDIDATES, ROWS, TILE_ROWS
+from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, shape_name, split_part
+from model.split.step import TILE_ROWS
 from model.split.weights import LayerWeights, Norm, SplitWeights
 
 
@@ -72,65 +71,73 @@ class SplitTrunk:
 
     def parts(self, step: Step) -> list[Part]:
         """Each kind of operation of a forward by itself, on the trunk's own activations; products before what they are part of."""
-        kernels, layers, count, rows = self.kernels, self.weights.layers, len(self.weights.layers), step.rows
-        used, candidates = int(step.host.counts[ROWS]), int(step.host.counts[CANDIDATES])
-        states = [state.keys_values for state in step.states]
         between = {
             "qkv": (self.normed, self.qkv), "query": (self.normed, self.query), "key_value": (self.normed, self.key_value),
             "output": (self.mixed, self.projected), "gate_value": (self.normed, self.gate_value),
             "ffn_output": (self.hidden, self.projected),
         }  # fmt: skip
-        weights: dict[str, list[Tensor]] = {}
-        for name in between:
-            found = [(i, weight) for i, layer in enumerate(layers) if (weight := getattr(layer, name)) is not None]
-            weights |= {name: [weight for _, weight in found]} if found else {}
         products: dict[str, Part] = {}
-        for name, each in weights.items():
-            x, out = between[name]
+        fused: list[Part] = []
+        for name, (x, out) in between.items():
+            weights = [weight for layer in self.weights.layers if (weight := getattr(layer, name)) is not None]
+            if not weights:
+                continue
 
-            def product(i: int, each: list[Tensor] = each, x: Tensor = x, out: Tensor = out) -> None:
-                kernels.multiply(step, x, each[i], out)
+            def product(i: int, weights: list[Tensor] = weights, x: Tensor = x, out: Tensor = out) -> None:
+                self.kernels.multiply(step, x, weights[i], out)
 
-            shape = shape_name(each[0])
-            products.setdefault(shape, Part(shape, rows, len(each), product, [x[:rows]], [out[:used]], each))
+            shape, rows = shape_name(weights[0]), step.rows
+            part = Part(shape, rows, len(weights), product, [x[:rows]], [out[: step.used]], weights)
+            products.setdefault(shape, part)
+            fused += [self._fused(step, each, x, out, weights) for each in self._fusable if each == name]
+        return [*products.values(), *fused, *self._others(step)]
 
-        def fused(name: Projected | Literal["gate_value"]) -> Part:
-            (x, out), each, first = between[name], weights[name], 0 if name == "qkv" else count - 1
-            if name == "gate_value":
+    def _fused(
+        self, step: Step, name: Projected | Literal["gate_value"], x: Tensor, out: Tensor, weights: list[Tensor]
+    ) -> Part:
+        """A product with the gate, or with RoPE."""
+        kernels, hidden, inputs = self.kernels, self.hidden, [x[: step.rows]]
+        if name == "gate_value":
 
-                def run(i: int) -> None:
-                    kernels.multiply_gate(step, x, each[i], out, self.hidden)
+            def gate(i: int) -> None:
+                kernels.multiply_gate(step, x, weights[i], out, hidden)
 
-                return Part(name, rows, len(each), run, [x[:rows]], [self.hidden[:used]], each)
+            return Part(name, step.rows, len(weights), gate, inputs, [hidden[: step.used]], weights)
+        step = step.at(step.rows, tail=name == "query")
+        first = 0 if name == "qkv" else len(self.weights.layers) - 1
 
-            def turn(i: int) -> None:
-                kernels.multiply_rotate(step.at(rows, tail=name == "query"), x, each[i], out, name, first + i)
+        def rotate(i: int) -> None:
+            kernels.multiply_rotate(step, x, weights[i], out, name, first + i)
 
-            outputs = [out[:candidates]] if name == "query" else [out[:used], *states]
-            return Part(name, rows, len(each), turn, [x[:rows]], outputs, each)
+        states = [] if name == "query" else [state.keys_values for state in step.states]
+        return Part(name, step.rows, len(weights), rotate, inputs, [out[: step.used], *states], weights)
 
-        is_tail = count == 1
-        key_value = self.key_value if is_tail else self.qkv[:, self.query.shape[1] :]
-        query = self.query if is_tail else self.qkv[:, : self.query.shape[1]]
-
-        def attend(i: int) -> None:
-            kernels.attend(step.at(rows, tail=is_tail), query, key_value, i, self.mixed)
+    def _others(self, step: Step) -> list[Part]:
+        """Tokens, attention and norms."""
+        kernels, layers, count, rows = self.kernels, self.weights.layers, len(self.weights.layers), step.rows
+        is_tail, queries = count == 1, self.query.shape[1]
+        query, key_value = self.qkv[:, :queries], self.qkv[:, queries:]
+        if is_tail:
+            query, key_value = self.query, self.key_value
+        attending = step.at(rows, tail=is_tail)
 
         def embed(i: int) -> None:
             kernels.embed(step, self.tables, self.weights.tokens, self.residual)
 
+        def attend(i: int) -> None:
+            kernels.attend(attending, query, key_value, i, self.mixed)
+
         def norm(i: int) -> None:
             layer = layers[i]
-            post, norm = layer.attention_post_norm, layer.ffn_norm
-            kernels.norm(step, self.projected, post, self.residual, norm, self.normed)
+            kernels.norm(step, self.projected, layer.attention_post_norm, self.residual, layer.ffn_norm, self.normed)
 
-        read = [query[:rows], key_value[:rows], *states]
+        read = [query[:rows], key_value[:rows], *(state.keys_values for state in step.states)]
+        normed = [self.projected[:rows], self.residual[:rows]]
         return [
-            *products.values(), *(fused(name) for name in self._fusable if name in weights),
-            Part("embed", rows, 1, embed, [], [self.residual[:used]], [self.weights.tokens.projection]),
-            Part("attend", rows, max(1, count - 1), attend, read, [self.mixed[: candidates if is_tail else used]]),
-            Part("norm", rows, count, norm, [self.projected[:rows], self.residual[:rows]], [self.normed[:used]]),
-        ]  # fmt: skip
+            Part("embed", rows, 1, embed, [], [self.residual[: step.used]], [self.weights.tokens.projection]),
+            Part("attend", rows, max(1, count - 1), attend, read, [self.mixed[: attending.used]]),
+            Part("norm", rows, count, norm, normed, [self.normed[: step.used]]),
+        ]
 
     def body(self, step: Step) -> None:
         """All rows, up to the last layer's keys and values."""

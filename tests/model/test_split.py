@@ -24,8 +24,7 @@ from model.split.buckets import row_sizes
 from model.split.engine import SplitEngine, default_capacity
 from model.split.graphs import PlainRecorder
 from model.split.kernels.contract import Step
-from model.split.kernels.portable import PortableKernels
-from model.split.row_check import rows_are_independent
+from model.split.kernels.portable import PortableKernels, rows_are_independent
 from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
 from model.split.tables import default_placement
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
@@ -207,7 +206,6 @@ CHOICE = """
 import hashlib, json, sys, torch
 from model.engine import Item
 from model.split.engine import SplitEngine
-from model.split.row_check import shape_name
 from tests.model.builders import random_config, random_ranker, random_request
 torch.set_num_threads(1)
 place, skew = int(sys.argv[1]), float(sys.argv[2])

@@ -163,3 +163,8 @@ def split_part(config: ModelConfig, part: Projected, out: Tensor) -> tuple[Tenso
     """Queries, and keys with values, of the columns of `part`, as views."""
     queries = 0 if part == "key_value" else config.query_heads * config.head_width
     return (out[:, :queries] if queries else None), (None if part == "query" else out[:, queries:])
+
+
+def shape_name(weight: Tensor) -> str:
+    """`in x out`, for people."""
+    return "x".join(map(str, weight.shape))

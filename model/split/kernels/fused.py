@@ -11,7 +11,7 @@ from torch import Tensor
 from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
 from model.hashing import hash_functions
 from model.split.kernels.attention import add_chunks, attend_tiles
-from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables
+from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, shape_name
 from model.split.kernels.launch import (
     EXACT,
     INTERPRETED,
@@ -38,7 +38,6 @@ from model.split.kernels.products import (
 )
 from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows, rotate_rows
 from model.split.kernels.tokens import gather_rows, project_tiles
-from model.split.row_check import shape_name
 from model.split.step import CANDIDATE, CANDIDATE_TILES, HISTORY, TILE_ROWS, TILES, embeddings_per_token, tile_slots
 from model.split.weights import Norm, SplitWeights, TokenWeights
 

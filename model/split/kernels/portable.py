@@ -18,8 +18,7 @@ from model.config import ModelConfig
 from model.engine import EngineError
 from model.hashing import hash_rows
 from model.layers import MASKED, activate, soft_cap
-from model.split.kernels.contract import Kernels, Part, Step, Tables, softmax_shift
-from model.split.row_check import rows_are_independent, shape_name
+from model.split.kernels.contract import Kernels, Part, Step, Tables, shape_name, softmax_shift
 from model.split.step import CANDIDATE, CANDIDATES, HISTORY, TILE_ROWS, TILES, USER, ContextState
 from model.split.step import CANDIDATE_TILES as TAIL_TILES
 from model.split.weights import Norm, TokenWeights
@@ -213,6 +212,32 @@ class PortableKernels(Kernels):
         count = step.host.counts[TAIL_TILES if step.tail else TILES]
         tiles: list[tuple[int, int, int, int]] = step.host.tiles[:count].tolist()
         return tiles
+
+
+def rows_are_independent(
+    product: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], rows: int, width: int, like: Tensor
+) -> bool:
+    """Whether `product`, on `rows` random rows at once, gives each the bits that `reference` gives it; NaN never passes. Not a substitute for the
+    self-test, which runs whole forwards.
+
+    `reference` takes any number of rows. Three compositions: the rows as they are, the rows in another order, and every
+    other row replaced. `like` names device and dtype.
+    """
+    generator = torch.Generator(like.device).manual_seed(rows * 1_000_003 + width)
+
+    def random_rows(count: int) -> Tensor:
+        return torch.randn(count, width, generator=generator, device=like.device).to(like.dtype)
+
+    x = random_rows(rows)
+    expected = reference(x)
+    order = torch.randperm(rows, generator=generator, device=like.device)
+    others = x.clone()
+    others[1::2] = 3 * random_rows(rows // 2)
+    return (
+        torch.equal(product(x), expected)
+        and torch.equal(product(x[order]), expected[order])
+        and torch.equal(product(others)[::2], expected[::2])
+    )
 
 
 class _Softmax:
