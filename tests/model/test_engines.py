@@ -164,7 +164,7 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("build", "compositions", "pool"), [(native, 1000, 100), (narrow, 300, 100), (split, 60, 12)])
+@pytest.mark.parametrize(("build", "compositions", "pool"), [(native, 1000, 100), (narrow, 300, 100), (split, 24, 8)])
 def test_no_bit_depends_on_the_batch(build: Build, dtype: torch.dtype, compositions: int, pool: int) -> None:
     """Random batches, orders, repeats, chunks, cache hits, grown histories and evictions: the scores of each candidate alone."""
     ranker = random_ranker(small_config())

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from model.batch import collate
 from model.config import HashSpec, ModelConfig
+from model.dense import DenseEngine
+from model.engine import Item
 from model.hashing import hash_rows
 from model.layers import rotate, soft_cap
+from model.presets import with_preset
 from model.ranker import Ranker
+from model.split.engine import SplitEngine
 from model.split.kernels.contract import Kernels, Step, Tables, softmax_shift
 from model.split.kernels.portable import KEY_TILE, PortableKernels
 from model.split.step import (
@@ -376,3 +380,34 @@ def test_ids_are_hashed_as_the_published_pipeline_hashes_them() -> None:
     assert torch.equal(bench.kernels._inputs[:first_user, :64], posts)
     assert torch.equal(bench.kernels._inputs[:first_user, 64:128], authors)
     assert torch.equal(bench.kernels._inputs[first_user:rows, :64], users)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layers", "preset"),
+    [
+        (torch.float32, 2, "grok"), (torch.bfloat16, 1, "grok"), (torch.float32, 1, "vanilla"),
+        (torch.float32, 1, "phoenix-2026"), (torch.bfloat16, 1, "gemma"),
+    ],
+)  # fmt: skip
+def test_an_engine_of_these_kernels_equals_the_plain_definition(dtype: torch.dtype, layers: int, preset: Any) -> None:
+    shape = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
+    config = with_preset(shape, preset)
+    ranker = random_ranker(config)
+    engine = SplitEngine(ranker, "cpu", dtype, cache_bytes=2**20, kernels="fused", capacity=64)
+    if (dtype, preset) == (torch.bfloat16, "grok"):
+        kernels: Any = engine._kernels
+        kernels.choices.forced = "fused 64x64"
+        kernels.gate = kernels.rotate = None  # would be called by none
+    sizes = [(9, 3), (0, 1), (4, 62)]
+    items = [
+        Item(random_context(config, history, seed), random_candidates(config, count, seed))
+        for seed, (history, count) in enumerate(sizes)
+    ]
+    items[0].context.post_ids[2] = 0
+    outcomes = engine.forward(items)
+    for ours, theirs in zip(outcomes, DenseEngine(ranker, torch.float32).forward(items), strict=True):
+        assert np.abs(ours.scores.logits - theirs.scores.logits).max() < PARITY[dtype].logits
+        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max() < PARITY[dtype].probabilities
+    alone = engine.forward([Item(items[0].context, items[0].candidates.chunk(1, 2))])[0]
+    assert alone.cache == "hit"
+    assert np.array_equal(alone.scores.logits, outcomes[0].scores.logits[1:2])

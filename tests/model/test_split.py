@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -202,46 +197,25 @@ def test_sizes_with_other_bits_are_not_used(bad_rows: int, kept: list[int]) -> N
     assert same_bits(alone.scores, among.scores)
 
 
-CHOICE = """
-import hashlib, json, sys, torch
-from model.engine import Item
-from model.split.engine import SplitEngine
-from tests.model.builders import random_config, random_ranker, random_request
-torch.set_num_threads(1)
-place, skew = int(sys.argv[1]), float(sys.argv[2])
-digests, chosen = [], {}
-for dtype in (torch.float32, torch.bfloat16):
-    engine = SplitEngine(random_ranker(random_config()), "cpu", dtype, capacity=512)
-    engine.warm_up()
-    kernels = engine._kernels
-    kernels.row_sizes = {shape: sizes[place:] for shape, sizes in kernels.row_sizes.items()}
-    chosen |= {f"{dtype} {shape}": sizes for shape, sizes in kernels.row_sizes.items()}
-    engine._trunk.weights.heads[0, 0] *= 1 + skew
-    for history, count in ((30, 400), (3, 65)):
-        scores = engine.forward([Item(*random_request(engine.config, history, count))])[0].scores
-        digests.append(hashlib.sha256(scores.logits.tobytes() + scores.continuous.tobytes()).hexdigest())
-print(json.dumps([digests, chosen]))
-"""
-
-
-def test_two_processes_that_chose_other_products_give_equal_bits(tmp_path: Path) -> None:
+@DTYPES
+def test_engines_that_chose_other_products_give_equal_bits(dtype: torch.dtype) -> None:
     """What a timing decides in one process, it may decide otherwise in another: every choice passed the same check."""
-    script = tmp_path / "choice.py"
-    script.write_text(CHOICE)
-    root = Path(__file__).resolve().parents[2]
+    engine = make_engine(dtype)
+    engine.warm_up()
+    kernels: Any = engine._kernels
+    fast = kernels.row_sizes
+    slow = {shape: sizes[-1:] for shape, sizes in fast.items()}
+    assert fast != slow, "there must be a choice"
 
-    def run(place: int, skew: float) -> Any:
-        command = [sys.executable, str(script), str(place), str(skew)]
-        environment = os.environ | {"PYTHONPATH": str(root)}
-        finished = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
-        assert finished.returncode == 0, finished.stderr[-2000:]
-        return json.loads(finished.stdout)
+    def scores(sizes: Any, skew: float = 0.0) -> list[Any]:
+        kernels.row_sizes = sizes
+        engine._trunk.weights.heads[0, 0] *= 1 + skew
+        engine._cache.clear()
+        return [outcome.scores for outcome in engine.forward([item(engine, 30, 400), item(engine, 3, 65, seed=1)])]
 
-    fast, slow, other = run(0, 0.0), run(-1, 0.0), run(-1, 1e-6)
-    assert fast[1] != slow[1], "there must be a choice"
-    assert set(map(len, slow[1].values())) == {1}
-    assert fast[0] == slow[0]
-    assert fast[0][0] != other[0][0], "one weight in its last bits would be seen"
+    expected = scores(fast)
+    assert all(map(same_bits, scores(slow), expected))
+    assert not any(map(same_bits, scores(slow, 1e-6), expected)), "one weight in its last bits would be seen"
 
 
 def test_a_step_of_a_common_size_is_hardly_padded() -> None:

@@ -217,8 +217,9 @@ class PortableKernels(Kernels):
 def rows_are_independent(
     product: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], rows: int, width: int, like: Tensor
 ) -> bool:
-    """Whether `product`, on `rows` random rows at once, gives each the bits that `reference` gives it; NaN never passes. Not a substitute for the
-    self-test, which runs whole forwards.
+    """Whether `product`, on `rows` random rows at once, gives each the bits that `reference` gives it; NaN never passes.
+
+    Not a substitute for the self-test, which runs whole forwards.
 
     `reference` takes any number of rows. Three compositions: the rows as they are, the rows in another order, and every
     other row replaced. `like` names device and dtype.
