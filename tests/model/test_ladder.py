@@ -75,7 +75,7 @@ class Recorder(PlainRecorder):
 
         def disturbed(step: Step) -> None:
             replay(step)
-            work.func.__self__.logits += 1e-6
+            work.__self__.logits += 1e-6
 
         return disturbed if self.fault == "replay" else replay
 

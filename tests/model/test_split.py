@@ -60,15 +60,6 @@ def test_a_context_that_several_items_share_is_one_set_of_rows() -> None:
     assert engine.padding_ratio() == pytest.approx(1 - 61 / 64)  # 31 context rows once, 30 candidates
 
 
-def test_a_state_that_an_item_brings_is_not_computed_again() -> None:
-    engine = make_engine(cache_bytes=0)
-    known = item(engine, 30, 10)
-    [first] = engine.forward([known])
-    [again] = engine.forward([Item(known.context, known.candidates, first.state)])
-    assert (first.cache, again.cache) == ("miss", "hit")
-    assert same_bits(again.scores, first.scores)
-
-
 def test_closing_lets_go_of_everything() -> None:
     engine = make_engine()
     engine.forward([item(engine, 5, 5)])
