@@ -14,7 +14,7 @@ from app.engine.loading import Loader, checkpoint_loader, retrieval_loader
 from app.fronts.host import EngineHost
 from app.fronts.role import Role
 from app.http.application import Application, create_app
-from app.scheduling.job import Clock
+from app.loop_lag import Clock
 from app.server.process import RankingServer, serve
 from app.service.reload import Reloader
 from app.service.service import RankingService

@@ -152,11 +152,6 @@ class Service(Protocol):
         ...
 
     @property
-    def default_deadline_seconds(self) -> float:
-        """For a request that names no deadline."""
-        ...
-
-    @property
     def model(self) -> ServedModel:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
         ...

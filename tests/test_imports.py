@@ -25,7 +25,7 @@ PLANTS = {  # contract → file, an import that the contract forbids there
     "fronts need no torch": ("app/fronts/remote.py", "import torch"),
     "the supervisor needs neither torch nor HTTP": ("app/fronts/supervisor.py", "import fastapi"),
     "the engine process speaks no HTTP": ("app/fronts/host.py", "import app.request.reply"),
-    "scheduling is pure policy": ("app/scheduling/forecast.py", "import numpy"),
+    "scheduling is pure policy": ("app/engine/forecast.py", "import numpy"),
     "gRPC is an extra": ("app/http/rank.py", "import grpc"),
     "Ray is an extra": ("app/ray/replica.py", "import ray"),
     "the client stands alone": ("app/client/phoenix_ranker_client/messages.py", "import app.errors"),

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import structlog
 
+from app.engine.batching import Job
 from app.errors import NonFiniteScores, ServiceError, told
 from app.interface import Found, Ranked
-from app.scheduling.job import Job
 from model.engine import CacheResult, Item, Outcome
 from model.inputs import Candidates, Context, Scores
 from model.retrieval.inputs import Answers, Query

@@ -6,21 +6,28 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic
 
+from app.engine.admission import Admission, Refusal
 from app.engine.worker import J
 from app.errors import DeadlineExceeded, Overloaded, ServiceError
-from app.scheduling.admission import Admission, Refusal
-from app.telemetry.metrics import Metrics
+from app.telemetry.metrics import BatchReport, Metrics
 
 
 class Queue(Generic[J]):
-    """Belongs to the event loop. `on_idle` is called when the last admitted job has left."""
+    """Belongs to the event loop. `record` counts a forward; `on_idle` is called when the last admitted job has left."""
 
-    def __init__(self, admission: Admission, metrics: Metrics, on_idle: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        metrics: Metrics,
+        record: Callable[[BatchReport], None],
+        on_idle: Callable[[], None] | None = None,
+    ) -> None:
         self.admission = admission
         self.metrics = metrics
         self.answered = self.refused = 0  # since the start
         self.idle = asyncio.Event()  # nothing is admitted and unanswered
         self.idle.set()
+        self._record = record
         self._on_idle = on_idle
 
     def join(self, job: J, *, again: bool = False) -> Refusal | None:
@@ -46,7 +53,14 @@ class Queue(Generic[J]):
         job.worker.leave()
         if not self.admission.requests:
             self.idle.set()
-            self._on_idle()
+            if self._on_idle is not None:
+                self._on_idle()
+
+    def batch_done(self, report: BatchReport) -> None:
+        """As `worker.Events.batch_done`. How long forwards take decides who is admitted."""
+        if not report.failed:
+            self.admission.forward_time.observe(report.cost, report.forward_seconds)
+        self._record(report)
 
     def error(self, refusal: Refusal, *, counted: bool = True, may_wait: bool = False) -> ServiceError:
         """What the caller is told. A deadline that has passed is counted in any case."""

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import structlog
 
+from app.engine.forecast import ForwardTime
 from app.engine.loading import Steps
-from app.scheduling.forecast import ForwardTime
-from app.scheduling.job import Clock
+from app.loop_lag import Clock
 from app.telemetry.metrics import Metrics
 from model.engine import Engine, EngineError, Item, Outcome, OverlappingEngine
 from model.memory import shortage
@@ -273,8 +273,7 @@ class SearchForwards:
 
     def _is_short(self, queries: Sequence[Query], users: Users) -> bool:
         """Whether all of them take less than handing them over is worth."""
-        unknown_tokens = users.unknown_tokens
-        encode = self._encode_time.seconds(unknown_tokens) if unknown_tokens else 0.0
+        encode = self._encode_time.seconds(users.unknown_tokens) if users.unknown_tokens else 0.0
         search = self._search_time.seconds(_search_cost(queries))
         return encode is not None and search is not None and encode + search < SHORT_SEARCH_SECONDS
 

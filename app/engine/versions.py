@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Generic
 
+from app.engine.forecast import Running
 from app.engine.loading import Steps
 from app.engine.runners import ENGINE_THREAD, EngineThread, Runner, rank_runner
 from app.engine.worker import Events, J, Worker
 from app.interface import ReloadInProgress
-from app.scheduling.forecast import Running
-from app.scheduling.job import Clock
+from app.loop_lag import Clock
 from app.settings import Batching
 from app.telemetry.metrics import add_stats
 from model.engine import CacheStats, EngineError

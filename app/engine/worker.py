@@ -10,12 +10,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 
+from app.engine.batching import Batcher, Chunk
+from app.engine.forecast import Running
 from app.engine.job import QueuedJob
 from app.engine.runners import EARLY_CANDIDATES, Result, Runner
 from app.errors import DeadlineExceeded, EngineDown, ServiceError
-from app.scheduling.batching import Batcher, Chunk
-from app.scheduling.forecast import Running
-from app.scheduling.job import Clock
+from app.loop_lag import Clock
 from app.settings import Batching
 from app.telemetry.metrics import BatchReport
 from model.engine import EngineError

@@ -17,7 +17,7 @@ from app.fronts.places import ENDED, Place, Version
 from app.fronts.retrieval import RemoteRetrieval
 from app.fronts.uplink import Uplink
 from app.interface import Done, Health, Second, ServedModel, Ticket
-from app.scheduling.loop_lag import LoopClock, Work
+from app.loop_lag import LoopClock, Work
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from app.telemetry.sums import Deltas
@@ -118,11 +118,6 @@ class RemoteService:
     # admission
 
     @property
-    def default_deadline_seconds(self) -> float:
-        """For a request that names no deadline."""
-        return self.settings.deadline.default_seconds
-
-    @property
     def model(self) -> ServedModel:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
         if self._first is None:
@@ -174,7 +169,7 @@ class RemoteService:
         """Prepare a request on `model`; the engine process decides when it is sent. Raises NotReady, Draining or EngineDown."""
         self._check_able()
         version = self._version(model)
-        deadline = self.clock() + self.default_deadline_seconds if deadline is None else deadline
+        deadline = self.clock() + self.settings.deadline.default_seconds if deadline is None else deadline
         return Place(self, version, deadline, key, again, waits)
 
     def _check_able(self) -> None:

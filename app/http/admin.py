@@ -22,7 +22,7 @@ from app.errors import (
 )
 from app.http.application import Application, create_pages
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
-from app.http.negotiation import BATCH, Headers, check_length, is_compressed, wire_of
+from app.http.headers import BATCH, Headers, check_length, is_compressed, wire_of
 from app.http.observe import Recorder
 from app.http.rank_batch import JSON_HEADER
 from app.interface import Changed, CheckpointNotFound, ReloadInProgress, Reloads, Service, served_identity

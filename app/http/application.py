@@ -21,7 +21,7 @@ from app.http import operations
 from app.http.asgi import Guest, PagesEndpoint
 from app.http.call import Endpoint
 from app.http.explain import ExplainEndpoint
-from app.http.negotiation import INFER
+from app.http.headers import INFER
 from app.http.observe import Recorder
 from app.http.open_inference import MODEL, VERSION, open_inference
 from app.http.openapi import PREFERRED, describe_app

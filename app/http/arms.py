@@ -18,12 +18,9 @@ class Arms:
     """A and B of a split by user. Belongs to the event loop."""
 
     def __init__(self, service: Service, split: Split) -> None:
+        self.differ = split.users > 0  # between users
         self._service = service
         self._split = split
-
-    def first(self, wanted: tuple[str, str] = ANY) -> ServedModel:
-        """The model in whose words a request is read, before its user is known. Raises NotFound or NotReady."""
-        return self._service.model if wanted == ANY else named(self._service, *wanted)
 
     def model(self, user_id: int | str, wanted: tuple[str, str] = ANY) -> ServedModel:
         """The user's model if it is the wanted one, else the wanted one. Raises NotFound or NotReady."""

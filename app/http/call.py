@@ -6,12 +6,12 @@ import asyncio
 import time
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from app.errors import Overloaded
-from app.http.negotiation import Headers, too_long
+from app.http.headers import Headers, too_long
 from app.http.observe import Recorder
 from app.http.problems import problem_reply
 from app.interface import Ticket
@@ -22,6 +22,11 @@ Reply = Callable[[int, Fields, bytes, bool], None]  # the last: whether an impat
 Answer = tuple[int, Fields, bytes]
 T = TypeVar("T")
 BODILESS = (204, 304)  # replies without a content-length
+
+
+def timings_ms(stages: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a request's stages → milliseconds with three decimals, as replies have them."""
+    return {stage: round(seconds * 1e6) / 1e3 for stage, seconds in stages.items()}
 
 
 class Steps:
@@ -70,6 +75,7 @@ class Call(ABC):
     """One request, from its headers to its reply: `finish` with its body, `fail` or `abandon`. Belongs to the event loop."""
 
     ranks = True
+    steps: Steps | None = None  # of the task that answers it, where it takes one
     __slots__ = ("_endpoint", "_reply", "_tickets", "exchange", "headers", "max_body_bytes", "recorder")
 
     def __init__(self, endpoint: Endpoint, headers: Headers, reply: Reply) -> None:
@@ -84,10 +90,6 @@ class Call(ABC):
     @abstractmethod
     def finish(self, body: bytes | bytearray) -> None:
         """The body has arrived."""
-
-    def held_seconds(self) -> float:
-        """As `server.cycle.Handler.held_seconds`; 0 where `finish` was the last step."""
-        return 0.0
 
     def too_long(self) -> None:
         """More of the body has arrived than `max_body_bytes`."""
@@ -123,7 +125,7 @@ class Call(ABC):
         exchange.status = status
         self._leave()
         fields = [*headers, (b"x-request-id", exchange.request_id.encode())]
-        if status not in BODILESS and not any(name == b"content-length" for name, _ in headers):
+        if status not in BODILESS and b"content-length" not in [name for name, _ in headers]:
             fields.append((b"content-length", b"%d" % len(body)))
         if not at_once:
             self.recorder.end(exchange, self.headers)
@@ -148,11 +150,11 @@ class Call(ABC):
 class TaskCall(Call):
     """A request that takes a task to answer."""
 
-    __slots__ = ("_steps", "_task")
+    __slots__ = ("_task", "steps")
 
     def __init__(self, endpoint: Endpoint, headers: Headers, reply: Reply) -> None:
         super().__init__(endpoint, headers, reply)
-        self._steps: Steps | None = None
+        self.steps = None
         self._task: asyncio.Task[None] | None = None
         try:
             self.open()
@@ -169,16 +171,12 @@ class TaskCall(Call):
     def finish(self, body: bytes | bytearray) -> None:
         """As `Call.finish`."""
         if self._reply is not None:
-            self._steps = Steps()
+            self.steps = Steps()
             self._task = asyncio.get_running_loop().create_task(self._measured(self._run(body)))
 
     async def _measured(self, work: Coroutine[Any, Any, None]) -> None:
-        assert self._steps is not None
-        await self._steps.run(work)
-
-    def held_seconds(self) -> float:
-        """As `Call.held_seconds`."""
-        return 0.0 if self._steps is None else self._steps.held_seconds()
+        assert self.steps is not None
+        await self.steps.run(work)
 
     @property
     def is_begun(self) -> bool:

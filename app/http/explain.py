@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from app.budgets import Budget
 from app.errors import Overloaded
-from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
-from app.http.negotiation import BATCH, check_accept
+from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall, timings_ms
+from app.http.headers import BATCH, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Ranking, Terms
 from app.http.rank_batch import JSON_HEADER
@@ -28,7 +28,7 @@ from app.request.reply import ReplyFormat
 from app.request.validate import check_explain
 from app.request.wires import JSON
 from app.settings import Batching, Explore
-from app.telemetry.exchange import Exchange, milliseconds
+from app.telemetry.exchange import Exchange
 from model.inputs import Candidates, Context, Scores
 
 TURN_SECONDS = 0.0025  # about what an explanation ranks at a time takes
@@ -71,11 +71,12 @@ class ExplainEndpoint(Endpoint):
         """Decode and check. Nothing is awaited here, so that a swap cannot come between."""
         ranking, started = self.ranking, time.perf_counter()
         limits, most = ranking.limits, self.explore.max_candidates
-        body = ranking.decode(lambda _: decode(raw, limits, explain=most), exchange, terms.wanted)
+        body = ranking.decode(lambda _: decode(raw, limits, explain=most), exchange, terms.wanted).typed
         model = ranking.arms.model(body.user_id, terms.wanted)
         vocabulary, form = ranking.words_of(model.manifest)
         request, explained = check_explain(body, vocabulary)
-        exchange.name(request.request_id)
+        if request.request_id is not None and not exchange.is_named_by_caller:
+            exchange.request_id = request.request_id
         config = model.manifest.config
         if request.history_length > config.history_length:
             ranking.metrics.history_truncated.inc()
@@ -113,7 +114,7 @@ class ExplainEndpoint(Endpoint):
             attention,
             asked.form,
             history_used=len(context),
-            timings_ms={stage: milliseconds(seconds) for stage, seconds in exchange.stages.items()},
+            timings_ms=timings_ms(exchange.stages),
         )
         written = []
         for piece in pieces:

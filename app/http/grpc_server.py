@@ -12,7 +12,7 @@ import orjson
 from app.budgets import CALL_AHEAD_BYTES, calls_of_a_connection
 from app.errors import BadRequest, RequestTimeout, ServiceError
 from app.http.arms import named
-from app.http.negotiation import Headers, timeout_seconds_of
+from app.http.headers import Headers, timeout_seconds_of
 from app.http.observe import Recorder
 from app.http.open_inference import describe_server
 from app.http.problems import retry_after
@@ -162,10 +162,8 @@ class InferenceServer:
         ranking, exchange = self.ranking, call.exchange
         wanted = ranking.wanted(call.headers, request.model_name, request.model_version)
         deadline = ranking.deadline(call.seconds, timeout_seconds_of(call.headers))
-        typed = ranking.decode(lambda vocabulary: protobuf.tensors_of(request, ranking.limits), exchange, wanted)
-        job = ranking.prepare(typed, TENSORS, deadline, exchange, wanted)
-        if job.request.request_id is not None and not exchange.is_named_by_caller:
-            exchange.request_id = job.request.request_id
+        parsed = ranking.decode(lambda vocabulary: protobuf.tensors_of(request, ranking.limits), exchange, wanted)
+        job = ranking.prepare(parsed, TENSORS, deadline, exchange, wanted)
         result = await ranked(ranking.service, job.ticket, job.context, job.candidates)
         (reply,) = ranking.render(job, result, exchange.stages["parse"], exchange, protobuf.reply)
         call.fields = ranking.headers(job.model, [result], exchange)

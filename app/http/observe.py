@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from starlette.routing import compile_path
 
 from app.errors import ServiceError, TooLarge, told
-from app.http.negotiation import Headers, request_id_of
+from app.http.headers import Headers, request_id_of
 from app.telemetry.distributions import Series
 from app.telemetry.exchange import Exchange
 from app.telemetry.logs import RequestLog
@@ -84,6 +84,11 @@ class Recorder:
         requests, duration = self._series_of(exchange.method, exchange.route, exchange.status)
         requests.inc()
         duration.observe(seconds)
+        if exchange.version:  # it was answered with scores
+            for stage in ("parse", "serialize"):
+                self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
+            for names, probabilities in exchange.scored:
+                self.metrics.reply_probabilities.record(names, probabilities)
         if exchange.code == TooLarge.code:
             self.metrics.rejected.labels("too_large").inc()
         trace_id = None if self.tracer is None else self.tracer.record(exchange, seconds, headers)

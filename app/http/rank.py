@@ -6,15 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from app.errors import ServiceError
 from app.http.arms import ANY, HEADER, Arms, named
-from app.http.auth import KeyRing
-from app.http.call import Call, Endpoint, Fields, Reply
-from app.http.negotiation import (
+from app.http.call import Call, Endpoint, Fields, Reply, timings_ms
+from app.http.headers import (
     RANK,
     Headers,
+    KeyRing,
     Wires,
     check_accept,
     check_length,
@@ -24,7 +25,7 @@ from app.http.negotiation import (
 )
 from app.http.observe import Recorder
 from app.interface import Ranked, ServedModel, Service, Ticket
-from app.request import body, features, wires
+from app.request import body, features
 from app.request.body import Typed
 from app.request.codec import Codec, Packed, load_library
 from app.request.coding import inflate
@@ -33,8 +34,7 @@ from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
 from app.request.wires import BINARY, LENGTH, Render, Wire, media_type
 from app.settings import Limits, Settings
-from app.telemetry.exchange import Exchange, milliseconds
-from model.config import ModelConfig
+from app.telemetry.exchange import Exchange
 from model.inputs import Candidates, Context
 from weights.format.manifest import Manifest
 
@@ -51,6 +51,17 @@ class Terms:
     deadline: float | None
     is_compressed: bool
     wanted: tuple[str, str] = ANY
+
+
+class Parsed(NamedTuple, Generic[T]):
+    """A request in types, in the words of this model, not checked yet; `candidates` and `history` are how much it asks for."""
+
+    typed: T
+    candidates: int
+    history: int
+    model: ServedModel
+    vocabulary: Vocabulary
+    form: ReplyFormat
 
 
 @dataclass(slots=True)
@@ -95,10 +106,12 @@ class Ranking:
     def __init__(self, service: Service, settings: Settings) -> None:
         self.service = service
         self.limits = settings.limits
+        self.default_seconds = settings.deadline.default_seconds
         self.keys = KeyRing(settings.auth)
         self.metrics = service.metrics
         self.arms = Arms(service, settings.split)
         self._words = Words(self.limits)
+        self._read_last: tuple[Manifest | None, Any, Any] = None, None, None  # with its words
 
     def enter(self, headers: Headers, exchange: Exchange) -> None:
         """Who asks, and whether the service is open."""
@@ -107,11 +120,14 @@ class Ranking:
 
     def open(self, headers: Headers, exchange: Exchange, wires: Wires, wanted: tuple[str, str] = ANY) -> Terms:
         """The terms of a request over HTTP whose path names this model. Refusals that need no body come here."""
-        self.enter(headers, exchange)
-        wanted = self.wanted(headers, *wanted)
+        exchange.key = self.keys.caller(headers)
         wire, compressed = wire_of(headers, wires), is_compressed(headers)
         check_length(headers, self.limits.max_body_bytes)
-        return Terms(wire, self.deadline(timeout_seconds_of(headers)), compressed, wanted)
+        seconds = timeout_seconds_of(headers)
+        deadline = None if seconds is None else self.deadline(seconds)
+        terms = Terms(wire, deadline, compressed, self.wanted(headers, *wanted))
+        self.service.check_open(exchange.key)
+        return terms
 
     def wanted(self, headers: Headers, name: str = "", version: str = "") -> tuple[str, str]:
         """Name and version of the model that a request asks for: a version beside the name comes before the header's. Raises NotFound."""
@@ -130,18 +146,24 @@ class Ranking:
         """The body without its content coding, no longer than the limit."""
         return inflate(body, self.limits.max_body_bytes) if terms.is_compressed else body
 
-    def decode(self, read: Callable[[Vocabulary], T], exchange: Exchange, wanted: tuple[str, str] = ANY) -> T:
+    def decode(self, read: Callable[[Vocabulary], T], exchange: Exchange, wanted: tuple[str, str] = ANY) -> Parsed[T]:
         """What `read` makes of one request's bytes; how much work it is and how long it took are noted."""
         started = time.perf_counter()
-        typed = read(self.words_of(self.arms.first(wanted).manifest)[0])
-        exchange.candidates += typed.count("candidates")
-        exchange.history += typed.count("history")
-        add_seconds(exchange, "parse", time.perf_counter() - started)
-        return typed
+        model = self.service.model if wanted == ANY else named(self.service, *wanted)
+        manifest, vocabulary, form = self._read_last
+        if manifest is not model.manifest:
+            vocabulary, form = self.words_of(model.manifest)
+            self._read_last = model.manifest, vocabulary, form
+        typed = read(vocabulary)
+        parsed = Parsed(typed, typed.count("candidates"), typed.count("history"), model, vocabulary, form)
+        exchange.candidates += parsed.candidates
+        exchange.history += parsed.history
+        exchange.stages["parse"] = exchange.stages.get("parse", 0.0) + time.perf_counter() - started
+        return parsed
 
     def prepare(
         self,
-        typed: Typed,
+        parsed: Parsed[Any],
         wire: Wire,
         deadline: float | None,
         exchange: Exchange,
@@ -154,22 +176,30 @@ class Ranking:
 
         `wanted` as in `Terms`; `again` and `waits` as of `Service.admit`.
         """
-        started = time.perf_counter()
-        model = self.arms.model(typed.user_id, wanted)
+        started, typed = time.perf_counter(), parsed.typed
+        model = self.model_of(typed.user_id, wanted)
         if typed.timeout_seconds is not None:
             deadline = min(filter(None, (deadline, self.deadline(typed.timeout_seconds))))
         ticket = self.service.admit(
             model,
-            candidates=typed.count("candidates"),
-            history=typed.count("history"),
+            candidates=parsed.candidates,
+            history=parsed.history,
             deadline=deadline,
             key=exchange.key,
             again=again,
             waits=waits,
         )
         try:
-            vocabulary, form = self.words_of(model.manifest)
-            request, context, candidates = self._columns(typed, wire, vocabulary, model.manifest.config)
+            vocabulary, form = parsed.vocabulary, parsed.form
+            if model is not parsed.model:
+                vocabulary, form = self.words_of(model.manifest)
+            if isinstance(typed, Packed) and typed.codec is not vocabulary.codec:  # read in another model's words
+                typed = body.decode(typed.body, self.limits)
+            if isinstance(typed, Packed):
+                request, context, candidates = typed.unpack(model.manifest.config)
+            else:
+                request, config = wire.check(typed, vocabulary), model.manifest.config
+                context, candidates = features.context_of(request, config), features.candidates_of(request, config)
         except BaseException:
             ticket.release()
             raise
@@ -178,37 +208,27 @@ class Ranking:
             if len(request.history.post_ids):
                 request = request.without_history()
         seconds = time.perf_counter() - started
-        add_seconds(exchange, "parse", seconds)
+        exchange.stages["parse"] = exchange.stages.get("parse", 0.0) + seconds
+        if request.request_id is not None and not exchange.is_named_by_caller:
+            exchange.request_id = request.request_id
         return Prepared(model, ticket, request, context, candidates, form, seconds)
 
-    def _columns(
-        self, typed: Typed, wire: Wire, vocabulary: Vocabulary, config: ModelConfig
-    ) -> tuple[Request, Context, Candidates]:
-        if isinstance(typed, Packed):
-            if typed.codec is vocabulary.codec:
-                return typed.unpack(config)
-            typed = body.decode(typed.body, self.limits)  # another model serves since it was read
-        request = wire.check(typed, vocabulary)
-        return request, features.context_of(request, config), features.candidates_of(request, config)
+    def model_of(self, user_id: int | str, wanted: tuple[str, str] = ANY) -> ServedModel:
+        """Who ranks for this user; `wanted` as in `Terms`. Raises NotFound or NotReady."""
+        return self.arms.model(user_id, wanted) if self.arms.differ or wanted != ANY else self.service.model
 
     def render(
-        self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange, write: Render = wires.render
+        self, job: Prepared, ranked: Ranked, parse_seconds: float, exchange: Exchange, write: Render
     ) -> Iterator[bytes]:
         """The reply to one request, in pieces: other requests should be served between those of a long one."""
         stages = {"parse": parse_seconds, "queue": ranked.queue_seconds, "forward": ranked.forward_seconds}
         for stage in ("queue", "forward"):  # requests of a batch run side by side
             exchange.stages[stage] = max(exchange.stages.get(stage, 0.0), stages[stage])
-        self.metrics.reply_probabilities.record(job.form.action_names, ranked.scores.probabilities)
-        pieces = write(
-            job.request,
-            ranked.scores,
-            job.form,
-            history_used=len(job.context),
-            timings_ms={stage: milliseconds(seconds) for stage, seconds in stages.items()},
-        )
+        exchange.scored.append((job.form.action_names, ranked.scores.probabilities))
         started = time.perf_counter()
-        for piece in pieces:
-            add_seconds(exchange, "serialize", time.perf_counter() - started)
+        used = len(job.context.post_ids)
+        for piece in write(job.request, ranked.scores, job.form, history_used=used, timings_ms=timings_ms(stages)):
+            exchange.stages["serialize"] = exchange.stages.get("serialize", 0.0) + time.perf_counter() - started
             yield piece
             started = time.perf_counter()
 
@@ -220,12 +240,10 @@ class Ranking:
     def told(self, version: str, cache: str, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         """Headers that say which version answered, from what, and where the time went."""
         exchange.version, exchange.cache = version, cache
-        for stage in ("parse", "serialize"):
-            self.metrics.stage[stage].observe(exchange.stages.get(stage, 0.0))
         timing = ", ".join([f"{stage};dur={seconds * 1000:.3f}" for stage, seconds in exchange.stages.items()])
         return [
-            (b"x-model-version", exchange.version.encode()),
-            (b"x-context-cache", exchange.cache.encode()),
+            (b"x-model-version", version.encode()),
+            (b"x-context-cache", cache.encode()),
             (b"server-timing", timing.encode()),
         ]
 
@@ -259,7 +277,7 @@ class RankEndpoint(Endpoint):
 class RankCall(Call):
     """One request to rank."""
 
-    __slots__ = ("_job", "_terms", "ranking")
+    __slots__ = ("_job", "_media_type", "_terms", "ranking")
 
     def __init__(self, endpoint: RankEndpoint, headers: Headers, reply: Reply) -> None:
         super().__init__(endpoint, headers, reply)
@@ -273,16 +291,13 @@ class RankCall(Call):
     def finish(self, body: bytes | bytearray) -> None:
         """As `Call.finish`."""
         ranking, exchange, terms = self.ranking, self.exchange, self._terms
-
-        def read(vocabulary: Vocabulary) -> Typed:
-            return terms.wire.decode(ranking.plain(body, terms), self.headers, ranking.limits, vocabulary)
-
         try:
-            typed = ranking.decode(read, exchange, terms.wanted)
-            check_accept(self.headers, media_type(typed))
-            job = self._job = ranking.prepare(typed, terms.wire, terms.deadline, exchange, terms.wanted)
+            read = partial(terms.wire.decode, ranking.plain(body, terms), self.headers, ranking.limits)
+            parsed = ranking.decode(read, exchange, terms.wanted)
+            self._media_type = media_type(parsed.typed)
+            check_accept(self.headers, self._media_type)
+            job = self._job = ranking.prepare(parsed, terms.wire, terms.deadline, exchange, terms.wanted)
             self._tickets = (job.ticket,)
-            exchange.name(job.request.request_id)
             ranking.service.rank(job.ticket, job.context, job.candidates, self._ranked)
         except Exception as error:
             self.fail(error)
@@ -290,10 +305,13 @@ class RankCall(Call):
     def _ranked(self, result: Ranked | ServiceError) -> None:
         job = self._job
         assert job is not None
+        self._tickets = ()  # it has ended
         if isinstance(result, ServiceError):
             self.fail(result)
         else:
-            pieces = self.ranking.render(job, result, self.exchange.stages["parse"], self.exchange)
+            pieces = self.ranking.render(
+                job, result, self.exchange.stages["parse"], self.exchange, self._terms.wire.render
+            )
             self._render(job, result, pieces, [])
 
     def _render(self, job: Prepared, ranked: Ranked, pieces: Iterator[bytes], done: list[bytes]) -> None:
@@ -302,11 +320,11 @@ class RankCall(Call):
         try:
             for piece in pieces:
                 done.append(piece)
-                if len(job.candidates) > ROWS_IN_A_PIECE:  # lets other requests in between
+                if len(job.candidates.post_ids) > ROWS_IN_A_PIECE:  # lets other requests in between
                     asyncio.get_running_loop().call_soon(self._render, job, ranked, pieces, done)
                     return
-            fields = [(b"content-type", media_type(job.request))]
-            if fields[0][1] is BINARY:
+            fields = [(b"content-type", self._media_type)]
+            if self._media_type is BINARY:
                 fields.append((LENGTH, b"%d" % len(done[0])))
             fields += self.ranking.headers(job.model, [ranked], self.exchange)
             self.answer(200, fields, b"".join(done))
@@ -321,8 +339,3 @@ def _speak_alike(one: Manifest, other: Manifest) -> bool:
         other.continuous,
         other.score_weights,
     )
-
-
-def add_seconds(exchange: Exchange, stage: str, seconds: float) -> None:
-    """A request may come through a stage several times."""
-    exchange.stages[stage] = exchange.stages.get(stage, 0.0) + seconds

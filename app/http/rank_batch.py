@@ -6,19 +6,19 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from app.budgets import Budget, rest_seconds
 from app.errors import Overloaded, ServiceError, TooLarge
 from app.http.call import Answer, Call, Endpoint, Fields, Reply, TaskCall
-from app.http.negotiation import BATCH, check_accept
+from app.http.headers import BATCH, check_accept
 from app.http.observe import Recorder
-from app.http.rank import Prepared, Ranking, Terms
+from app.http.rank import Parsed, Prepared, Ranking, Terms
 from app.http.window import Window
 from app.interface import Ranked, ServedModel, ranked
-from app.request.body import BatchDecoder, Typed
+from app.request.body import BatchDecoder
 from app.request.wires import JSON, OBJECTS
 from app.settings import Batching, Budgets
 from app.telemetry.exchange import Exchange
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
     body: bytes
     model: ServedModel | None = None
     ranked: Ranked | None = None
-    again: Typed | None = None
+    again: Parsed[Any] | None = None
 
 
 class BatchEndpoint(Endpoint):
@@ -75,7 +75,7 @@ class BatchCall(TaskCall):
         exchange.stages["parse"] = time.perf_counter() - started
         exchange.requests = len(items)
         # one deadline for all, from the start
-        deadline = terms.deadline or ranking.deadline(ranking.service.default_deadline_seconds)
+        deadline = terms.deadline or ranking.deadline(ranking.default_seconds)
         run = Run(ranking, endpoint.batching, deadline, exchange, endpoint.candidates, held, terms.wanted)
         try:
             answers = await run.all(items)
@@ -126,29 +126,29 @@ class Run:
     async def _begin(self, item: bytes) -> Ended | asyncio.Task[Ended]:
         try:
             with self._holding():
-                body = self.ranking.decode(
+                parsed = self.ranking.decode(
                     lambda words: OBJECTS.decode(item, {}, self.ranking.limits, words), self.exchange, self.wanted
                 )
-            self._count(body.count("candidates"))
+            self._count(parsed.candidates)
         except ServiceError as error:
             return _failed(error)
-        return await self._queue(body)
+        return await self._queue(parsed)
 
-    async def _alone(self, body: Typed) -> Ended:
-        begun = await self._queue(body, again=True)
+    async def _alone(self, parsed: Parsed[Any]) -> Ended:
+        begun = await self._queue(parsed, again=True)
         return begun if isinstance(begun, Ended) else await begun
 
-    async def _queue(self, body: Typed, again: bool = False) -> Ended | asyncio.Task[Ended]:
+    async def _queue(self, parsed: Parsed[Any], again: bool = False) -> Ended | asyncio.Task[Ended]:
         def admit(*, again: bool, waits: bool) -> Prepared:
             with self._holding():
                 terms = self.deadline, self.exchange, self.wanted
-                return self.ranking.prepare(body, OBJECTS, *terms, again=again, waits=waits)
+                return self.ranking.prepare(parsed, OBJECTS, *terms, again=again, waits=waits)
 
         try:
             job = await self._window.admit(admit, again=again)
         except ServiceError as error:
             return _failed(error)
-        return self._window.begin(self._finish(job, body), len(job.candidates), 1 + len(job.context))
+        return self._window.begin(self._finish(job, parsed), len(job.candidates), 1 + len(job.context))
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
@@ -166,19 +166,19 @@ class Run:
             raise Overloaded("Too many candidates of batches are being answered.", retry_after_seconds=1.0)
         self.candidates += candidates
 
-    async def _finish(self, job: Prepared, body: Typed) -> Ended:
+    async def _finish(self, job: Prepared, parsed: Parsed[Any]) -> Ended:
         try:
             result = await ranked(self.ranking.service, job.ticket, job.context, job.candidates)
         except Overloaded as error:  # by an engine process; in one process `prepare` is refused
-            return _failed(error, body if len(self._window) > 1 else None)
+            return _failed(error, parsed if len(self._window) > 1 else None)
         except ServiceError as error:
             return _failed(error)
         pieces = []
-        for piece in self.ranking.render(job, result, job.check_seconds, self.exchange):
+        for piece in self.ranking.render(job, result, job.check_seconds, self.exchange, OBJECTS.render):
             pieces.append(piece)
             await asyncio.sleep(0)
         return Ended(b"".join(pieces), job.model, result)
 
 
-def _failed(error: ServiceError, again: Typed | None = None) -> Ended:
+def _failed(error: ServiceError, again: Parsed[Any] | None = None) -> Ended:
     return Ended(orjson.dumps({"error": error.problem()}), again=again)

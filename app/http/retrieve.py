@@ -9,14 +9,13 @@ from abc import abstractmethod
 import numpy as np
 
 from app.errors import ServiceError
-from app.http.call import Call, Endpoint, Fields, Reply
-from app.http.negotiation import BATCH, Headers, check_accept
+from app.http.call import Call, Endpoint, Fields, Reply, timings_ms
+from app.http.headers import BATCH, Headers, check_accept
 from app.http.observe import Recorder
-from app.http.rank import Ranking, Words, add_seconds
+from app.http.rank import Ranking, Words
 from app.http.rank_batch import JSON_HEADER
 from app.interface import Found, Ranked, ServedModel
 from app.request import reply
-from app.request.body import Body
 from app.request.reply import Joined
 from app.request.retrieval import (
     Models,
@@ -32,7 +31,6 @@ from app.request.retrieval import (
 from app.request.validate import Request
 from app.request.wires import JSON
 from app.settings import Settings
-from app.telemetry.exchange import milliseconds
 from model.inputs import Scores
 
 
@@ -44,7 +42,7 @@ class PostsEndpoint(Endpoint):
     ) -> None:
         super().__init__(recorder, path, ranking.limits.max_body_bytes)
         self.ranking = ranking
-        self.max_seconds = settings.deadline.max_seconds
+        self.deadline = settings.deadline
         self.words = Words(ranking.limits)  # of the retrieval model
         self.call = call
 
@@ -56,8 +54,9 @@ class PostsEndpoint(Endpoint):
 class PostsCall(Call):
     """One request for posts, on the versions that it ends on."""
 
-    __slots__ = ("_deadline", "_found", "_request", "_served", "_terms", "ranking")
+    __slots__ = ("_deadline", "_found", "_model", "_request", "_served", "_terms", "ranking")
     _endpoint: PostsEndpoint
+    _model: ServedModel | None
 
     def __init__(self, endpoint: PostsEndpoint, headers: Headers, reply: Reply) -> None:
         super().__init__(endpoint, headers, reply)
@@ -69,11 +68,11 @@ class PostsCall(Call):
 
     def _open(self) -> None:
         ranking, service = self.ranking, self.ranking.service
-        self._terms = ranking.open(self.headers, self.exchange, BATCH)
         check_accept(self.headers, JSON)
-        now = service.clock()
-        wanted = now + service.default_deadline_seconds if self._terms.deadline is None else self._terms.deadline
-        self._deadline = min(wanted, now + self._endpoint.max_seconds)  # one for both stages
+        self._terms = ranking.open(self.headers, self.exchange, BATCH)
+        now, deadline = service.clock(), self._endpoint.deadline
+        wanted = now + deadline.default_seconds if self._terms.deadline is None else self._terms.deadline
+        self._deadline = min(wanted, now + deadline.max_seconds)  # one for both stages
         _ = service.retrieval.served  # refuses before the body is read
 
     def finish(self, body: bytes | bytearray) -> None:
@@ -81,10 +80,12 @@ class PostsCall(Call):
         ranking, exchange, retrieval = self.ranking, self.exchange, self.ranking.service.retrieval
         started = time.perf_counter()
         try:
+            self._model = self._ranker(0)
             served = self._served = retrieval.served
             request = self._request = self._read(ranking.plain(body, self._terms))
-            exchange.name(request.request_id)
-            if len(request.query.context) < request.history_length:
+            if request.request_id is not None and not exchange.is_named_by_caller:
+                exchange.request_id = request.request_id
+            if len(request.query.context.post_ids) < request.history_length:
                 ranking.metrics.history_truncated.inc()
             exchange.stages["parse"] = time.perf_counter() - started
             search = retrieval.retrieve(served, request.query, self._deadline, exchange.key, self._searched)
@@ -94,26 +95,35 @@ class PostsCall(Call):
 
     def _read(self, body: bytes | bytearray) -> PostsRequest:
         """Decode, admit, check."""
-        exchange = self.exchange
-        typed, models = self._decode(body)
+        exchange, models = self.exchange, self._models()
+        typed = read_posts(body, self.ranking.limits, models)
         posts, history = work_of(typed)
+        if self.ranking.arms.differ and (own := self._ranker(user_of(typed))) is not self._model:
+            self._model = own
+            models = self._models()
+            typed = read_posts(body, self.ranking.limits, models)
         exchange.candidates += posts
         exchange.history += history
         self._admit(posts, history)
         return check_posts(typed, models)
 
-    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | Body, Models]:
-        models = self._models()
-        return read_posts(body, self.ranking.limits, models), models
-
     def _models(self) -> Models:
         manifest = self._served.manifest
-        return [Reading(self._endpoint.words.of(manifest)[0], manifest.config)]
+        models = [Reading(self._endpoint.words.of(manifest)[0], manifest.config)]
+        if self._model is not None:
+            manifest = self._model.manifest
+            models.append(Reading(self.ranking.words_of(manifest)[0], manifest.config))
+        return models
+
+    def _ranker(self, user_id: int | str) -> ServedModel | None:
+        """Who ranks the posts for this user; None where nobody does. Raises NotFound or NotReady."""
+        return None
 
     def _admit(self, posts: int, history: int) -> None:
         """Take a place in the ranker's queue where there will be work for it."""
 
     def _searched(self, result: Found | ServiceError) -> None:
+        self._tickets = self._tickets[:-1]  # the search has ended
         if isinstance(result, ServiceError):
             self.fail(result)
             return
@@ -132,12 +142,9 @@ class PostsCall(Call):
     def _go_on(self) -> None:
         """The posts are found."""
 
-    def _timings_ms(self) -> dict[str, float]:
-        return {stage: milliseconds(seconds) for stage, seconds in self.exchange.stages.items()}
-
     def _send(self, body: bytes, began: float, version: str, cached: bool) -> None:
         """Reply with what was written since `began`."""
-        add_seconds(self.exchange, "serialize", time.perf_counter() - began)
+        self.exchange.stages["serialize"] = time.perf_counter() - began
         fields = self.ranking.told(version, "hit" if cached else "miss", self.exchange)
         corpus = (b"x-corpus-version", self._served.corpus.version.encode())
         self.answer(200, [JSON_HEADER, corpus, *fields], body, at_once=True)
@@ -152,7 +159,12 @@ class RetrieveCall(PostsCall):
         began, posts, request = time.perf_counter(), self._found.posts, self._request
         used = len(request.query.context)
         body = render(
-            posts, request, self._served.manifest, self._served.corpus, history_used=used, timings_ms=self._timings_ms()
+            posts,
+            request,
+            self._served.manifest,
+            self._served.corpus,
+            history_used=used,
+            timings_ms=timings_ms(self.exchange.stages),
         )
         self._send(body, began, self._served.manifest.version, posts.cached)
 
@@ -160,25 +172,15 @@ class RetrieveCall(PostsCall):
 class RecommendCall(PostsCall):
     """The posts, ranked: exactly what /rank says of what /retrieve returns."""
 
-    __slots__ = ("_joined", "_model", "_to_rank")
+    __slots__ = ("_joined", "_to_rank")
 
     _joined: Joined | None
     _model: ServedModel
     _to_rank: Request
 
-    def _decode(self, body: bytes | bytearray) -> tuple[PostsRequest | Body, Models]:
-        """In the words of the checkpoint that ranks this user."""
-        arms, wanted = self.ranking.arms, self._terms.wanted
-        self._model = arms.model(0, wanted)
-        typed, models = super()._decode(body)
-        if (own := arms.model(user_of(typed), wanted)) is not self._model:
-            self._model = own
-            return super()._decode(body)
-        return typed, models
-
-    def _models(self) -> Models:
-        model = self._model
-        return [*super()._models(), Reading(self.ranking.words_of(model.manifest)[0], model.manifest.config)]
+    def _ranker(self, user_id: int | str) -> ServedModel | None:
+        """As `PostsCall._ranker`."""
+        return self.ranking.model_of(user_id, self._terms.wanted)
 
     def _admit(self, posts: int, history: int) -> None:
         """Before the search: a request that the ranker would refuse costs none, and one that is admitted ends, also in a drain."""
@@ -189,9 +191,9 @@ class RecommendCall(PostsCall):
     def _go_on(self) -> None:
         posts, request, service = self._found.posts, self._request, self.ranking.service
         config, self._joined = self._model.manifest.config, None
-        if len(posts):
-            if len(posts) < request.query.k:
-                service.shrink(self._tickets[0], len(posts))
+        if count := len(posts.post_ids):
+            if count < request.query.k:
+                service.shrink(self._tickets[0], count)
             assert request.context is not None
             service.rank(self._tickets[0], request.context, request.candidates(posts, config), self._ranked)
             asyncio.get_running_loop().call_soon(self._prepare)  # while the forward runs
@@ -204,11 +206,13 @@ class RecommendCall(PostsCall):
         if self._joined is not None:
             return
         manifest = self._model.manifest
+        form = self.ranking.words_of(manifest)[1]
         self._to_rank = self._request.ranking(self._found.posts)
-        names = reply.names_of(self._to_rank, self.ranking.words_of(manifest)[1])
+        names = reply.names_of(self._to_rank, form)
         self._joined = joined(self._found.posts, self._served.manifest, self._served.corpus, manifest, names)
 
     def _ranked(self, result: Ranked | ServiceError) -> None:
+        self._tickets = ()
         if isinstance(result, ServiceError):
             self.fail(result)
             return
@@ -216,9 +220,8 @@ class RecommendCall(PostsCall):
         stages["queue"] += result.queue_seconds
         stages["forward"] = result.forward_seconds
         try:
-            names = self._model.manifest.action_names
+            self.exchange.scored.append((self._model.manifest.action_names, result.scores.probabilities))
             self._write(result.scores, cached=result.cache == "hit")
-            self.ranking.metrics.reply_probabilities.record(names, result.scores.probabilities)
         except Exception as error:
             self.fail(error)
 
@@ -234,7 +237,7 @@ class RecommendCall(PostsCall):
             scores,
             self.ranking.words_of(manifest)[1],
             self._joined,
-            history_used=len(context),
-            timings_ms=self._timings_ms(),
+            history_used=len(context.post_ids),
+            timings_ms=timings_ms(self.exchange.stages),
         )
         self._send(body, began, manifest.version, cached)

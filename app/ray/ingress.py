@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from app.errors import DeadlineExceeded, EngineDown, InvalidRequest, TooLarge
-from app.http.negotiation import Headers, check_length, timeout_seconds_of
+from app.http.headers import Headers, check_length, timeout_seconds_of
 from app.http.observe import Recorder
 from app.http.open_inference import MODEL, VERSION
 from app.http.problems import problem_reply

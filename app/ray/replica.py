@@ -12,11 +12,11 @@ from typing import Any
 from starlette.types import Message
 
 from app.assembly import build_service, create_reloader
+from app.engine.batching import Job
 from app.errors import NotReady
 from app.http.application import Application, create_app
 from app.ray.autoscaling import BUSY, WAIT
 from app.ray.ingress import Asked, Reply
-from app.scheduling.job import Job
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -20,6 +21,7 @@ import structlog
 from numpy.typing import NDArray
 
 from app.errors import ServiceError
+from app.request import body
 from app.request.rules import check, struct_rule
 from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_request_id
 from app.request.strict_json import parse
@@ -160,17 +162,17 @@ class Codec:
         """The candidates of a reply in the form that the request asks for, between head and tail; None for a long one.
 
         `retrieved` `[C]`: their scores where they were retrieved, best first."""
-        if len(scores) > MOST_ROWS:
+        wanted, count = request.wanted, len(scores.probabilities)
+        if count > MOST_ROWS:
             return None
-        wanted = request.wanted
         written: bytes = self._write(
-            len(scores),
+            count,
             request.candidates.post_ids,
             b"" if request.quoted is None else request.quoted,
             scores.probabilities,
             scores.continuous,
             request.weights,
-            min(request.top_k or 0, len(scores)),
+            min(request.top_k or 0, count),
             b"" if wanted is None else array("q", wanted),
             -1 if wanted is None else len(wanted),
             request.reply == "columns",
@@ -179,6 +181,14 @@ class Codec:
             tail,
         )
         return written or None
+
+
+def decode(
+    data: bytes | bytearray, headers: Mapping[bytes, bytes], limits: Limits, vocabulary: Vocabulary
+) -> Packed | body.Body:
+    """As `wires.Wire.decode`, of JSON objects: by the compiled codec, else by `body.decode`. Raises what that raises."""
+    packed = None if vocabulary.codec is None else vocabulary.codec.read(data)
+    return body.decode(data, limits) if packed is None else packed
 
 
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)  # made for each array, else

@@ -168,12 +168,14 @@ def render(
         head = head_of(names_of(request, form), model=form.model)
     end = tail_of(request, history_used, timings_ms)
     if form.codec is not None and (written := form.codec.write(request, scores, head, end)) is not None:
-        yield written
-        return
+        return iter((written,))
     rows = rows_of(request, scores, form)
     if request.reply == "columns":
-        yield head + _columns(rows, form) + end
-        return
+        return iter((head + _columns(rows, form) + end,))
+    return _objects(rows, form, head, end)
+
+
+def _objects(rows: Rows, form: ReplyFormat, head: bytes, end: bytes) -> Iterator[bytes]:
     before = head + b"["
     for start in range(0, len(rows.scores), ROWS_IN_A_PIECE):
         yield before + _candidates(rows, slice(start, start + ROWS_IN_A_PIECE), form)

@@ -66,23 +66,24 @@ class PostsRequest:
     def candidates(self, posts: Retrieved, config: ModelConfig) -> Candidates:
         """These posts as the ranker reads them: what `features.candidates_of` makes of `ranking`."""
         ages = age_bucket(self.impression_ts, posts.created_at, config)
-        return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64), ages)
+        return Candidates(posts.post_ids, posts.author_ids, np.zeros(len(posts.post_ids), np.int64), ages)
 
     def ranking(self, posts: Retrieved) -> Request:
         """The request to rank these posts, best first: the one that a caller would send who got them from /retrieve."""
         assert self.weights is not None
+        count = len(posts.post_ids)
         return Request(
             user_id=self.query.context.user_id,
             history_length=self.history_length,
             history=NO_POSTS,
             actions=NOTHING,
             dwell_seconds=NOTHING,
-            candidates=Posts(posts.post_ids, posts.author_ids, np.zeros(len(posts), np.int64)),
+            candidates=Posts(posts.post_ids, posts.author_ids, np.zeros(count, np.int64)),
             numbers={"created_at": posts.created_at},
-            quoted=np.ones(len(posts), bool),
+            quoted=np.ones(count, bool),
             impression_ts=self.impression_ts,
             weights=self.weights,
-            top_k=min(self.top_k or len(posts), len(posts)),
+            top_k=min(self.top_k or count, count),
             wanted=self.wanted,
             request_id=self.request_id,
         )

@@ -23,40 +23,24 @@ the client closes, or takes no bytes for too long   CLOSED
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections import deque
 from enum import Enum, auto
 from typing import cast
 
-import httptools
-import structlog
-
-from app.budgets import CHUNK_BYTES, WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
+from app.budgets import WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
 from app.server.cycle import Cycle, Routes
-from app.server.deadline import Deadline
+from app.server.deadline import Arrival, Deadline
 from app.server.leftover import Leftover
 from app.server.observer import Observer
 from app.server.patience import REPEAT_SECONDS
-from app.server.refusals import (
-    ANY_HOST,
-    MAX_HEADERS,
-    REFUSALS,
-    Hosts,
-    Refused,
-    check_head,
-    refusal_reply,
-    without_upgrade,
-)
+from app.server.reader import ANY_HOST, Headers, Hosts, Reader, Refused
+from app.server.refusals import REFUSALS, refusal_reply
 from app.server.sockets import has_unread, set_write_deadline
 from app.settings import Connections
 
 MAX_PIPELINED = 16
-LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
 WRITE_SECONDS = 8.0  # a client that takes nothing of what was written for so long is cut off
-LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
 GRACE_SECONDS = 1.0  # at shutdown, how long a connection must have been silent to be closed
-
-log = structlog.get_logger("app.server.connection")
 
 
 class State(Enum):
@@ -71,10 +55,7 @@ class State(Enum):
 
 
 class Connection(asyncio.Protocol):
-    """Deadlines for headers, body and reply, a header limit, and at most one reply to a request.
-
-    llhttp itself refuses bare line feeds, folded headers, a length beside chunks, and bad chunks.
-    """
+    """Deadlines for headers, body and reply, and at most one reply to a request."""
 
     def __init__(
         self,
@@ -97,13 +78,9 @@ class Connection(asyncio.Protocol):
         self.cycle: Cycle | None = None  # of the last request
         self.pending: list[Cycle] = []  # requests without a complete reply, oldest first
         self.waiting: deque[Cycle] = deque()  # those of them whose turn has not come
-        self.begun = self.idle_since = loop.time()
-        self.header_bytes = 0  # received while the headers were not complete
-        self.field_bytes = 0  # of the request's own header fields; one read may hold its body as well
-        self.header_count = 0
+        self.arrival = Arrival(loop, limits, self.deadline)
+        self.idle_since = loop.time()
         self.held: dict[Cycle, int] = {}  # bytes of bodies that are being read, as they were counted
-        self.body_bytes = 0  # received of the present body
-        self.body_until = 0.0
         self.rests = 0  # that are not over: other connections come first for a while
         self.is_unread = False  # the client leaves replies unread
         self.is_paused = False  # nothing is read
@@ -113,9 +90,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """As `asyncio.Protocol`."""
-        self.transport = cast(asyncio.Transport, transport)
-        transport = self.transport
-        self.parser = self._new_parser()
+        transport = self.transport = cast(asyncio.Transport, transport)
+        self.reader = Reader(self, self.hosts, self.limits.max_header_bytes)
         self.write = transport.write
         self.observer.open.add(self)
         self.leftover = Leftover(self.loop, transport, self.deadline, self._cut)
@@ -142,7 +118,7 @@ class Connection(asyncio.Protocol):
             self.observer.connections.give(1)
         self.observer.open.discard(self)
         self.cycle = None
-        del self.parser  # it leads back here
+        self.reader.close()  # it leads back here
 
     def pause_writing(self) -> None:
         """The client leaves replies unread."""
@@ -163,89 +139,51 @@ class Connection(asyncio.Protocol):
         if rest is not None:
             self._refuse("bad_request")
 
-    def _new_parser(self) -> httptools.HttpRequestParser:
-        parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows a last request is thrown away
-        return parser
-
     def _read(self, data: bytes) -> bytes | None:
-        """Parse these bytes. It returns those that are to be parsed again."""
+        """Parse these bytes. Returns those that are to be parsed again."""
         if self.state in (State.ENDING, State.LINGERING) or self._is_answered():
             self.leftover.drop(len(data))
         if self.state in (State.ENDING, State.LINGERING, State.CLOSED):
             return None
         if self.state is State.IDLE:
             self._begin_request()
-        if self.state is State.HEADERS:
-            self.header_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            return self._declined(data[upgrade.args[0] :])
-        except httptools.HttpParserError as error:
-            self._refuse(_refusal_of(error))
-        else:
-            if self.state is State.HEADERS and self.header_bytes > self.limits.max_header_bytes:
-                self._refuse("headers")
-            elif self.state in (State.HEADERS, State.BODY) and not self.deadline.is_set:
-                self._watch()
-        return None
+            rest = self.reader.feed(data)
+            if self.state is State.BODY or self.waiting:
+                self._count_bodies()
+        except Refused as refused:
+            self._refuse(refused.args[0])
+            return None
+        if rest is None and not self.deadline.is_set:
+            if self.state is State.HEADERS:
+                self.arrival.watch_head(self._refuse)
+            elif self.state is State.BODY:
+                self.arrival.watch_body(self._refuse)
+        return rest
 
     def _begin_request(self) -> None:
         if self.cycle is not None:  # the first one has begun with the connection
-            self.begun = self.loop.time()
+            self.arrival.begun = self.loop.time()
         self._enter(State.HEADERS)
 
-    def _declined(self, rest: bytes) -> bytes:
-        """An upgrade may be declined by answering in HTTP/1.1: the same request, asking for none, and what follows."""
-        parser = self.parser
-        head = without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
-        self.parser = self._new_parser()
-        self._reset_counts()
-        return head + rest
+    # what the reader tells
 
-    # parser callbacks
-
-    def on_message_begin(self) -> None:
-        """As httptools calls it."""
-        self.url = b""
-        self.headers: list[tuple[bytes, bytes]] = []
+    def on_begin(self) -> None:
+        """As `Hearer.on_begin`."""
         if self.state is State.IDLE:  # behind another request, in one read
             self._begin_request()
 
-    def on_url(self, url: bytes) -> None:
-        """As httptools calls it, for each piece."""
-        self.url += url
-        self._count_header(len(url))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """As httptools calls it."""
-        self._count_header(len(name) + len(value))
-        if self.state is State.HEADERS:  # trailers are counted and dropped
-            self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        """As httptools calls it."""
-        parser, headers = self.parser, self.headers
-        method, version = parser.get_method(), parser.get_http_version()
-        check_head(method, version, headers, self.hosts)
+    def on_head(self, method: bytes, target: bytes, headers: Headers, keep_alive: bool) -> None:
+        """As `Hearer.on_head`."""
         if len(self.pending) >= MAX_PIPELINED:
             raise Refused("bad_request")
-        if parser.should_upgrade():
-            return  # llhttp would take the body for another protocol: see `_declined`
         before = self.cycle
-        cycle = self.cycle = Cycle(
-            self,
-            self.routes(method, self.url),
-            headers,
-            keep_alive=version != "1.0" and parser.should_keep_alive(),
-            expects_continue=any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers),
-        )
+        cycle = self.cycle = Cycle(self, self.routes, method, target, headers, keep_alive=keep_alive)
         self.pending.append(cycle)
         if self.observer.draining:
             self._close_after_last()
         self._enter(State.BODY)
-        self.body_bytes = 0
+        self.arrival.bytes = 0
         if (before is None or before.response_complete) and not self.rests:
             cycle.start()
         else:
@@ -253,82 +191,57 @@ class Connection(asyncio.Protocol):
             self.waiting.append(cycle)
 
     def on_body(self, body: bytes) -> None:
-        """As httptools calls it, for each piece."""
-        self.body_bytes += len(body)
-        cycle, count = self.cycle, len(body) + CHUNK_BYTES
-        assert cycle is not None
-        if cycle.response_started:
-            return  # nobody reads it
-        if self.observer.body_bytes.take(count):
-            self.held[cycle] = self.held.get(cycle, 0) + count
-            cycle.feed(body)
-        elif not cycle.refuse_for_room():
-            raise Refused("crowded")
+        """As `Hearer.on_body`."""
+        self.arrival.bytes += len(body)
+        assert self.cycle is not None
+        self.cycle.feed(body)
 
-    def on_message_complete(self) -> None:
-        """As httptools calls it."""
-        if self.parser.should_upgrade():
-            return
+    def on_end(self) -> None:
+        """As `Hearer.on_end`."""
         assert self.cycle is not None
         self.cycle.end()
         if self.state is State.BODY:  # a reply may have ended the connection already
-            self._reset_counts()
+            self.leftover.bytes = 0
             self._rest()
 
-    def _watch(self) -> None:
-        """A request has begun, or its body has, and what was read does not end it."""
-        now = self.loop.time()
-        if self.state is State.HEADERS:
-            self.deadline.set(self.begun + self.limits.header_seconds - now, self._refuse, "slow")
-        else:
-            self.body_until = max(self.begun + self.limits.body_seconds, now + LEAST_BODY_SECONDS)
-            self._watch_body()
-
-    def _watch_body(self) -> None:
-        left = self.body_until - self.loop.time()
-        self.deadline.set(min(left, self.limits.stall_seconds), self._check_body, self.body_bytes)
-
-    def _check_body(self, bytes_before: int) -> None:
-        if self.loop.time() < self.body_until and self.body_bytes - bytes_before >= LEAST_BODY_BYTES:
-            self._watch_body()
-        else:
-            self._refuse("slow")
+    def _count_bodies(self) -> None:
+        """Take room for what was read and nobody has taken yet. Raises Refused where there is none."""
+        for cycle in self.pending:
+            count = cycle.held_bytes - self.held.get(cycle, 0)
+            if count <= 0:
+                continue
+            if self.observer.body_bytes.take(count):
+                self.held[cycle] = cycle.held_bytes
+            elif not cycle.refuse_for_room():
+                raise Refused("crowded")
 
     # what cycles tell
 
     def release(self, cycle: Cycle) -> None:
         """The body of a request is needed no more."""
-        self.observer.body_bytes.give(self.held.pop(cycle, 0))
+        if cycle in self.held:
+            self.observer.body_bytes.give(self.held.pop(cycle))
 
     def on_response_complete(self) -> None:
         """A reply is written whole."""
-        for cycle in self.pending:
-            if cycle.response_complete:
-                self.release(cycle)
         self.pending = [cycle for cycle in self.pending if not cycle.response_complete]
         self._go_on()
         if self.state is State.IDLE:
             self._rest()
 
-    def rest(self, seconds: float) -> None:
-        """A request has held the event loop for so long: other connections come first for a while."""
-        self._rest_for(rest_seconds(seconds))
-
-    def rest_with_others(self, seconds: float) -> None:
-        """A request that ranks nothing, or a wrong one, has held the event loop for so long."""
+    def rest(self, seconds: float, *, shares: bool = False) -> None:
+        """A request has held the event loop for so long: other connections come first for a while. `shares`: it ranked nothing, or
+        was wrong; all connections with such requests share a part of the loop."""
         resting = self.observer.resting if self.is_counted else 1  # no crowd delays an operator
-        self._rest_for(shared_rest_seconds(seconds, resting))
-
-    def _rest_for(self, seconds: float) -> None:
-        if seconds:
+        if wait := shared_rest_seconds(seconds, resting) if shares else rest_seconds(seconds):
             self.rests += 1
             self.observer.resting += 1
             self._pause()
-            self.loop.call_later(seconds, self._rest_ends)
+            self.loop.call_later(wait, self._rest_ends)
 
     def end_with_reply(self) -> None:
         """The last reply is written."""
-        if not self._is_ending():
+        if self.state not in (State.LINGERING, State.CLOSED) and not self.transport.is_closing():
             self._enter(State.LINGERING)
             self._resume()
             self.leftover.linger(draining=self.observer.draining)
@@ -369,15 +282,6 @@ class Connection(asyncio.Protocol):
         self.idle_since = self.loop.time()
         if not self.pending:
             self.deadline.set(self.limits.keep_alive_seconds, self._cut, "keep_alive")
-
-    def _reset_counts(self) -> None:
-        self.header_bytes = self.field_bytes = self.header_count = self.leftover.bytes = 0
-
-    def _count_header(self, length: int) -> None:
-        self.header_count += 1
-        self.field_bytes += length
-        if self.field_bytes > self.limits.max_header_bytes or self.header_count > MAX_HEADERS:
-            raise Refused("headers")
 
     # ends
 
@@ -433,9 +337,6 @@ class Connection(asyncio.Protocol):
         self._enter(State.CLOSED)
         self.transport.abort()
 
-    def _is_ending(self) -> bool:
-        return self.state in (State.LINGERING, State.CLOSED) or self.transport.is_closing()
-
     def _is_answered(self) -> bool:
         """Whether a body still arrives whose reply is out, on a connection that stays."""
         return self.state is State.BODY and self.cycle is not None and self.cycle.response_complete
@@ -446,17 +347,3 @@ class Connection(asyncio.Protocol):
             self.deadline.close()
         else:
             self.deadline.clear()
-
-
-def _refusal_of(error: httptools.HttpParserError) -> str:
-    """Why parsing has stopped: what a callback has refused, a fault of ours in one, or the bytes."""
-    cause = error.__context__
-    if isinstance(cause, Refused):
-        return str(cause.args[0])
-    if cause is None or not isinstance(error, httptools.HttpParserCallbackError):
-        return "bad_request"
-    frames = traceback.extract_tb(cause.__traceback__)[-12:]  # without the message: that may hold what the caller sent
-    log.error(
-        "fault", error=type(cause).__name__, trace=[f"{each.filename}:{each.lineno} {each.name}" for each in frames]
-    )
-    return "fault"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Protocol
 
-from app.budgets import REFUSED_SECONDS
+from app.budgets import CHUNK_BYTES, REFUSED_SECONDS
 from app.server.observer import Observer
 
 Fields = Sequence[tuple[bytes, bytes]]
@@ -22,14 +22,23 @@ STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".enc
 CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
+class Steps(Protocol):
+    """What a request does after `finish`, in several turns of the event loop."""
+
+    def held_seconds(self) -> float:
+        """How long the longest of them has held the event loop, in processor time of its thread."""
+        ...
+
+
 class Handler(Protocol):
     """One request in the endpoint's hands."""
 
     max_body_bytes: int
     ranks: bool  # else connections with such requests share a fifth of the event loop
 
-    def held_seconds(self) -> float:
-        """How long the longest step since `finish` has held the event loop, in processor time of its thread."""
+    @property
+    def steps(self) -> Steps | None:
+        """None where `finish` was the last one."""
         ...
 
     def finish(self, body: bytes) -> None:
@@ -70,9 +79,7 @@ class Connection(Protocol):
 
     def release(self, cycle: Cycle) -> None: ...
 
-    def rest(self, seconds: float) -> None: ...
-
-    def rest_with_others(self, seconds: float) -> None: ...
+    def rest(self, seconds: float, *, shares: bool = False) -> None: ...
 
     def is_impatient(self) -> bool: ...
 
@@ -85,19 +92,20 @@ class Cycle:
     """One request, as its connection knows it."""
 
     __slots__ = (
-        "_body", "_bytes", "_connection", "_endpoint", "_expects_continue", "_fields", "_handler", "_held", "_is_read",
-        "_is_wrong", "_ranks", "_size", "disconnected", "keep_alive", "response_complete", "response_started",
+        "_body", "_bytes", "_connection", "_fields", "_handler", "_held", "_is_read", "_is_wrong", "_method", "_ranks",
+        "_routes", "_size", "_target", "disconnected", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
-        self, connection: Connection, endpoint: Endpoint, fields: Fields, *, keep_alive: bool, expects_continue: bool
+        self, connection: Connection, routes: Routes, method: bytes, target: bytes, fields: Fields, *, keep_alive: bool
     ) -> None:
         self.keep_alive = keep_alive
         self.disconnected = self.response_started = self.response_complete = False
         self._connection = connection
-        self._endpoint = endpoint
+        self._routes = routes
+        self._method = method
+        self._target = target
         self._fields = fields
-        self._expects_continue = expects_continue
         self._handler: Handler | None = None
         self._body: list[bytes] = []
         self._size = 0
@@ -107,11 +115,19 @@ class Cycle:
 
     def start(self) -> None:
         """It is this request's turn: those before it on the connection have their replies."""
-        self._handler = self._endpoint.begin(self._fields, self._reply)
+        self._handler = self._routes(self._method, self._target).begin(self._fields, self._reply)
         if self._is_read:
             self._finish()
-        elif self._expects_continue and not self.response_started:
-            self._connection.write(CONTINUE)
+        elif not self.response_started:
+            for name, value in self._fields:
+                if name == b"expect" and value.lower() == b"100-continue":
+                    self._connection.write(CONTINUE)
+                    break
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the body, which nobody has taken yet."""
+        return self._size + CHUNK_BYTES * len(self._body) if self._body else 0
 
     def feed(self, data: bytes) -> None:
         """Some of the body."""
@@ -153,13 +169,12 @@ class Cycle:
             handler.too_long()
             return
         whole = body[0] if len(body) == 1 else b"".join(body)
-        is_short = self._size < SHORT_BYTES and not any(name == b"content-encoding" for name, _ in self._fields)
+        is_short = self._size < SHORT_BYTES and b"content-encoding" not in [name for name, _ in self._fields]
         started = 0.0 if is_short else time.thread_time()  # not by the clock: a busy machine holds the loop as well
         handler.finish(whole)
         self._connection.release(self)
         if not is_short:
-            rest = self._connection.rest_with_others if self._is_wrong else self._connection.rest
-            rest(time.thread_time() - started)
+            self._connection.rest(time.thread_time() - started, shares=self._is_wrong)
 
     def _reply(self, status: int, headers: Fields, body: bytes, may_wait: bool) -> None:
         """Write head and body at once. Raises RuntimeError for a value that would break the head."""
@@ -174,7 +189,8 @@ class Cycle:
         self._is_wrong = 400 <= status < 500 and status != 429
         if self._handler is not None:
             self._ranks = self._handler.ranks and status < 400
-            self._held = self._handler.held_seconds() + (0.0 if self._ranks else len(body) * COPY_SECONDS)
+            steps = self._handler.steps
+            self._held = (steps.held_seconds() if steps else 0.0) + (0.0 if self._ranks else len(body) * COPY_SECONDS)
         self._handler = None  # what the request held would else stay until the connection's next one
         self._bytes = b"".join((STATUS_LINES[status], connection.observer.date, fields, end, body))
         is_impatient = may_wait and connection.is_impatient()
@@ -186,12 +202,13 @@ class Cycle:
         if self.disconnected:
             return
         self.response_complete = True
+        connection.release(self)
         data, self._bytes = self._bytes, b""
         connection.write(data)
         if self._is_wrong:
-            connection.rest_with_others(max(self._held, REFUSED_SECONDS))
+            connection.rest(max(self._held, REFUSED_SECONDS), shares=True)
         elif self._held:
-            (connection.rest if self._ranks else connection.rest_with_others)(self._held)
+            connection.rest(self._held, shares=not self._ranks)
         if not self.keep_alive:
             connection.end_with_reply()
         connection.on_response_complete()

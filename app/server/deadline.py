@@ -1,4 +1,4 @@
-"""The one deadline that a connection has at a time. Most are moved before they pass, so a timer is made anew only when it must."""
+"""The one deadline that a connection has at a time, and those of a request that arrives."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from app.settings import Connections
+
 CLOCK_SECONDS = 0.001  # resolution of uvloop's clock
+LEAST_BODY_SECONDS = 1.0  # after slow headers, a body still gets this long
+LEAST_BODY_BYTES = 4096  # in each `stall_seconds`
 
 
 class Deadline:
-    """Calls what it was last given when that time has passed; belongs to the event loop."""
+    """Calls what it was last given when that time has passed; belongs to the event loop.
+
+    Most deadlines are moved before they pass, so a timer is made anew only when it must.
+    """
 
     __slots__ = ("_act", "_arguments", "_ends", "_loop", "_timer", "at")
 
@@ -59,6 +66,39 @@ class Deadline:
             self._act(*self._arguments)
         else:
             self._set_timer(max(self.at, now + CLOCK_SECONDS) if self.at < math.inf else None)
+
+
+class Arrival:
+    """Whether a request arrives in time: its headers, then its body, which must not stall. `refuse("slow")` is called where it does not."""
+
+    __slots__ = ("_deadline", "_limits", "_loop", "_until", "begun", "bytes")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limits: Connections, deadline: Deadline) -> None:
+        self.begun = loop.time()
+        self.bytes = 0  # received of the present body
+        self._loop = loop
+        self._limits = limits
+        self._deadline = deadline
+        self._until = 0.0
+
+    def watch_head(self, refuse: Callable[[str], None]) -> None:
+        """A request has begun, and what was read does not end its headers."""
+        self._deadline.set(self.begun + self._limits.header_seconds - self._loop.time(), refuse, "slow")
+
+    def watch_body(self, refuse: Callable[[str], None]) -> None:
+        """The headers are complete, and what was read does not end the body."""
+        self._until = max(self.begun + self._limits.body_seconds, self._loop.time() + LEAST_BODY_SECONDS)
+        self._watch(refuse)
+
+    def _watch(self, refuse: Callable[[str], None]) -> None:
+        left = self._until - self._loop.time()
+        self._deadline.set(min(left, self._limits.stall_seconds), self._check, refuse, self.bytes)
+
+    def _check(self, refuse: Callable[[str], None], bytes_before: int) -> None:
+        if self._loop.time() < self._until and self.bytes - bytes_before >= LEAST_BODY_BYTES:
+            self._watch(refuse)
+        else:
+            refuse("slow")
 
 
 def _nothing() -> None: ...

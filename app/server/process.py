@@ -33,7 +33,7 @@ from app.server.connection import Connection
 from app.server.cycle import Routes
 from app.server.listener import Listener
 from app.server.observer import Observer
-from app.server.refusals import Hosts
+from app.server.reader import Hosts
 from app.settings import Settings
 from app.telemetry import logs
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from app.budgets import Budget
+from app.engine.admission import Admission
 from app.engine.job import SearchJob
 from app.engine.loading import LoadedRetrieval, RetrievalLoader
 from app.engine.queue import Queue
@@ -18,10 +19,9 @@ from app.engine.versions import Versions
 from app.engine.worker import Worker
 from app.errors import CorpusNotLoaded, EngineDown, Overloaded, ServiceError
 from app.interface import Changed, FoundDone, ReloadInProgress, ServedRetrieval, Ticket
-from app.scheduling.admission import Admission
-from app.scheduling.job import Clock
+from app.loop_lag import Clock
 from app.settings import Batching, Settings
-from app.telemetry.metrics import BatchReport, Metrics
+from app.telemetry.metrics import Metrics
 from model.retrieval.inputs import Change, PostChange, Query
 
 FOLLOW_SECONDS = 0.25  # from one look at what other processes have changed to the next
@@ -45,7 +45,10 @@ class RetrievalService:
         self.versions: Versions[SearchJob] = Versions(
             batching, self, clock, settings.reload.timeout_seconds, self._runner, RETRIEVAL_THREAD
         )
-        self.queue: Queue[SearchJob] = Queue(Admission(room, batching, clock, self.versions.running), metrics)
+        self.queue: Queue[SearchJob] = Queue(
+            Admission(room, batching, clock, self.versions.running), metrics, metrics.record_waits
+        )
+        self.batch_done = self.queue.batch_done
         self.excluded = metrics.watch_budget("excluded_ids", Budget(settings.budgets.excluded_ids))
         self.clock = clock
         self.room = metrics.watch_budget("changes", Budget(settings.budgets.changes))
@@ -286,17 +289,17 @@ class RetrievalService:
         worker = self.versions.find(served)
         if worker is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
+        excluded = len(query.filters.exclude)
         job = SearchJob(
             candidates=1,
             context_tokens=0,
             deadline=deadline,
             key=key,
             worker=worker,
-            on_release=self._leave,
+            on_release=self._leave if excluded else self.queue.leave,
             query=query,
         )
-        excluded = len(query.filters.exclude)
-        if not self.excluded.take(excluded):
+        if excluded and not self.excluded.take(excluded):
             job.reserved = False
             raise Overloaded("Searches that wait exclude too many posts.", retry_after_seconds=1.0)
         if (refusal := self.queue.join(job)) is not None:
@@ -322,13 +325,6 @@ class RetrievalService:
 
     def warming(self) -> None:
         """A corpus is read: that changes nothing for others."""
-
-    def batch_done(self, report: BatchReport) -> None:
-        """A batch of searches finished."""
-        if not report.failed:
-            self.queue.admission.forward_time.observe(report.cost, report.forward_seconds)
-        for seconds in report.queue_seconds:
-            self.metrics.stage["queue"].observe(seconds)
 
     def engine_lost(self, reason: str) -> None:
         """Its searches were answered; those to come are refused until another corpus is loaded."""

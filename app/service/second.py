@@ -6,13 +6,13 @@ from typing import Protocol
 
 import structlog
 
+from app.engine.forecast import Running
 from app.engine.job import RankJob
 from app.engine.loading import Loader
 from app.engine.versions import Versions
 from app.errors import EngineDown
 from app.interface import Done, Second, ServedModel
-from app.scheduling.forecast import Running
-from app.scheduling.job import Clock
+from app.loop_lag import Clock
 from app.service.shadow import Shadow
 from app.settings import Settings
 from app.telemetry.metrics import BatchReport, Metrics, add_stats

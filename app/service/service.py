@@ -14,6 +14,8 @@ import structlog
 from numpy.typing import NDArray
 
 from app.budgets import most_bytes
+from app.engine.admission import Admission, Refusal
+from app.engine.batching import chunk_count
 from app.engine.job import RankJob
 from app.engine.loading import Loader, RetrievalLoader
 from app.engine.queue import Queue
@@ -22,17 +24,14 @@ from app.engine.versions import Versions
 from app.engine.worker import Worker
 from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import Done, Health, Second, ServedModel, Ticket
-from app.scheduling.admission import Admission, Refusal
-from app.scheduling.batching import chunk_count
-from app.scheduling.job import Clock
-from app.scheduling.loop_lag import LoopClock, Work
+from app.loop_lag import Clock, LoopClock, Work
 from app.service.lifecycle import Lifecycle, State
 from app.service.plain_path import PLAIN_THREAD, PlainPath
 from app.service.retrieval import RetrievalService
 from app.service.second import SecondCheckpoint
 from app.service.watchdog import Watchdog
 from app.settings import Settings
-from app.telemetry.metrics import BatchReport, Metrics, Snapshot
+from app.telemetry.metrics import Metrics, Snapshot
 from model.inputs import Candidates, Context
 
 RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
@@ -71,12 +70,14 @@ class RankingService:
         self.second_checkpoint = SecondCheckpoint(second, settings, self.versions, metrics, clock, self)
         self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.versions, self.second_checkpoint)
         self.admission = Admission(settings.queue, settings.batching, clock, self.second_checkpoint.running)
-        self.queue: Queue[RankJob] = Queue(self.admission, metrics, self.second_checkpoint.soon)
+        self.queue: Queue[RankJob] = Queue(
+            self.admission, metrics, metrics.record_batch, self.second_checkpoint.soon if second else None
+        )
+        self.batch_done = self.queue.batch_done
         self.loop_clock = LoopClock(clock, self._work)
         self._has_second = second is not None
         self._load = load
         self._load_error: Exception | None = None
-        self._last_forward_unix = 0.0
         self._refusing = False
         self._stall = ""  # a sentence while work waits and nothing finishes, as of the last tick
         self._crowded_until = 0.0
@@ -155,11 +156,6 @@ class RankingService:
     # admission
 
     @property
-    def default_deadline_seconds(self) -> float:
-        """For a request that names no deadline."""
-        return self.settings.deadline.default_seconds
-
-    @property
     def model(self) -> ServedModel:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
         if self.versions.current is None:
@@ -179,7 +175,7 @@ class RankingService:
         if not ticks.is_ticking:
             ticks.begin()
         self._check_able()
-        if ticks.lag.refuses(self.admission.requests):
+        if ticks.lag.overrun and ticks.lag.refuses(self.admission.requests):
             raise self._refused(OVERRUN)
         if now < self._crowded_until and (refusal := self.admission.full(key)) is not None:
             raise self._refused(refusal)
@@ -202,13 +198,13 @@ class RankingService:
         Overloaded or DeadlineExceeded.
         """
         self._check_able()
-        worker, now = self._worker(model), self.clock()
-        deadline = now + self.default_deadline_seconds if deadline is None else deadline
+        worker, now, limits = self._worker(model), self.clock(), self.settings.deadline
+        deadline = now + limits.default_seconds if deadline is None else deadline
         job = RankJob(
             candidates=candidates,
             context_tokens=1 + min(history, model.manifest.config.history_length),
             chunks=chunk_count(candidates, self.settings.batching),
-            deadline=min(deadline, now + self.settings.deadline.max_seconds),
+            deadline=min(deadline, now + limits.max_seconds),
             key=key,
             worker=worker,
             on_release=self.queue.leave,
@@ -304,7 +300,7 @@ class RankingService:
             queue_candidates=self.admission.candidates,
             cache=self.second_checkpoint.cache_stats(),
             model=None if current is None else current.model.labels(),
-            last_forward_timestamp_seconds=self._last_forward_unix,
+            last_forward_timestamp_seconds=self.metrics.last_forward_unix,
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),
             engine_steps_down=None if current is None else current.model.steps_down(),
             searches_waiting=self.retrieval.versions.waiting,
@@ -331,13 +327,6 @@ class RankingService:
     def warming(self) -> None:
         """A checkpoint is read, and its engine warms up; beside an engine that serves, that changes nothing."""
         self.lifecycle.move(State.WARMING)
-
-    def batch_done(self, report: BatchReport) -> None:
-        """A forward finished."""
-        self._last_forward_unix = time.time()
-        if not report.failed:
-            self.admission.forward_time.observe(report.cost, report.forward_seconds)
-        self.metrics.record_batch(report)
 
     def engine_lost(self, reason: str) -> None:
         """An engine broke for good."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
+from app.engine.batching import chunk_count
 from app.engine.job import RankJob
 from app.engine.versions import Versions
 from app.engine.worker import Worker
 from app.errors import ServiceError
 from app.interface import Done, Ranked
-from app.scheduling.batching import chunk_count
-from app.scheduling.job import Clock
+from app.loop_lag import Clock
 from app.settings import Settings
 from app.telemetry.shadow import FAILED, FULL, LATE, SCORED, ShadowMetrics
 from model.inputs import Candidates, Context, Scores

@@ -16,6 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 MOST_PENDING = 1024  # observations that wait to be counted
 MOST_PENDING_REPLIES = 512
+MOST_KEPT = 64  # candidates of a reply whose probabilities are summed later, with those of others
 Rows = dict[
     tuple[str, ...], tuple[list[int], float]
 ]  # label values → how many values fell into each bucket, and their sum
@@ -166,16 +167,19 @@ class ReplyProbabilities(Collector):
         text = "Mean probability of an action over a reply's candidates."
         self._histograms = Histograms("ranker_reply_probability", text, ["action"], PROBABILITIES)
         self._action_names: tuple[str, ...] = ()
-        self._pending: list[NDArray[np.float32]] = []  # sums over the candidates of a reply
+        self._pending: list[NDArray[np.float32]] = []  # of a reply each; of a long one their sum
         self._candidates: list[int] = []
 
     def record(self, action_names: tuple[str, ...], probabilities: NDArray[np.float32]) -> None:
-        """Count a reply's probabilities, float32 `[C, A]`."""
+        """Count a reply's probabilities, float32 `[C, A]`; a reply without candidates counts nothing."""
         if action_names != self._action_names or len(self._pending) >= MOST_PENDING_REPLIES:
             self._count()
             self._action_names = action_names
-        self._pending.append(np.add.reduce(probabilities, 0))
-        self._candidates.append(len(probabilities))
+        count = len(probabilities)
+        if not count:
+            return
+        self._pending.append(probabilities if count <= MOST_KEPT else np.add.reduce(probabilities, 0, keepdims=True))
+        self._candidates.append(count)
 
     def describe(self) -> Iterable[Metric]:
         """See `Histograms.describe`."""
@@ -189,7 +193,9 @@ class ReplyProbabilities(Collector):
     def _count(self) -> None:
         if not self._pending:
             return
-        means = np.array(self._pending) / np.array(self._candidates, np.float32)[:, None]
+        starts = np.cumsum([0, *(len(rows) for rows in self._pending[:-1])])
+        sums = np.add.reduceat(np.concatenate(self._pending), starts, 0)
+        means = sums / np.array(self._candidates, np.float32)[:, None]
         for action, values in zip(self._action_names, means.T.astype(np.float64), strict=True):
             self._histograms.labels(action).observe_all(values)
         self._pending, self._candidates = [], []

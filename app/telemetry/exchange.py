@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -9,7 +11,8 @@ class Exchange(msgspec.Struct):
     """Nothing here comes from a history; ids have been checked.
 
     `stages` are seconds; `status` 499 means that the client disconnected; `code` is a problem's. A request that was not named
-    by its caller's header takes the name in its body, if there is one.
+    by its caller's header takes the name in its body, if there is one. `scored`: of its replies, the action names and the
+    probabilities, float32 `[C, A]`.
     """
 
     request_id: str
@@ -25,14 +28,5 @@ class Exchange(msgspec.Struct):
     requests: int = 0
     cache: str = ""
     stages: dict[str, float] = msgspec.field(default_factory=dict)
+    scored: list[tuple[tuple[str, ...], Any]] = msgspec.field(default_factory=list)
     is_named_by_caller: bool = False
-
-    def name(self, request_id: str | None) -> None:
-        """Take the name in the body, unless a header had one."""
-        if request_id is not None and not self.is_named_by_caller:
-            self.request_id = request_id
-
-
-def milliseconds(seconds: float) -> float:
-    """With three decimals."""
-    return round(seconds * 1e6) / 1e3

@@ -115,6 +115,7 @@ class Metrics:
         self.batch_padding_ratio = histogram(
             "batch_padding_ratio", "Share of a forward's candidate slots that a rectangle would waste.", buckets=RATIOS
         )
+        self.last_forward_unix = 0.0  # seconds
         self.reply_probabilities = ReplyProbabilities()
         registry.register(self.reply_probabilities)
         self.rejected = counter("rejected", "Requests refused before any work was done.", "reason")
@@ -152,7 +153,8 @@ class Metrics:
         self.registry.register(_DroppedLines(sink))
 
     def record_batch(self, report: BatchReport) -> None:
-        """A forward finished."""
+        """A forward of the ranker finished."""
+        self.last_forward_unix = time.time()
         candidates, rows = sum(report.candidates), len(report.candidates)
         if report.failed:
             self.forward_failures.inc()
@@ -160,11 +162,15 @@ class Metrics:
             self.candidates_scored.inc(candidates)
         self.stage["forward"].observe(report.forward_seconds)
         self.stage["collate"].observe(report.collate_seconds)
-        for seconds in report.queue_seconds:
-            self.stage["queue"].observe(seconds)
+        self.record_waits(report)
         self.batch_requests.observe(rows)
         self.batch_candidates.observe(candidates)
         self.batch_padding_ratio.observe(1 - candidates / (rows * max(report.candidates)))
+
+    def record_waits(self, report: BatchReport) -> None:
+        """How long the jobs of a forward have waited for it."""
+        for seconds in report.queue_seconds:
+            self.stage["queue"].observe(seconds)
 
     def render(self) -> bytes:
         """The exposition, of type CONTENT_TYPE."""

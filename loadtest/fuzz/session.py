@@ -20,11 +20,11 @@ import grpc
 import httpx
 import uvloop
 
+from app import loop_lag
 from app.assembly import build_service, create_reloader
 from app.http.admin import create_admin_app
 from app.http.application import create_app
 from app.ports import create_grpc_server
-from app.scheduling import loop_lag
 from app.settings import Admin, Cache, Grpc, Logs, Queue, Retrieval, Settings
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics

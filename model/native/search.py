@@ -65,12 +65,12 @@ class NativeIndex:
         if self._handle is None:
             raise EngineError("the index is closed")
         kept, results = [], []
+        count, width = self._vectors.shape
         asked = (CWish * len(wishes))()
         for place, wish in enumerate(wishes):
-            query = wish.checked_query(self._vectors.shape[1])
-            k = min(wish.k, len(self))
+            query, visible = wish.checked(count, width)
+            k = min(wish.k, count)
             rows, scores = np.empty(k, np.int64), np.empty(k, np.float32)
-            visible = None if wish.visible is None else wish.checked_bits(len(self))
             kept.append((query, visible))
             results.append((rows, scores))
             asked[place] = CWish(

@@ -77,17 +77,13 @@ class RetrievalOptions:
 
 class Users(NamedTuple):
     """Those of one batch, `keys` in its order: vectors of the known, float32 `[D]`, and contexts of the unknown, each key in one of
-    both. `seconds`: what looking them up took."""
+    both. `unknown_tokens`: what the user tower has to read; `seconds`: what looking them up took."""
 
     keys: list[ContextKey]
     known: dict[ContextKey, NDArray[np.float32]]
     unknown: dict[ContextKey, Context]
+    unknown_tokens: int
     seconds: float
-
-    @property
-    def unknown_tokens(self) -> int:
-        """What the user tower has to read, 0 where all are known."""
-        return sum(1 + len(context) for context in self.unknown.values())
 
 
 class RetrievalEngine:
@@ -137,10 +133,19 @@ class RetrievalEngine:
     def look_up(self, queries: Sequence[Query]) -> Users:
         """Which of these users have a vector in the cache; each that has counts as a hit."""
         began = time.perf_counter()
-        keys = [ContextKey.of(query.context, self.config) for query in queries]
-        known = {key: vector for key in keys if (vector := self._users.find(key)) is not None}
-        unknown = {key: query.context for key, query in zip(keys, queries, strict=True) if key not in known}
-        return Users(keys, known, unknown, time.perf_counter() - began)
+        keys: list[ContextKey] = []
+        known: dict[ContextKey, NDArray[np.float32]] = {}
+        unknown: dict[ContextKey, Context] = {}
+        tokens = 0
+        for query in queries:
+            key = ContextKey.of(query.context, self.config)
+            keys.append(key)
+            if (vector := self._users.find(key)) is not None:
+                known[key] = vector
+            elif key not in unknown:
+                unknown[key] = query.context
+                tokens += 1 + len(query.context.post_ids)
+        return Users(keys, known, unknown, tokens, time.perf_counter() - began)
 
     def retrieve(self, queries: Sequence[Query], users: Users | None = None) -> Answers:
         """Answers in the order of the queries, which share one scan of the corpus. What one gets does not depend on the others.

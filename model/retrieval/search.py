@@ -40,6 +40,10 @@ class Wish:
     visible: Bits | None = None
     least: float = -np.inf
 
+    def checked(self, rows: int, width: int) -> tuple[NDArray[np.float32], Bits | None]:
+        """Query and mask for an index of that many rows and that width. Raises ValueError, as the next two do."""
+        return self.checked_query(width), None if self.visible is None else self.checked_bits(rows)
+
     def checked_query(self, width: int) -> NDArray[np.float32]:
         """The query, C-ordered. Raises ValueError for another width, for numbers that are not finite, and for a k below 1."""
         query = np.ascontiguousarray(self.query, np.float32)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from app.scheduling.loop_lag import LoopLag
+from app.loop_lag import LoopLag
 from app.server import leftover
 from app.server.connection import Connection
 from app.server.cycle import Cycle

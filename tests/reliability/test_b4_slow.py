@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app.server import connection as module
+from app.server import deadline
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
@@ -86,7 +87,7 @@ def test_a_requests_time_begins_with_its_own_first_byte() -> None:
         sock.sendall(rank_request(1))
         assert statuses(one_reply(sock)) == [200]
         [connection] = server.server.observer.open
-        connection.begun -= 3600  # the first request was long ago
+        connection.arrival.begun -= 3600  # the first request was long ago
         sent = rank_request(2)
         sock.sendall(sent[:20])
         wait_until(lambda: connection.state is module.State.HEADERS)
@@ -97,7 +98,7 @@ def test_a_requests_time_begins_with_its_own_first_byte() -> None:
 def test_the_defaults_close_within_ten_seconds() -> None:
     """From the first byte: slow headers and then a slow body together, as the deadlines are set out of the box."""
     limits = Connections()
-    assert limits.header_seconds + max(limits.stall_seconds, module.LEAST_BODY_SECONDS) <= 10
+    assert limits.header_seconds + max(limits.stall_seconds, deadline.LEAST_BODY_SECONDS) <= 10
     assert module.WRITE_SECONDS <= 10
 
 

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from app.engine.batching import Batcher, Chunk
 from app.engine.job import RankJob
 from app.engine.worker import Ended, Worker
 from app.errors import DeadlineExceeded, EngineDown
-from app.scheduling.batching import Batcher, Chunk
 from app.service.service import RankingService
 from app.settings import Queue
 from loadtest.soak.fake_engine import FakeEngine

@@ -50,7 +50,7 @@ class FakeRetrieval:
     def look_up(self, queries: Sequence[Query]) -> Users:
         keys = [ContextKey(query.context.user_id, ()) for query in queries]
         unknown = {key: query.context for key, query in zip(keys, queries, strict=True) if key.user_id in self.unknown}
-        return Users(keys, {}, unknown, 0.0)
+        return Users(keys, {}, unknown, sum(1 + len(each) for each in unknown.values()), 0.0)
 
     def retrieve(self, queries: Sequence[Query], users: Users) -> Answers:
         self.batches.append([query.context.user_id for query in queries])

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from app.errors import Overloaded
 from app.http.application import create_app
-from app.scheduling.loop_lag import TICK_SECONDS
+from app.loop_lag import TICK_SECONDS
 from app.service.service import RankingService
 from app.settings import Deadline, Limits, Settings
 from model.retrieval.inputs import PostChange, PostRows

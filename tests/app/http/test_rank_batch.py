@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from app.engine.admission import Refusal
 from app.http.application import create_app
 from app.request.codec import Codec, Packed
-from app.scheduling.admission import Refusal
 from app.settings import Batching, Budgets, Limits, Queue, Settings
 from model.engine import Item, Outcome
 from tests.app.fakes import FakeEngine, running, until

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import ServiceError
-from app.http.rank import Ranking
+from app.http.rank import Parsed, Ranking
 from app.request import codec, features
 from app.request.body import decode
 from app.request.codec import Codec, Packed, load_library
@@ -150,10 +150,12 @@ def test_a_request_that_was_read_for_another_model_is_read_again() -> None:
     raw = json.dumps(good()).encode()
     with served() as (_, service):
         ranking = Ranking(service, Settings())
-        other = replace(MANIFEST, config=replace(MANIFEST.config, history_length=1))
-        packed = OBJECTS.decode(raw, {}, LIMITS, ranking.words_of(other)[0])
+        other = replace(service.model, manifest=replace(MANIFEST, config=replace(MANIFEST.config, history_length=1)))
+        vocabulary, form = ranking.words_of(other.manifest)
+        packed = OBJECTS.decode(raw, {}, LIMITS, vocabulary)
         assert isinstance(packed, Packed)
-        job = ranking.prepare(packed, OBJECTS, None, Exchange("", 0.0, "POST", "/rank"))
+        parsed = Parsed(packed, packed.candidates, packed.events, other, vocabulary, form)
+        job = ranking.prepare(parsed, OBJECTS, None, Exchange("", 0.0, "POST", "/rank"))
         assert told(job.request, job.context, job.candidates) == plain(raw, MANIFEST.config)
         job.ticket.release()
 

@@ -18,7 +18,7 @@ import pytest
 
 from app import budgets
 from app.http.rank import RankCall, RankEndpoint
-from app.scheduling.loop_lag import LoopLag
+from app.loop_lag import LoopLag
 from app.server import connection, cycle
 from app.server.connection import Connection
 from app.server.cycle import Cycle
@@ -195,6 +195,9 @@ def test_a_request_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_refusal_leaves_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoopLag, "refuses", lambda *_: True)
+    monkeypatch.setattr(
+        LoopLag, "overrun", property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)), raising=False
+    )
     assert left_over([rank_request(1), rank_request(2, headers={"Connection": "close"})]) == 0
     monkeypatch.setattr(LoopLag, "is_short_of_time", True)
     with live(FakeEngine(), connections={"held_refusals": 0}) as server, connect(server.port) as sock:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.scheduling.loop_lag import LoopLag
+from app.loop_lag import LoopLag
 from app.server.patience import HOLD_SECONDS, REPEAT_SECONDS
 from app.settings import Connections
 from loadtest.generate.payload import rank_request
@@ -23,6 +23,9 @@ ENGINE = FakeEngine()
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """Refuses every request; at most two refusals wait."""
     monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
+    monkeypatch.setattr(
+        LoopLag, "overrun", property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)), raising=False
+    )
     monkeypatch.setattr(LoopLag, "is_short_of_time", True)
     with live(ENGINE, connections=Connections(held_refusals=2)) as opened:
         yield opened
@@ -117,6 +120,12 @@ def test_every_refusal_is_named_and_counted_once(server: Live) -> None:
 def test_with_room_again_the_same_request_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(FakeEngine()) as server, connect(server.port) as sock, monkeypatch.context() as refusing:
         refusing.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
+        refusing.setattr(
+            LoopLag,
+            "overrun",
+            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
+            raising=False,
+        )
         refusing.setattr(LoopLag, "is_short_of_time", True)
         refused_after(sock)
         refused_after(sock)
@@ -127,6 +136,9 @@ def test_with_room_again_the_same_request_is_ranked(monkeypatch: pytest.MonkeyPa
 
 def test_the_connection_of_a_refusal_that_waits_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: True)
+    monkeypatch.setattr(
+        LoopLag, "overrun", property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)), raising=False
+    )
     monkeypatch.setattr(LoopLag, "is_short_of_time", True)
     with live(FakeEngine(), connections=Connections(keep_alive_seconds=0.3)) as server, connect(server.port) as sock:
         refused_after(sock)

@@ -20,9 +20,9 @@ from app.engine.loading import LoadedModel, Steps, checkpoint_loader
 from app.errors import DeadlineExceeded, Draining, EngineDown, InvalidRequest, NonFiniteScores, NotReady, Overloaded
 from app.exits import EXIT_ENGINE_LOST
 from app.interface import Found, Health, ranked
+from app.loop_lag import LoopLag, Work
 from app.request.body import decode
 from app.request.validate import check
-from app.scheduling.loop_lag import LoopLag, Work
 from app.service.service import RankingService
 from app.service.watchdog import COLLECT_OBJECTS
 from app.settings import Batching, Deadline, Limits, Queue, Settings
@@ -170,6 +170,12 @@ async def test_refusals_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPa
         await first
         service.check_open("light")
         monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: unanswered > 0)
+        monkeypatch.setattr(
+            LoopLag,
+            "overrun",
+            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
+            raising=False,
+        )
         service.check_open()
         ticket = service.admit(service.model, candidates=1, history=0, deadline=None)
         with pytest.raises(Overloaded, match="faster than they can be answered") as caught:

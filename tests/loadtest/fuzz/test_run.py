@@ -63,7 +63,7 @@ Run = Callable[..., Tally]
 @pytest.fixture
 def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Fuzz the application around a fake engine, with something planted in front of it, or around all that is asked."""
-    monkeypatch.setattr("app.scheduling.loop_lag.STANDING_SECONDS", math.inf)  # as `python -m loadtest.fuzz` does
+    monkeypatch.setattr("app.loop_lag.STANDING_SECONDS", math.inf)  # as `python -m loadtest.fuzz` does
 
     async def fuzzed(requests: int, plant: Plant, only: str | None, around: Around, engine: FakeEngine) -> Tally:
         service = RankingService(loader(engine), SETTINGS, Metrics(), retrieval=retrieval)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from app.scheduling.loop_lag import (
+from app.loop_lag import (
     FULL_REQUESTS,
     FULL_SECONDS,
     LATE_SECONDS,

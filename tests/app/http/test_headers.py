@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.errors import InvalidRequest, NotAcceptable, TooLarge, UnsupportedMediaType
-from app.http.negotiation import BATCH, INFER, RANK, check_accept, check_length, timeout_seconds_of, wire_of
+from app.http.headers import BATCH, INFER, RANK, check_accept, check_length, timeout_seconds_of, wire_of
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS
 
 

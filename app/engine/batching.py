@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
 
-from app.scheduling.job import Job
 from app.settings import Batching
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """One request in the queue, as policy sees it: how much work it is, whose it is, and until when.
+
+    `context_tokens` are user and history. `served` counts the candidates of finished chunks, of which there are `chunks`.
+    Times are clock seconds; `key` is the caller's API key, by name.
+    """
+
+    candidates: int
+    context_tokens: int
+    deadline: float
+    chunks: int = 1
+    key: str | None = None
+    arrived: float = 0.0
+    served: int = 0
+
+    @property
+    def cost(self) -> int:
+        """One number to add up: tokens that run through the model."""
+        return self.candidates + self.context_tokens
+
 
 JobT = TypeVar("JobT", bound=Job)
 
@@ -41,7 +64,7 @@ def chunk_count(candidates: int, batching: Batching) -> int:
 def forwards_of(requests: int, candidates: int, context_tokens: int, batching: Batching) -> float:
     """How many full forwards this much work makes."""
     return max(
-        requests / batching.requests,
+        requests / (batching.max_requests if batching.enabled else 1),
         candidates / batching.max_candidates,
         context_tokens / batching.max_context_tokens,
     )
@@ -57,6 +80,7 @@ class Batcher(Generic[JobT]):
     def __init__(self, batching: Batching) -> None:
         self.batching = batching
         self.candidates = 0
+        self._most_requests = batching.requests
         self._queues: dict[str | None, dict[JobT, None]] = {}  # dicts keep order and forget a cancelled job at once
         self._served: dict[str | None, int] = {}
         self._floor = 0
@@ -100,7 +124,7 @@ class Batcher(Generic[JobT]):
     def window_end(self) -> float:
         """Until when a busy engine lets the next forward grow; the past where that is full, or the queue empty."""
         batching = self.batching
-        full = self._length >= batching.requests or self.candidates >= batching.max_candidates
+        full = self._length >= self._most_requests or self.candidates >= batching.max_candidates
         if full or not self._length or not batching.window_seconds:
             return float("-inf")
         return (self.oldest() or 0.0) + batching.window_seconds
@@ -115,7 +139,7 @@ class Batcher(Generic[JobT]):
     def _fill(self) -> list[Chunk[JobT]]:
         chunks: list[Chunk[JobT]] = []
         candidates, tokens = self.batching.max_candidates, self.batching.max_context_tokens
-        while self._queues and len(chunks) < self.batching.requests:
+        while self._queues and len(chunks) < self._most_requests:
             key = min(self._queues, key=self._served.__getitem__)
             chunk = self._next_chunk(next(iter(self._queues[key])))
             size = chunk.stop - chunk.start

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.scheduling.job import Clock
+Clock = Callable[[], float]  # seconds that never run backwards
 
 TICK_SECONDS = 0.01  # from one tick to when the next is due
 FULL_SECONDS = 0.025  # of work

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from app.scheduling.admission import Admission
-from app.scheduling.batching import Batcher, Chunk
-from app.scheduling.forecast import Running
-from app.scheduling.job import Job
+from app.engine.admission import Admission
+from app.engine.batching import Batcher, Chunk, Job
+from app.engine.forecast import Running
 from app.settings import Batching, Queue
 from tests.app.fakes import FakeClock
 

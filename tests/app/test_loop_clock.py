@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from app.scheduling.loop_lag import FULL_SECONDS, TICK_SECONDS, LoopClock, Work
+from app.loop_lag import FULL_SECONDS, TICK_SECONDS, LoopClock, Work
 from tests.app.fakes import until
 
 pytestmark = pytest.mark.anyio

@@ -27,9 +27,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from app.scheduling.batching import chunk_count, forwards_of
-from app.scheduling.forecast import ForwardTime, Offered, Running
-from app.scheduling.job import Clock, Job
+from app.engine.batching import Job, chunk_count, forwards_of
+from app.engine.forecast import ForwardTime, Offered, Running
+from app.loop_lag import Clock
 from app.settings import Batching, Queue
 
 Reason = Literal["queue_full", "key_rate", "loop_overrun", "deadline"]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.scheduling import admission as rules
-from app.scheduling.admission import KEY_BURST_SECONDS, Admission, Wait
-from app.scheduling.forecast import Running
-from app.scheduling.job import Job
+from app.engine import admission as rules
+from app.engine.admission import KEY_BURST_SECONDS, Admission, Wait
+from app.engine.batching import Job
+from app.engine.forecast import Running
 from app.settings import Batching, Queue, Settings
 from tests.app.fakes import FakeClock
 

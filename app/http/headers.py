@@ -1,21 +1,52 @@
-"""What the headers of a request say: its wire, the reply that its caller takes, how long the caller waits, its name."""
+"""What the headers of a request say: who asks, the wire of the body and of the reply, how long the caller waits, the request's name."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Mapping
 
-from app.errors import InvalidRequest, NotAcceptable, TooLarge, UnsupportedMediaType
+from app.errors import InvalidRequest, NotAcceptable, TooLarge, Unauthorized, UnsupportedMediaType
 from app.request.coding import check_coding
 from app.request.schema import is_request_id
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS, Wire
+from app.settings import Auth
 
 Headers = Mapping[bytes, bytes]
 Wires = Mapping[bytes, Wire]
 
+SCHEME = b"bearer "
 JSON_TYPES = (JSON, JSON + b";charset=utf-8")
 BATCH: Wires = dict.fromkeys(JSON_TYPES, OBJECTS)
 RANK: Wires = {**BATCH, BINARY: TENSORS}
 INFER: Wires = dict.fromkeys((b"", BINARY, *JSON_TYPES), TENSORS)  # clients of that protocol name no type
+
+
+class KeyRing:
+    """Knows the SHA-256 of each key, never a key. Without any key everybody is let in, as nobody in particular."""
+
+    def __init__(self, settings: Auth) -> None:
+        self._digests = {
+            name: bytes.fromhex(digest.get_secret_value()) for name, digest in sorted(settings.keys.items())
+        }
+
+    def caller(self, headers: Headers) -> str | None:
+        """The name that belongs to the key in `Authorization: Bearer KEY` or `X-API-Key: KEY`, None where no keys are set.
+
+        Raises Unauthorized. Takes the same time whichever key is right, and whether one is.
+        """
+        if not self._digests:
+            return None
+        sent = headers.get(b"authorization", b"")
+        key = sent[len(SCHEME) :].strip() if sent[: len(SCHEME)].lower() == SCHEME else headers.get(b"x-api-key", b"")
+        digest = hashlib.sha256(key).digest()
+        found = None
+        for name, known in self._digests.items():
+            if hmac.compare_digest(digest, known):
+                found = name
+        if found is None:
+            raise Unauthorized
+        return found
 
 
 def wire_of(headers: Headers, wires: Wires) -> Wire:
@@ -62,6 +93,8 @@ def timeout_seconds_of(headers: Headers) -> float | None:
     Envoy's header is a proxy's, so a bad one is no fault of the caller and does not count; 0 means no limit there.
     """
     own, envoy = headers.get(b"x-request-timeout-ms"), headers.get(b"x-envoy-expected-rq-timeout-ms")
+    if own is None and envoy is None:
+        return None
     found = []
     if own is not None:
         if not _is_count(own):

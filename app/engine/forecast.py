@@ -15,6 +15,7 @@ class ForwardTime:
     def __init__(self, half_life_seconds: float = 2.0) -> None:
         self.half_life_seconds = half_life_seconds
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._fixed = self._per_token = 0.0  # seconds, as fitted
 
     def observe(self, cost: int, seconds: float) -> None:
         """A forward of that many tokens took that long. One that took no measurable time says nothing."""
@@ -26,18 +27,17 @@ class ForwardTime:
         self._y = self._y * keep + seconds
         self._xx = self._xx * keep + cost * cost
         self._xy = self._xy * keep + cost * seconds
+        mean_cost, mean_seconds = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_cost**2
+        self._per_token = 0.0
+        if spread > 1e-6 * mean_cost**2:
+            slope = (self._xy / self._weight - mean_cost * mean_seconds) / spread
+            self._per_token = min(max(slope, 0.0), mean_seconds / mean_cost)
+        self._fixed = mean_seconds - self._per_token * mean_cost
 
     def seconds(self, cost: float) -> float | None:
         """Predicted seconds of one forward; None before the first was seen."""
-        if not self._weight:
-            return None
-        mean_cost, mean_seconds = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_cost**2
-        slope = 0.0
-        if spread > 1e-6 * mean_cost**2:
-            slope = (self._xy / self._weight - mean_cost * mean_seconds) / spread
-            slope = min(max(slope, 0.0), mean_seconds / mean_cost)
-        return mean_seconds + slope * (cost - mean_cost)
+        return self._fixed + self._per_token * cost if self._weight else None
 
 
 class Running(NamedTuple):

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.scheduling.batching import Batcher, Chunk, chunk_count
-from app.scheduling.job import Job
+from app.engine.batching import Batcher, Chunk, Job, chunk_count
 from app.settings import Batching
 
 BATCHING = Batching(max_requests=4, max_candidates=100, max_context_tokens=50, chunk_candidates=30, window_seconds=0.0)

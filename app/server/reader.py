@@ -1,0 +1,198 @@
+"""Reads the bytes of one HTTP/1.1 connection as requests, and refuses what breaks the protocol.
+
+llhttp itself refuses bare line feeds, folded headers, a length beside chunks, and bad chunks.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import httptools
+import structlog
+
+MAX_HEADERS = 100
+HOST = re.compile(
+    rb"(?i)(\[[0-9a-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9a-f]{2})*)(?::[0-9]*)?"
+)  # RFC 3986; \w of bytes is ASCII
+
+log = structlog.get_logger("app.server.reader")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Refused(Exception):
+    """A request that is refused, raised where it is read; its argument is a key of `refusals.REFUSALS`."""
+
+
+class Hosts:
+    """The names that a port answers to: a page of somebody else whose own name leads here, by rebinding, says another one."""
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        """Without names, any; `[::1]` is one."""
+        self._names = frozenset(name.lower().encode() for name in names)
+        self._last: bytes | None = None  # that was let in
+
+    def check(self, host: bytes) -> None:
+        """Raises Refused."""
+        if host == self._last:
+            return
+        found = HOST.fullmatch(host)
+        if found is None:
+            raise Refused("bad_request")
+        if self._names and found[1].lower() not in self._names:
+            raise Refused("misdirected")
+        self._last = host
+
+
+ANY_HOST = Hosts()
+
+
+class Hearer(Protocol):
+    """Who is told of the requests. Its methods may raise Refused."""
+
+    def on_begin(self) -> None:
+        """A request's first byte is read."""
+        ...
+
+    def on_head(self, method: bytes, target: bytes, headers: Headers, keep_alive: bool) -> None:
+        """The headers are complete, with lower-case names."""
+        ...
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        ...
+
+    def on_end(self) -> None:
+        """The body is complete."""
+        ...
+
+
+class Reader:
+    """Belongs to one connection."""
+
+    def __init__(self, hearer: Hearer, hosts: Hosts, max_header_bytes: int) -> None:
+        self.on_body: Callable[[bytes], None] = hearer.on_body  # as httptools calls it, for each piece
+        self._hearer = hearer
+        self._hosts = hosts
+        self._max_header_bytes = max_header_bytes
+        self._is_in_body = False
+        self._head_bytes = 0  # received while the headers were not complete
+        self._target = b""
+        self._headers: Headers = []
+        self._field_bytes = 0  # of the request's own header fields; one read may hold its body as well
+        self._count = 0  # of them
+        self._parser = self._new_parser()
+
+    def feed(self, data: bytes) -> bytes | None:
+        """Parse these bytes. Returns those that are to be parsed again, after an upgrade that is declined. Raises Refused."""
+        if not self._is_in_body:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._declined(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            raise Refused(_refusal_of(error)) from None
+        if not self._is_in_body and self._head_bytes > self._max_header_bytes:
+            raise Refused("headers")
+        return None
+
+    def close(self) -> None:
+        """Nothing more is read; the parser leads back here."""
+        del self._parser, self._hearer, self.on_body
+
+    # parser callbacks
+
+    def on_message_begin(self) -> None:
+        """As httptools calls it."""
+        self._target, self._headers = b"", []
+        self._field_bytes = self._count = 0
+        self._hearer.on_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """As httptools calls it, for each piece."""
+        self._target += url
+        self._field_bytes += len(url)
+        if self._field_bytes > self._max_header_bytes:
+            raise Refused("headers")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """As httptools calls it."""
+        self._count += 1
+        self._field_bytes += len(name) + len(value)
+        if self._field_bytes > self._max_header_bytes or self._count > MAX_HEADERS:
+            raise Refused("headers")
+        if not self._is_in_body:  # trailers are counted and dropped
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """As httptools calls it."""
+        parser = self._parser
+        method, version = parser.get_method(), parser.get_http_version()
+        self._check(method, version)
+        if parser.should_upgrade():
+            return  # llhttp would take the body for another protocol: see `_declined`
+        self._is_in_body, self._head_bytes = True, 0
+        keep_alive = version != "1.0" and parser.should_keep_alive()
+        self._hearer.on_head(method, self._target, self._headers, keep_alive)
+
+    def on_message_complete(self) -> None:
+        """As httptools calls it."""
+        if not self._parser.should_upgrade():
+            self._is_in_body = False
+            self._hearer.on_end()
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows a last request is thrown away
+        return parser
+
+    def _check(self, method: bytes, version: str) -> None:
+        """What llhttp lets through and a proxy may read otherwise, and names of hosts that are not ours. Raises Refused."""
+        if version not in ("1.1", "1.0"):
+            raise Refused("version")
+        hosts, codings = [], []
+        for name, value in self._headers:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"transfer-encoding":
+                codings.append(value.strip().lower())
+        if (
+            method == b"CONNECT"
+            or len(hosts) > 1
+            or (version == "1.1" and not hosts)
+            or (codings and (version == "1.0" or codings != [b"chunked"]))
+        ):
+            raise Refused("bad_request")
+        if hosts:
+            self._hosts.check(hosts[0])
+
+    def _declined(self, rest: bytes) -> bytes:
+        """An upgrade may be declined by answering in HTTP/1.1: the same request, asking for none, and what follows."""
+        method, version = self._parser.get_method(), self._parser.get_http_version()
+        head = [b"%b %b HTTP/%b" % (method, self._target, version.encode())]
+        for name, value in self._headers:
+            if name == b"connection":
+                tokens = [token.strip().lower() for token in value.split(b",")]
+                value = b"close" if b"close" in tokens else b"keep-alive"
+            if name != b"upgrade":
+                head.append(b"%b: %b" % (name, value))
+        self._parser, self._head_bytes = self._new_parser(), 0
+        return b"\r\n".join([*head, b"", rest])
+
+
+def _refusal_of(error: httptools.HttpParserError) -> str:
+    """Why parsing has stopped: what a callback has refused, a fault of ours in one, or the bytes."""
+    cause = error.__context__
+    if isinstance(cause, Refused):
+        return str(cause.args[0])
+    if cause is None or not isinstance(error, httptools.HttpParserCallbackError):
+        return "bad_request"
+    frames = traceback.extract_tb(cause.__traceback__)[-12:]  # without the message: that may hold what the caller sent
+    log.error(
+        "fault", error=type(cause).__name__, trace=[f"{each.filename}:{each.lineno} {each.name}" for each in frames]
+    )
+    return "fault"
