@@ -167,11 +167,11 @@ def attend_chunks(
 
 
 @triton.jit
-def last_key(place, row_count, length, CAUSAL: tl.constexpr):
-    """How many keys of a context of `length` some row of a tile sees."""
+def keys_seen(place, number, length, CAUSAL: tl.constexpr):
+    """How many keys of a context of `length` a row sees, the `number`-th (1 …) of a tile whose first row has that place."""
     if CAUSAL:
-        return tl.where(place >= 0, tl.minimum(place + row_count, length), length)
-    return length
+        return tl.where(place >= 0, tl.minimum(place + number, length), length)
+    return length + 0 * number
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def attend_tiles(
     head = tl.program_id(0)
     first_row, row_count, place, start, length, capacity = tile_and_state(counts, counted, tl.program_id(1))
     wait_for_previous(DEPENDENT)
-    begin, last = 0, last_key(place, row_count, length, CAUSAL)
+    begin, last = 0, keys_seen(place, row_count, length, CAUSAL)
     end = last
     if SPREAD:
         begin = tl.program_id(2) * CHUNK_KEYS
@@ -221,10 +221,7 @@ def attend_tiles(
     q = tl.load(query + rows[:, None] * query_stride + head * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
-    seen = tl.zeros([TILE_ROWS], tl.int32) + length
-    if CAUSAL:  # noqa: SIM102 (decided when compiling; the inner one on the device)
-        if place >= 0:
-            seen = place + 1 + in_tile
+    seen = keys_seen(place, 1 + in_tile, length, CAUSAL)
     token: tl.constexpr = KV_HEADS * HEAD_WIDTH
     keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
     values = keys + capacity.to(tl.int64) * token
@@ -267,7 +264,7 @@ def add_chunks(
     wait_for_previous(DEPENDENT)
     if row_count == 0:
         return
-    last = last_key(place, row_count, last, CAUSAL)
+    last = keys_seen(place, row_count, last, CAUSAL)
     in_tile = tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
     rows = (first_row + in_tile).to(tl.int64)
