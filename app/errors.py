@@ -28,6 +28,8 @@ class ServiceError(Exception):
     title: ClassVar[str] = "Internal error"
     default_detail: ClassVar[str] = "The server failed to answer this request."
     headers: ClassVar[Mapping[str, str]] = {}
+    is_general: ClassVar[bool] = True
+    """Whether every endpoint that ranks may answer so; `/docs` shows it at each of them."""
 
     def __init__(
         self, detail: str | None = None, *, retry_after_seconds: float | None = None, may_wait: bool = False
@@ -82,6 +84,7 @@ class RequestTimeout(ServiceError):
     status = 408
     code = "request_timeout"
     title = "Request Timeout"
+    is_general = False
     default_detail = "The request did not arrive in time."
 
 
@@ -101,6 +104,7 @@ class NotFound(ServiceError):
     status = 404
     code = "not_found"
     title = "Not found"
+    is_general = False
     default_detail = "There is nothing at this path."
 
 
@@ -110,6 +114,7 @@ class RequestMethod(ServiceError):
     status = 405
     code = "method_not_allowed"
     title = "Method not allowed"
+    is_general = False
     default_detail = "This path does not take this method."
 
 
@@ -204,6 +209,7 @@ class ChangeNotStored(ServiceError):
     status = 503
     code = "not_stored"
     title = "Not stored"
+    is_general = False
 
 
 class CorpusNotLoaded(ServiceError):
@@ -212,6 +218,7 @@ class CorpusNotLoaded(ServiceError):
     status = 503
     code = "corpus_not_loaded"
     title = "Corpus not loaded"
+    is_general = False
     default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
 
 
@@ -230,6 +237,7 @@ class ReloadRefused(ServiceError):
     status = 422
     code = "checkpoint_refused"
     title = "Checkpoint refused"
+    is_general = False
 
 
 class StorageFull(ServiceError):
@@ -238,6 +246,7 @@ class StorageFull(ServiceError):
     status = 507
     code = "storage_full"
     title = "Insufficient storage"
+    is_general = False
 
 
 class LogLost(ServiceError):
@@ -246,6 +255,7 @@ class LogLost(ServiceError):
     status = 503
     code = "log_lost"
     title = "Log of changes lost"
+    is_general = False
 
 
 class ReloadBusy(ServiceError):
@@ -254,6 +264,7 @@ class ReloadBusy(ServiceError):
     status = 409
     code = "reload_in_progress"
     title = "Reload in progress"
+    is_general = False
     default_detail = "Another checkpoint is being loaded."
 
 
@@ -278,6 +289,11 @@ def told(error: Exception) -> ServiceError:
 def error_class(code: str) -> type[ServiceError]:
     """The class of a code; InternalError for one that no class has."""
     return next((kind for kind in ServiceError.__subclasses__() if kind.code == code), InternalError)
+
+
+def general() -> list[type[ServiceError]]:
+    """What every endpoint that ranks may answer."""
+    return [kind for kind in ServiceError.__subclasses__() if kind.is_general]
 
 
 def _summary(problems: Sequence[FieldProblem], found: int) -> str:

@@ -10,25 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from msgspec import Struct
 from msgspec.json import schema_components
 
-from app.errors import (
-    BadRequest,
-    CorpusNotLoaded,
-    DeadlineExceeded,
-    Draining,
-    EngineDown,
-    InternalError,
-    InvalidRequest,
-    MalformedJson,
-    NonFiniteScores,
-    NotAcceptable,
-    NotFound,
-    NotReady,
-    Overloaded,
-    ServiceError,
-    TooLarge,
-    Unauthorized,
-    UnsupportedMediaType,
-)
+from app.errors import CorpusNotLoaded, NotFound, ServiceError, general
 from app.http.open_inference import MODEL, VERSION, path_parameters
 from app.http.problems import MEDIA_TYPE
 from app.request.replies import (
@@ -46,10 +28,6 @@ from app.request.schema import ExplainRequest, InferRequest, RankBatch, RankRequ
 
 REF = f"{SCHEMAS}/{{name}}"
 Refs = Mapping[type[Struct], dict[str, Any]]
-FAILURES: tuple[type[ServiceError], ...] = (
-    MalformedJson, BadRequest, Unauthorized, NotAcceptable, TooLarge, UnsupportedMediaType, InvalidRequest, Overloaded, NonFiniteScores,
-    InternalError, NotReady, Draining, EngineDown, DeadlineExceeded,
-)  # fmt: skip
 PREFERRED = ("favorite", "dwell", "reply", "repost")
 TIMEOUT = "X-Request-Timeout-Ms"
 NAMED = {
@@ -255,7 +233,7 @@ def _operation(
     answers: dict[str, Any] = {
         "200": {"description": "The ranking.", "content": {"application/json": {"schema": reply}}, "headers": outward}
     }
-    failures = (*FAILURES, *more_failures)
+    failures = (*general(), *more_failures)
     for status in sorted({failure.status for failure in failures}):
         kinds = [failure for failure in failures if failure.status == status]
         text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)

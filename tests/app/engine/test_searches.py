@@ -17,13 +17,14 @@ from app.engine.runners import RETRIEVAL_THREAD
 from app.errors import DeadlineExceeded, EngineDown, Overloaded
 from app.interface import Found
 from app.service.retrieval import RetrievalService
-from app.settings import Queue, Retrieval, Settings
+from app.settings import Queue, Settings
 from app.telemetry.metrics import Metrics
 from model.cache import ContextKey
 from model.engine import CacheStats, EngineError
 from model.inputs import Context
 from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Filters, Query, Retrieved
+from tests.app.bounds import fix
 from tests.app.fakes import FakeClock, Gate, ended, until
 
 NO_IDS = np.empty(0, np.uint64)
@@ -73,10 +74,11 @@ class FakeRetrieval:
 class Bench:
     """A service of searches around fake engines. `ask` begins a search, after `begin`."""
 
-    def __init__(self, engine: FakeRetrieval, queue: Queue | None = None, **limits: Any) -> None:
+    def __init__(self, engine: FakeRetrieval, queue: Queue | None = None, batch_requests: int = 32) -> None:
         self.engine = engine
-        settings = Settings(retrieval=Retrieval(**limits), queue=queue or Queue())
-        self.service = RetrievalService(None, settings, Metrics(), engine.clock)
+        with pytest.MonkeyPatch.context() as patch:
+            fix(patch, SCAN_REQUESTS=batch_requests)
+            self.service = RetrievalService(None, Settings(queue=queue or Queue()), Metrics(), engine.clock)
 
     async def begin(self, engine: FakeRetrieval | None = None) -> Any:
         """Serve this engine; what it is known by."""
@@ -140,7 +142,7 @@ async def test_more_keys_than_places_take_turns_too() -> None:
 @scenario
 async def test_a_key_holds_its_share_of_the_room() -> None:
     gate = Gate()
-    bench = Bench(FakeRetrieval(FakeClock(), before=gate), max_waiting=30, batch_requests=1)
+    bench = Bench(FakeRetrieval(FakeClock(), before=gate), Queue(max_requests=120), batch_requests=1)
     await bench.begin()
     tasks = [bench.ask(0)]
     await gate.reached()

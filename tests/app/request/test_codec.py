@@ -30,6 +30,7 @@ from loadtest.fuzz.bodies import in_arrays
 from loadtest.fuzz.sources import corpus
 from model.config import ModelConfig
 from model.inputs import Candidates, Context, Scores
+from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.odd_bodies import USER_IDS, mutated
 from tests.app.serving import VOCABULARY, checked, good, served
@@ -142,7 +143,7 @@ def test_more_than_the_limits_is_declined() -> None:
     raw = json.dumps(good()).encode()
     for name, most in (("max_candidates", 3), ("max_history", 3), ("max_values", sum(map(raw.count, b",[{\\")))):
         for limit, is_taken in ((most, True), (most - 1, False)):
-            limits = Limits.model_construct(**{**LIMITS.model_dump(), name: limit})
+            limits = bounded(LIMITS, max_values=limit) if name == "max_values" else Limits(**{name: limit})
             assert (Codec(LIBRARY, MANIFEST, VOCABULARY, limits).read(raw) is not None) == is_taken, name
 
 
