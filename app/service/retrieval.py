@@ -42,7 +42,7 @@ class RetrievalService:
         self.metrics = metrics
         batch = SCAN_REQUESTS
         most = max(1, settings.queue.max_requests // 4) + batch
-        batching = Batching(max_requests=batch, max_candidates=batch, chunk_candidates=batch)
+        batching = Batching(max_requests=batch, max_candidates=batch)
         room = settings.queue.model_copy(
             update={"max_requests": most, "max_candidates": most, "key_candidates_per_second": 0.0}
         )
@@ -64,7 +64,7 @@ class RetrievalService:
         self._compaction: asyncio.Task[Changed] | None = None
         self._since: list[Change] | None = None  # since the compaction that runs has begun
         self._is_committing = False  # what it wrote is being put in force: no change may come between
-        self._compact_at = COMPACT_ROWS
+        self._compact_at: int  # changed rows at which a compaction begins; each corpus that is loaded sets it
         self.problem = ""
         """Why this process is not to be asked, though what it serves is whole: a sentence about the files of the corpus."""
         self._follower: asyncio.Task[None] | None = None

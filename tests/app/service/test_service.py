@@ -525,3 +525,10 @@ async def test_a_process_that_was_stopped_for_a_while_is_not_stuck(
         monkeypatch.setattr(service.versions, "silent_seconds", silent_seconds)
         await until(lambda: after.is_set() or bool(lost))
         assert len(lost) == told
+
+
+async def test_a_scrape_says_how_many_searches_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(FakeEngine()) as service:
+        assert value_of(service.metrics.render().decode(), "ranker_search_queue_requests") == 0
+        monkeypatch.setattr(type(service.retrieval.versions), "waiting", 7)
+        assert value_of(service.metrics.render().decode(), "ranker_search_queue_requests") == 7

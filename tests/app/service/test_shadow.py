@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from app.engine.loading import LoadedModel, Loader, Steps
 from app.errors import EngineDown
@@ -68,6 +69,16 @@ def results(service: RankingService) -> dict[str, float]:
     return {name: count for name, count in found.items() if count}
 
 
+async def test_the_log_says_which_second_checkpoint_was_loaded() -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with both(FakeEngine(), FakeEngine(2)) as service:
+            assert service.second is not None
+            assert service.second.model is not None
+            manifest = service.second.model.manifest
+    (line,) = [line for line in logs if line["event"] == "second_checkpoint"]
+    assert (line["version"], line["digest"]) == (manifest.version, manifest.digest)
+
+
 async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
     second = FakeEngine(2)
     async with both(FakeEngine(), second) as service:
@@ -78,6 +89,8 @@ async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
         assert counted(service, "candidates_scored_total") == 160, "the second's forwards are not the service's"
         assert counted(service, "shadow_candidates_total") == 160
         assert counted(service, 'context_cache_lookups_total{result="miss"}') == 8, "nor are its lookups"
+        assert counted(service, "shadow_seconds_count") == 8
+        assert 0 < counted(service, "shadow_seconds_sum") < 60
 
 
 async def test_the_figures_are_those_of_compare() -> None:
