@@ -9,7 +9,14 @@ from typing import Any
 import grpc
 import orjson
 
-from app.budgets import CALL_AHEAD_BYTES, CALL_CONNECTIONS, MAX_HEADER_BYTES, calls_of_a_connection
+from app.budgets import (
+    CALL_AHEAD_BYTES,
+    CALL_CONNECTIONS,
+    MAX_HEADER_BYTES,
+    REFUSED_SECONDS,
+    calls_of_a_connection,
+    shared_rest_seconds,
+)
 from app.errors import BadRequest, RequestTimeout, ServiceError
 from app.http.arms import named
 from app.http.headers import Headers, timeout_seconds_of
@@ -65,6 +72,7 @@ class InferenceServer:
         self.host = settings.host
         self.port = 0
         self._server: Any = None
+        self._resting = 0
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -130,6 +138,8 @@ class InferenceServer:
                 exchange.status = problem.status
             finally:  # also when the client cancels
                 self.recorder.end(exchange, headers)
+            if problem is not None or name != METHODS[-1]:
+                await self._rest()
             fields = [(name.decode(), value.decode()) for name, value in call.fields]
             fields.append(("x-request-id", exchange.request_id))
             if problem is None:
@@ -139,6 +149,14 @@ class InferenceServer:
             raise AssertionError  # abort raises
 
         return handle
+
+    async def _rest(self) -> None:
+        """A call that ranked nothing is answered the later the more of them there are: together they leave the event loop to others."""
+        self._resting += 1
+        try:
+            await asyncio.sleep(shared_rest_seconds(REFUSED_SECONDS, self._resting))
+        finally:
+            self._resting -= 1
 
     async def _live(self, request: Any, call: Call) -> bytes:
         return protobuf.write("ServerLiveResponse", live=True)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from app.errors import InvalidRequest, MalformedJson, TooLarge
-from app.request.explain import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
+from app.request.rules import Problems, Rule, column_of, count_of, field, rule, rules_of, struct_rule, then
 from app.request.schema import DEFAULT_K, ExplainRequest, RankRequest, RecommendRequest, RetrieveRequest, UserRequest
 from app.request.strict_json import parse
 from app.request.vocabulary import Vocabulary
@@ -45,41 +45,41 @@ class Typed(Protocol):
 class Body:
     """A request as plain JSON values of which only the sizes are known: a `Typed`."""
 
-    value: Any
+    value: dict[str, Any]
 
     timeout_seconds: ClassVar[None] = None  # a header says it
 
     @property
     def reply(self) -> Any:
         """As in `Request`."""
-        return self._field("reply")
+        return self.value.get("reply")
 
     @property
     def user_id(self) -> int | str:
         """As it was sent: it may still be none."""
-        user_id = self._field("user_id")
+        user_id = self.value.get("user_id")
         return user_id if isinstance(user_id, int | str) else 0
 
     @property
     def posts(self) -> int:
         """How many posts are to be retrieved."""
-        k = self._field("k")
+        k = self.value.get("k")
         return k if type(k) is int else DEFAULT_K
 
     def count(self, name: str) -> int:
         """Items of a field that holds posts or ids."""
-        return count_of(self._field(name))
-
-    def _field(self, name: str) -> Any:
-        return self.value.get(name) if type(self.value) is dict else None
+        return count_of(self.value.get(name))
 
 
 def decode(body: bytes | bytearray, limits: Limits, **most: int) -> Body:
     """A request, with no more candidates and history than the limits allow, and no more items in other fields than `most`.
 
-    Raises MalformedJson or TooLarge. What takes too long to read is refused before it is read.
+    Raises MalformedJson, TooLarge, or InvalidRequest for what is no object. What takes too long to read is refused before it is read.
     """
-    found = Body(read(body, limits.max_values))
+    value = read(body, limits.max_values)
+    if type(value) is not dict:
+        raise InvalidRequest([("", "must be a JSON object")])
+    found = Body(value)
     for name, limit in ({"candidates": limits.max_candidates, "history": limits.max_history} | most).items():
         refuse_long(name, found.count(name), limit)
     return found
@@ -132,21 +132,16 @@ AGED = rule(
 )
 
 
-def retrieval_rule(vocabularies: Sequence[Vocabulary]) -> Rule:
-    """Of a request for posts. The history must make sense to every vocabulary; a second one is the ranker's, which knows the weights."""
-    first, *ranker = vocabularies
-    if not ranker:
-        return first.rule("retrieve", lambda: then(struct_rule(RetrieveRequest, first), AGED))
-    asked = ranker[0].rule("recommend", lambda: then(struct_rule(RecommendRequest, ranker[0]), AGED))
-    history = first.rule("history", lambda: field("history", rules_of(UserRequest, first)["history"]))
-    return then(asked, history)
-
-
-def rest_rule(vocabularies: Sequence[Vocabulary]) -> Rule:
-    """Of a request for posts without its user and history, which the codec has read."""
-    kind = RecommendRequest if len(vocabularies) > 1 else RetrieveRequest
-    words = vocabularies[-1]
-    return words.rule(f"rest of {kind.__name__}", lambda: then(struct_rule(kind, words, "user_id", "history"), AGED))
+def retrieval_rule(vocabularies: Sequence[Vocabulary], *without: str) -> Rule:
+    """Of a request for posts, `without` as of `struct_rule`. The history must make sense to every vocabulary; a second one is the
+    ranker's, which knows the weights."""
+    first, words = vocabularies[0], vocabularies[-1]
+    kind = RetrieveRequest if len(vocabularies) == 1 else RecommendRequest
+    name = " ".join((kind.__name__, *without))
+    asked = words.rule(name, lambda: then(struct_rule(kind, words, *without), AGED))
+    if words is first or without:
+        return asked
+    return then(asked, first.rule("history", lambda: field("history", rules_of(UserRequest, first)["history"])))
 
 
 def check_cost(body: bytes | bytearray, max_values: int) -> None:

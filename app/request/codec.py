@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from app.errors import ServiceError
 from app.request import body
-from app.request.explain import check, struct_rule
+from app.request.rules import check, struct_rule
 from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_request_id
 from app.request.strict_json import parse
 from app.request.validate import NO_POSTS, NOTHING, Posts, Request, Wishes, wishes_of

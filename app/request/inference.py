@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
 from app.request.body import read, refuse_long
-from app.request.explain import check, struct_rule
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
+from app.request.rules import check, struct_rule
 from app.request.schema import REQUEST_ID_RULE, InferRequest, is_request_id
 from app.request.tensors import DATATYPES, OUTPUTS, Tensor, Tensors
 from app.request.validate import Request

@@ -7,8 +7,8 @@ import numpy as np
 from app.budgets import MAX_CHANGE_VALUES, MAX_CHANGED
 from app.errors import InvalidRequest, TooLarge
 from app.request.body import read
-from app.request.explain import check, struct_rule
 from app.request.ids import read_ids
+from app.request.rules import check, struct_rule
 from app.request.schema import Change
 from model.retrieval.inputs import PostChange, PostRows
 

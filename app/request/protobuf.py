@@ -13,9 +13,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from app.errors import BadRequest, InvalidRequest
-from app.request.explain import check, field, struct_rule
 from app.request.inference import sized, wanted_outputs
 from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
+from app.request.rules import check, field, struct_rule
 from app.request.schema import InferParameters
 from app.request.tensors import DATATYPES, Tensor, Tensors
 from app.request.validate import Request

@@ -1,9 +1,9 @@
-"""A typed request for posts → checked columns and what the search is asked; its reply as bytes. Not for HTTP."""
+"""A request for posts → checked columns and what the search is asked; its reply as bytes. Not for HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from app.errors import InvalidRequest, ServiceError
 from app.request import features, reply
-from app.request.body import Body, decode_posts, rest_rule, retrieval_rule
+from app.request.body import Body, decode_posts, retrieval_rule
 from app.request.codec import Viewed
-from app.request.explain import check
 from app.request.ids import read_ids
+from app.request.rules import check
 from app.request.schema import DEFAULT_K
 from app.request.validate import NO_POSTS, NOTHING, Posts, Request, viewer_of, wishes_of
 from app.request.vocabulary import Vocabulary
@@ -130,7 +130,7 @@ def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> Po
     first = viewers[0]
     try:
         wishes = decode_posts(first.rest, limits).value
-        check(wishes, rest_rule([model.vocabulary for model in models]))
+        check(wishes, retrieval_rule([model.vocabulary for model in models], "user_id", "history"))
         return _request_of(wishes, [viewer.context for viewer in viewers], first.posts, models)
     except ServiceError:
         return None
@@ -147,12 +147,12 @@ def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history:
     impression_ts, age = wishes.get("impression_ts", 0), wishes.get("max_age_seconds")
     topics = tuple(wishes["topics"]) if "topics" in wishes else None
     filters = Filters(excluded, topics, None if age is None else impression_ts - age)
-    query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, wishes.get("min_score", -np.inf))
-    request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"))
-    if len(models) > 1:
-        weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
-        request = replace(request, context=contexts[1], weights=weights, top_k=top_k, wanted=wanted)
-    return request
+    query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, float(wishes.get("min_score", -np.inf)))
+    asked = query, len(history), impression_ts, wishes.get("request_id")
+    if len(models) == 1:
+        return PostsRequest(*asked)
+    weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
+    return PostsRequest(*asked, contexts[1], weights, top_k, wanted)
 
 
 def render(

@@ -1,6 +1,6 @@
 """What requests may say, declared once: name, type, bounds, default, description and example of every field.
 
-msgspec prints the JSON Schema of these types for `/docs`, `explain` checks bodies by them, `tensors` has its names and bounds of them.
+msgspec prints the JSON Schema of these types for `/docs`, `rules` checks bodies by them, `tensors` has its names and bounds of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from app.request import explain
+from app.request import rules
 from app.request.ids import MAX_ID, MAX_ID_DIGITS, are_ids
 
 MAX_TIME = 253_402_300_799  # the last second of the year 9999: milliseconds do not fit
@@ -34,7 +34,7 @@ def is_request_id(value: Any) -> bool:
     return type(value) is str and _REQUEST_ID.fullmatch(value) is not None
 
 
-NAME_RULE = explain.fulfils(is_request_id, REQUEST_ID_RULE)
+NAME_RULE = rules.fulfils(is_request_id, REQUEST_ID_RULE)
 
 
 def about(description: str, example: Any = None, default: Any = None) -> Meta:
@@ -57,29 +57,35 @@ _Integer = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_I
 _Decimal = Annotated[
     str, Meta(max_length=MAX_ID_DIGITS, extra_json_schema={"pattern": ID_PATTERN, "description": "decimal"})
 ]
-Id = Annotated[_Integer | _Decimal, checked(lambda _: explain.rule((are_ids, ID_RULE)), "UINT64")]
-Surface = Annotated[int, checked(lambda vocabulary: explain.integer(0, vocabulary.product_surfaces - 1), "INT64", ge=0)]
+Id = Annotated[_Integer | _Decimal, checked(lambda _: rules.rule((are_ids, ID_RULE)), "UINT64")]
+Surface = Annotated[int, checked(lambda vocabulary: rules.integer(0, vocabulary.product_surfaces - 1), "INT64", ge=0)]
 Time = Annotated[int, checked(None, "INT64", ge=0, le=MAX_TIME)]
 Count = Annotated[int, Meta(ge=1, extra_json_schema={"maximum": MAX_ID})]
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
 Dwell = Annotated[float, checked(None, "FP32", ge=0)]
 Actions = Annotated[
     list[str] | dict[str, Annotated[float, Meta(ge=0, le=MAX_ACTION_VALUE)]],
-    checked(explain.actions_taken(MAX_ACTION_VALUE), "FP32", "A"),
+    checked(rules.actions_taken(MAX_ACTION_VALUE), "FP32", "A"),
 ]
 Weights = Annotated[
     dict[str, Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]],
-    checked(explain.by_action(-MAX_WEIGHT, MAX_WEIGHT), "FP64", "A"),
+    checked(rules.by_action(-MAX_WEIGHT, MAX_WEIGHT), "FP64", "A"),
 ]
-Names = Annotated[list[str], checked(explain.known_names)]
+Names = Annotated[list[str], checked(rules.known_names)]
+OwnWeights = Annotated[
+    Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
+]
+Wanted = Annotated[
+    Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
+]
 Name = Annotated[str, checked(lambda _: NAME_RULE, max_length=128, extra_json_schema={"pattern": REQUEST_ID_PATTERN})]
-_NAME_OR_NONE = explain.fulfils(lambda value: value == "" or is_request_id(value), REQUEST_ID_RULE)
+_NAME_OR_NONE = rules.fulfils(lambda value: value == "" or is_request_id(value), REQUEST_ID_RULE)
 OptionalName = Annotated[str, checked(lambda _: _NAME_OR_NONE)]
 
 
 def _short_text(least: int) -> Meta:
     sentence = "must be a short text" + (" that is not empty" if least else "")
-    fits = explain.fulfils(lambda name: type(name) is str and least <= len(name) <= 100, sentence)
+    fits = rules.fulfils(lambda name: type(name) is str and least <= len(name) <= 100, sentence)
     return checked(lambda _: fits, min_length=least or None, max_length=100)
 
 
@@ -127,7 +133,7 @@ class Candidate(Post):
 def _columns(item: type[Post]) -> Any:
     """The array form of a post: the same fields in the same order, each a list. Optional ones may be left out whole."""
     columns: list[Any] = []
-    required, many = explain.required_of(item), _any(list)
+    required, many = rules.required_of(item), _any(list)
     for name, hint in get_type_hints(item, include_extras=True).items():
         *own, said = hint.__metadata__
         kind = Annotated[(hint.__origin__, *own)] if own else get_args(hint.__origin__)[0]
@@ -145,10 +151,10 @@ def _any(value: Any) -> Any:
 
 
 HistoryColumns, CandidateColumns = _columns(HistoryItem), _columns(Candidate)
-History = Annotated[list[HistoryItem] | HistoryColumns, checked(explain.posts(HistoryItem, 0))]  # type: ignore[valid-type]
+History = Annotated[list[HistoryItem] | HistoryColumns, checked(rules.posts(HistoryItem, 0))]  # type: ignore[valid-type]
 Candidates = Annotated[
     Annotated[list[Candidate], Meta(extra_json_schema={"minItems": 1})] | CandidateColumns,  # type: ignore[valid-type]
-    checked(explain.posts(Candidate, 1)),
+    checked(rules.posts(Candidate, 1)),
 ]
 
 
@@ -179,13 +185,9 @@ class RankRequest(UserRequest, kw_only=True):
         Literal["objects", "columns"] | UnsetType,
         about("Form of the reply's `candidates`: objects, or arrays, which are shorter and faster.", default="objects"),
     ] = UNSET
-    weights: Annotated[
-        Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
-    ] = UNSET
+    weights: OwnWeights = UNSET
     top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
-    actions_wanted: Annotated[
-        Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
-    ] = UNSET
+    actions_wanted: Wanted = UNSET
 
 
 class ExplainRequest(RankRequest, kw_only=True):
@@ -233,13 +235,9 @@ class RetrieveRequest(UserRequest, kw_only=True):
 class RecommendRequest(RetrieveRequest, kw_only=True):
     """What to retrieve, and how the posts are then scored."""
 
-    weights: Annotated[
-        Weights | UnsetType, about("Weights of the combined score by action, in place of the checkpoint's own.")
-    ] = UNSET
+    weights: OwnWeights = UNSET
     top_k: Annotated[Count | UnsetType, about("Return this many of the retrieved posts; all when missing.")] = UNSET
-    actions_wanted: Annotated[
-        Names | UnsetType, about("Which actions' probabilities to return, in this order; all of them when missing.")
-    ] = UNSET
+    actions_wanted: Wanted = UNSET
 
 
 class Upsert(Strict):

@@ -10,14 +10,14 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.explain import ACTION_RULE, NAMED_TWICE, Rule, integer_rule, number_rule, parts_of, rule_of
+from app.request.rules import Rule, integer_rule, known_names, number_rule, parts_of, rule_of
 from app.request.schema import Candidate, HistoryItem, Id, Weights
 from app.request.validate import NUMBERS, Posts, Request
 from app.request.vocabulary import Vocabulary
@@ -140,7 +140,7 @@ class _Checks:
 
     def __init__(self, vocabulary: Vocabulary, parameters: Mapping[str, Any]) -> None:
         self.problems: list[tuple[str, str]] = []
-        self._index = vocabulary.index
+        self._index, self._names = vocabulary.index, vocabulary.rule("names", lambda: known_names(vocabulary))
         every = list(range(len(vocabulary.action_names)))
         self.actions = self._columns("actions", parameters["actions"]) if "actions" in parameters else every
         wanted = parameters.get("actions_wanted")
@@ -148,15 +148,10 @@ class _Checks:
         self._sizes = {"1": 1, "A": len(self.actions)}
 
     def _columns(self, name: str, text: str) -> list[int]:
-        is_long = text.count(",") >= len(self._index)
-        names = text.split(",") if text and not is_long else []
-        if is_long or any(name not in self._index for name in names):
-            self.problems.append((f"parameters.{name}", f"every name {ACTION_RULE}"))
-            return []
-        columns = [self._index[name] for name in names]
-        if len(set(columns)) < len(columns):
-            self.problems.append((f"parameters.{name}", NAMED_TWICE))
-        return columns
+        names = text.split(",", len(self._index)) if text else []
+        wrong = [*islice(self._names.wrong([names]), 1)]
+        self.problems += [(f"parameters.{name}", sentence) for _, _, sentence in wrong]
+        return [] if wrong else [self._index[action] for action in names]
 
     def read(self, tensors: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
         """Each known tensor as an array of its dtype and shape."""

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.request import explain
+from app.request import rules
 from app.request.body import Body, explanation_rule, request_rule
-from app.request.explain import column_of
 from app.request.ids import read_ids
+from app.request.rules import column_of
 from app.request.schema import Candidate, Post
 from app.request.vocabulary import Vocabulary
 
@@ -97,13 +97,13 @@ class Wishes(NamedTuple):
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:
     """The request. Raises InvalidRequest with the first ten problems."""
-    explain.check(body.value, request_rule(vocabulary))
+    rules.check(body.value, request_rule(vocabulary))
     return _request_of(body.value, vocabulary)
 
 
 def check_explain(body: Body, vocabulary: Vocabulary) -> tuple[Request, NDArray[np.int64]]:
     """The same, and the places of the candidates to explain, int64 `[n]`: of each the first with that post id."""
-    explain.check(body.value, explanation_rule(vocabulary))
+    rules.check(body.value, explanation_rule(vocabulary))
     request = _request_of(body.value, vocabulary)
     first = {post: place for place, post in reversed([*enumerate(request.candidates.post_ids.tolist())])}
     return request, np.array([first[post] for post in map(int, body.value["explain"])], np.int64)

@@ -151,20 +151,21 @@ async def fuzz(
     seconds: float,
     known: Known | None = None,
     on_progress: Callable[[Tally], None] = lambda tally: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Tally:
-    """Send until enough requests were sent or the time is over, every source getting its share of the time."""
+    """Send until enough requests were sent or the time is over, every source getting its share of the time by `clock`."""
     tally, spent = Tally(known or {}), dict.fromkeys(calls, 0.0)
-    until = time.monotonic() + seconds
+    until = clock() + seconds
     count_series()  # asking may bring a series of its own
-    while tally.sent.total() < requests and time.monotonic() < until:
+    while tally.sent.total() < requests and clock() < until:
         source = min(calls, key=lambda name: spent[name] / SHARES[name])
-        started = time.monotonic()
+        started = clock()
         made = await asyncio.to_thread(_block, calls[source]) if source in SLOW else _block(calls[source])
         block = named(made, tally.sent.total())
         before = count_series() if source == "paths" and tally.sent[source] >= WARM_UP_PATHS else None
         for call, answer in zip(block, await target.ask(block), strict=True):
             tally.note(source, call, answer)
-        spent[source] += time.monotonic() - started
+        spent[source] += clock() - started
         if before is not None:
             tally.new_series += count_series() - before
         on_progress(tally)

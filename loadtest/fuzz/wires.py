@@ -42,7 +42,7 @@ class WireMutator:
             text = orjson.dumps(self.mutator.corrupted(asked.header(binary=False)))
             return Call(text, path=self.path, headers=(JSON_TYPE,) if random.random() < 0.5 else ())
         if choice < 0.8:
-            packed = gzip.compress(random.choice(self.bodies))
+            packed = gzip.compress(random.choice(self.bodies), mtime=0)
             return Call(self.mutator.cut(packed) if random.random() < 0.7 else packed, headers=(JSON_TYPE, GZIP))
         return Call(self._message(asked), path=random.choice((*ROUTES, *ROUTES[-1:] * 20)), headers=())
 

@@ -7,17 +7,19 @@ import time
 from typing import Any
 
 from model.split.engine import SplitEngine
-from model.split.kernels.contract import Kernels, Unfused
+from model.split.kernels.contract import Kernels
 
 FAULTS = ("kernel", "product", "access", "hang")
 WRONG_ROW = 70  # in the second tile
 HANGING_PHASE = "products"
 
 
-class PlantedKernels(Unfused):
+class PlantedKernels:
     """`kernels` with one fault: `kernel`, a gate that is wrong in one tile; `product`, which differs from call to call; `access`,
     a gate after which the device is lost, which is said only at the next product unless launches block.
     """
+
+    multiply_gate, multiply_rotate = Kernels.multiply_gate, Kernels.multiply_rotate
 
     def __init__(self, kernels: Kernels, fault: str) -> None:
         self._kernels, self._fault = kernels, fault
@@ -26,20 +28,20 @@ class PlantedKernels(Unfused):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def gate(self, step: Any, gate_value: Any, out: Any, rows: int, *, tail: bool = False) -> None:
+    def gate(self, step: Any, gate_value: Any, out: Any) -> None:
         """See `Kernels.gate`."""
-        self._kernels.gate(step, gate_value, out, rows, tail=tail)
-        if self._fault == "kernel" and rows > WRONG_ROW:
+        self._kernels.gate(step, gate_value, out)
+        if self._fault == "kernel" and step.rows > WRONG_ROW:
             out[WRONG_ROW] += 0.5
         self._lost = self._fault == "access"
         if self._lost and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
             self._fail()
 
-    def multiply(self, step: Any, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
+    def multiply(self, step: Any, x: Any, weight: Any, out: Any) -> None:
         """See `Kernels.multiply`."""
         if self._lost:
             self._fail()
-        self._kernels.multiply(step, x, weight, out, rows, tail=tail)
+        self._kernels.multiply(step, x, weight, out)
         if self._fault == "product":
             self._calls += 1
             out[5] += 0.1 * self._calls

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from loadtest.gpu.table import BATCH_REQUESTS, Geometry, Row, tiny
 from loadtest.timing import Figure
 from model.config import ModelConfig
 from model.engine import Item
-from model.split.engine import SplitEngine
+from model.split.buckets import row_sizes
+from model.split.engine import SplitEngine, default_capacity
 from model.split.graphs import PlainRecorder, no_garbage
 from model.split.kernels.contract import Part
 from model.split.step import StepPlan, host_arrays, plan_steps, step_bytes
@@ -101,6 +103,36 @@ def _compile(name: str, dtype: torch.dtype, capability: int, small: bool) -> lis
     return [record | {"seconds_of_case": round(time.perf_counter() - start, 2)} for record in found]
 
 
+def starts(card: Card, geometry: str) -> Iterator[Record]:
+    """How long an engine takes to be ready, with an empty cache and with what the first start left in it. Without a card what there is
+    to count: binaries for Hopper and the processor time until all are there, device times to be read, sizes to be recorded."""
+    for name in _measured(card) if card.tiny else ("mini", "flagship"):
+        with TemporaryDirectory() as cache:
+            for how in ("cold", "warm"):
+                with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                    seen = pool.submit(_start, name, cache, card.device.type, card.tiny).result()
+                yield {"geometry": name, "start": how} | seen
+
+
+def _start(name: str, cache: str, device: str, small: bool) -> Record:
+    os.environ["TRITON_CACHE_DIR"] = cache
+    card = Card(torch.device(device), tiny=small)
+    config = _measured(card)[name]
+    if card.is_cuda:
+        engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
+        begin = time.perf_counter()
+        engine.warm_up()
+        return {"seconds": time.perf_counter() - begin, "kinds": engine.info.notes["products"]["how"]}
+    from model.split.kernels.build import compiled, readings
+
+    counted = {"readings": readings(config, 90), "sizes": len(row_sizes(default_capacity(config)))}
+    begin = sum(os.times()[:4])
+    hashes = {
+        each.kernel.hash for each in compiled(config, torch.bfloat16, 90, names=("gate_rows",) if small else None)
+    }
+    return {"binaries": len(hashes), "processor_seconds": round(sum(os.times()[:4]) - begin, 2)} | counted
+
+
 def kernels(card: Card, geometry: str) -> Iterator[Record]:
     """Every operation of a forward against its plain form, every variant, going on after a failure."""
     for name, config in parity_cases(card).items():
@@ -151,7 +183,7 @@ def _parts(engine: SplitEngine, plan: StepPlan, rows: int) -> list[Part]:
     """The operations of a step, on random numbers."""
     with engine._on_device(), torch.inference_mode():
         runner: Any = engine._runner
-        parts = engine._trunk.parts(runner._written(plan), rows)
+        parts = engine._trunk.parts(runner._written(plan).at(rows))
         for x in (x for each in parts for x in each.inputs):
             x.normal_()
     return parts
@@ -283,8 +315,8 @@ def all_phases(geometries: Sequence[str]) -> dict[str, Phase]:
     found = {"environment": Phase(environment, 40), "compile": Phase(compile_all, 200)}
     found |= {f"rows {name}": rows[name] for name in first}
     found |= {
-        "kernels": Phase(kernels, 240), "parity": Phase(parities, 240), "products": Phase(products, 240), "bits": Phase(bits, 120),
-        "kernel_times": Phase(kernel_times, 120), "host": Phase(host, 60),
+        "starts": Phase(starts, 120), "kernels": Phase(kernels, 240), "parity": Phase(parities, 240), "products": Phase(products, 240),
+        "bits": Phase(bits, 120), "kernel_times": Phase(kernel_times, 120), "host": Phase(host, 60),
     }  # fmt: skip
     found |= {f"rows {name}": rows[name] for name in geometries if name not in first}
     return found | {f"peers {name}": Phase(peer_rows, 120, name) for name in geometries}

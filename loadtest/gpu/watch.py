@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.split.kernels.contract import Kernels, Unfused
-from model.split.step import CANDIDATES, ROWS, TILE_ROWS
+from model.split.kernels.contract import Kernels
+from model.split.step import TILE_ROWS
 from model.tolerances import PARITY
 
 WRITTEN = {
@@ -50,10 +50,12 @@ class Difference:
         return asdict(self)
 
 
-class WatchedKernels(Unfused):
+class WatchedKernels:
     """Implements `Kernels` by `tested`, each call checked against `reference`, outputs poisoned before. It goes on with the
     reference's numbers, so that one fault is not found again in everything that follows.
     """
+
+    multiply_gate, multiply_rotate = Kernels.multiply_gate, Kernels.multiply_rotate  # their parts are watched
 
     def __init__(self, tested: Kernels, reference: Kernels, layers: int) -> None:
         self.found: list[Difference] = []
@@ -65,15 +67,13 @@ class WatchedKernels(Unfused):
     def __getattr__(self, name: str) -> Any:
         if name not in WRITTEN:
             return getattr(self._tested, name)
-        return lambda *arguments, **options: self._both(name, arguments, options)
+        return lambda *arguments: self._both(name, arguments)
 
-    def _both(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        tail = bool(options.get("tail"))
+    def _both(self, name: str, arguments: tuple[Any, ...]) -> None:
+        step, tail = arguments[0], arguments[0].tail
         layer = self._layers - 1 if tail else min(self._gates, self._layers - 1)
         if name == "embed":
             layer = self._gates = 0
-        step = arguments[0]
-        used = int(step.host.counts[CANDIDATES if tail else ROWS])
         outputs = [arguments[place] for place in WRITTEN[name] if arguments[place] is not None]
         poisoned = [arguments[place] for place in OVERWRITTEN.get(name, ())]
         before = [tensor.clone() for tensor in outputs]
@@ -84,10 +84,10 @@ class WatchedKernels(Unfused):
             for tensor in poisoned:
                 tensor.fill_(torch.nan)
             try:
-                getattr(kernels, name)(*arguments, **options)
+                getattr(kernels, name)(*arguments)
             except RuntimeError as error:
                 raise RuntimeError(f"{name} in layer {layer}: {error}") from error
-            results.append([tensor[:used].clone() for tensor in outputs])
+            results.append([tensor[: step.used].clone() for tensor in outputs])
             if name == "rotate":  # it also writes the states; a row there is a token of the context
                 states = [state.keys_values[arguments[3], :, : state.length] for state in step.states]
                 results[-1] += [state.transpose(0, 1).flatten(1).clone() for state in states]

@@ -1,156 +1,40 @@
 """B15: one path in a closed loop, by one and by four clients: what a ranker who keeps to a moderate pace feels of it, path by path.
 
-`python -m loadtest.soak.crowds --seconds 120` prints every path. A path that is served needs a row in `ATTACKERS`.
+`python -m loadtest.soak.crowds --seconds 120` prints every path. What is served needs a row in `soak/attackers.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import multiprocessing
 import os
-import re
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
 
 from loadtest.generate.http_client import Client
-from loadtest.generate.payload import post, rank_body, rank_request
+from loadtest.generate.payload import post, rank_request
 from loadtest.matrix import Row
-from loadtest.servers.launch import HOST
+from loadtest.servers.launch import HOST, free_port
+from loadtest.soak.attackers import ATTACKERS, BESIDE_THE_DEMO, DEMO, EXAMPLE, Act, Ports
 from loadtest.soak.corpora import Oracle
-from loadtest.soak.hostile import DEAR
-from loadtest.soak.oracle import TOKEN, admin_settings
+from loadtest.soak.oracle import admin_settings
 from loadtest.soak.servers import fake, real
 
 COUNTS = (1, 4)
-DEMO = Path(__file__).parents[2] / "weights" / "demo"
 P50_TIMES, P99_TIMES = 2.0, 4.0
 PAUSE_SECONDS = (0.001, 0.005)  # of the ranker, from a reply to the next request
 START_SECONDS = 5.0  # for the first reply that is expected
 RETRIES = 2  # of what is beyond a limit: then the median counts
-LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
-
-Ports = Mapping[str, int]
-Act = Callable[[Ports, "Counter[int]"], Awaitable[None]]
-"""One client, until it is cancelled or cut off; it counts the statuses of its replies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attacker:
-    """`route` is the server's name of the path, `expected` a status without which nothing was attacked."""
-
-    route: str
-    act: Act
-    expected: int = 200
-
-
-def asks(request: bytes, port: str = "main") -> Act:
-    """The same request again and again on one connection, each as soon as the one before is answered."""
-
-    async def act(ports: Ports, seen: Counter[int]) -> None:
-        reader, writer = await asyncio.open_connection(HOST, ports[port], limit=2**22)
-        with contextlib.closing(writer):
-            while True:
-                writer.write(request)
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = LENGTH.search(head)
-                if length is not None and not request.startswith(b"HEAD"):
-                    await reader.readexactly(int(length[1]))
-                seen[int(head[9:12])] += 1
-
-    return act
-
-
-def once(request: bytes) -> Act:
-    """A connection for each request."""
-
-    async def act(ports: Ports, seen: Counter[int]) -> None:
-        while True:
-            reader, writer = await asyncio.open_connection(HOST, ports["main"])
-            with contextlib.closing(writer):
-                writer.write(request.replace(b"Host", b"Connection: close\r\nHost"))
-                seen[int((await reader.read())[9:12])] += 1
-
-    return act
-
-
-def _get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
-
-
-def _gets(*routes: str) -> dict[str, Attacker]:
-    return {f"GET {route}": Attacker(route, asks(_get(route))) for route in routes}
-
-
-def _posts(route: str, content: Any, path: str = "", expected: int = 200) -> Attacker:
-    return Attacker(route, asks(post("localhost", path or route, orjson.dumps(content))), expected)
-
-
-def _admin(route: str, content: Any, expected: int, token: str = TOKEN) -> Attacker:
-    request = post("localhost", route, orjson.dumps(content) if content else b"", {"Authorization": f"Bearer {token}"})
-    return Attacker(route, asks(request, "admin"), expected)
-
-
-SMALL = orjson.loads(rank_body(7))
-ASKED = orjson.loads(rank_body(8, history=16)) | {"explain": [80_001, 80_002]}
-MODEL, VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
-EXAMPLE = orjson.loads((DEMO / "example.json").read_bytes())
-DEMO_EXPLAINED = "/explain of the demo"
-EXPLAINED = EXAMPLE | {"explain": [each["post_id"] for each in EXAMPLE["candidates"]]}
-TENSORS = {
-    "inputs": [
-        {"name": name, "datatype": "UINT64", "shape": [1], "data": [7]}
-        for name in ("user_id", "candidates.post_id", "candidates.author_id")
-    ]
-}
-ATTACKERS: dict[str, Attacker] = {
-    **_gets(
-        "/", "/docs", "/explore", "/explore/checkpoint.json", "/info", "/livez", "/metrics", "/openapi.json", "/readyz"
-    ),
-    **_gets("/startupz", "/v2", "/v2/health/live", "/v2/health/ready"),
-    "GET /": Attacker("/", asks(_get("/")), 307),
-    "GET an asset": Attacker("/assets/{name}", asks(_get("/assets/explore.js"))),
-    "GET the largest asset": Attacker("/assets/{name}", asks(_get("/assets/swagger-ui-bundle.js"))),
-    "GET an asset that is not there": Attacker("/assets/{name}", asks(_get("/assets/none.js")), 404),
-    "GET a model": Attacker(MODEL, asks(_get("/v2/models/fake"))),
-    "GET a model's state": Attacker(f"{MODEL}/ready", asks(_get("/v2/models/fake/ready"))),
-    "GET a version": Attacker(VERSION, asks(_get("/v2/models/fake/versions/v1"))),
-    "GET a version's state": Attacker(f"{VERSION}/ready", asks(_get("/v2/models/fake/versions/v1/ready"))),
-    "GET /livez, a connection each": Attacker("/livez", once(_get("/livez"))),
-    "GET nothing": Attacker("unmatched", asks(_get("/nothing")), 404),
-    "GET /rank": Attacker("/rank", asks(_get("/rank")), 405),
-    "POST /info": Attacker("/info", asks(post("localhost", "/info", b"{}")), 405),
-    "HEAD /openapi.json": Attacker("/openapi.json", asks(_get("/openapi.json").replace(b"GET", b"HEAD"))),
-    "/rank": _posts("/rank", SMALL),
-    "/rank, refused": _posts("/rank", {}, expected=422),
-    "/rank, dear": Attacker("/rank", asks(DEAR), 422),
-    "/rank/batch": _posts("/rank/batch", [SMALL] * 3),
-    "/explain": _posts("/explain", ASKED),
-    "/explain, refused": _posts("/explain", SMALL, expected=422),
-    "/retrieve": _posts("/retrieve", {"user_id": 7, "k": 20}),
-    "/recommend": _posts("/recommend", {"user_id": 7, "k": 20}),
-    "infer": _posts(f"{MODEL}/infer", TENSORS, "/v2/models/fake/infer"),
-    "infer by a version": _posts(f"{VERSION}/infer", TENSORS, "/v2/models/fake/versions/v1/infer"),
-    "a stranger at /admin/reload": _admin("/admin/reload", {}, 401, "nobody"),
-    "a stranger at /admin/posts": _admin("/admin/posts", {}, 401, "nobody"),
-    "a stranger at /admin/posts/compact": _admin("/admin/posts/compact", {}, 401, "nobody"),
-    "/admin/reload": _admin("/admin/reload", {"checkpoint": "none"}, 404),
-    "/admin/posts": _admin("/admin/posts", {"delete": [1]}, 200),
-}
-
-
-BESIDE_THE_DEMO = {DEMO_EXPLAINED: _posts("/explain", EXPLAINED)}
 
 
 async def _client(act: Act, ports: Ports, seen: Counter[int]) -> None:
@@ -255,8 +139,13 @@ def crowded(*faults: str, high: float = 99.0) -> Iterator[Crowd]:
         oracle, admin = Oracle("own", Path(folder), 1), admin_settings(Path(folder))
         del admin["checkpoint"]
         settings = {"retrieval__checkpoint": oracle.towers, "retrieval__corpus": oracle.corpus, **admin}
+        settings["grpc__port"] = free_port()
         with fake("--forward-ms=5", *faults, **settings) as server:
-            ports = {"main": server.port, "admin": int(str(admin["admin__port"]))}
+            ports = {
+                "main": server.port,
+                "admin": int(str(admin["admin__port"])),
+                "grpc": int(str(settings["grpc__port"])),
+            }
             with _crowd(ports, high, lambda number: rank_request(number)) as crowd:
                 yield crowd
 

@@ -5,6 +5,7 @@ gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from model.config import CandidatePositions, ModelConfig
 from model.engine import EngineError
-from model.split.graphs import Recorder, Work, no_garbage
+from model.split.graphs import PlainRecorder, Recorder, Work, no_garbage
 from model.split.kernels.contract import Step
-from model.split.run import PROBE_CANDIDATES, Probe, RowCounts
 from model.split.step import (
     CANDIDATE_TILES,
     CANDIDATES,
     ROWS,
+    TILE_ROWS,
     ContextState,
     StepArrays,
     StepPlan,
@@ -37,7 +38,23 @@ from model.split.write import StepWriter
 
 WHOLE_ROWS = 512  # up to here a step is often one size, body and tail alike
 SLOTS = 2  # host buffers: one is filled while the device reads the other
+PROBE_CANDIDATES = 16
 Collect = Callable[[], NDArray[np.float32]]
+Probe = Callable[[int], StepPlan]
+"""A plan of so many rows; to be checked, exactly so many, with the same candidates first and last."""
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """Rows that steps needed and rows that were computed, as running totals."""
+
+    used: int = 0
+    computed: int = 0
+
+    def add(self, used: int, computed: int) -> None:
+        """Count a step."""
+        self.used += used
+        self.computed += computed
 
 
 def row_sizes(capacity: int) -> list[int]:
@@ -51,8 +68,9 @@ def recording_order(sizes: Sequence[int]) -> list[int]:
     return sorted(sizes, key=lambda size: (size != max(sizes), -(size & -size), size))
 
 
-class BucketRunner:
-    """Implements `StepRunner`. Bodies and tails are recorded for each of `sizes`; a step takes the smallest that holds it."""
+class StepRunner:
+    """Bodies and tails are recorded for each of `sizes`; a step takes the smallest that holds it. Without a recorder, on a CPU, it
+    takes the fewest whole tiles, and nothing is recorded."""
 
     def __init__(
         self,
@@ -61,16 +79,16 @@ class BucketRunner:
         trunk: SplitTrunk,
         source: TableSource,
         capacity: int,
-        recorder: Recorder,
-        sizes: Sequence[int] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.counts = RowCounts()
         self._config = config
         self._trunk = trunk
         self._source = source
-        self._recorder = recorder
+        self._is_recorded = recorder is not None
+        self._recorder = recorder = recorder or PlainRecorder()
         self._capacity = capacity
-        self._sizes = list(sizes or row_sizes(capacity))
+        self._sizes = row_sizes(capacity) if self._is_recorded else list(range(TILE_ROWS, capacity + 1, TILE_ROWS))
         self._bodies: dict[int, Work] = {}
         self._tails: dict[int, Work] = {}
         self._whole: dict[int, Work] = {}
@@ -88,8 +106,12 @@ class BucketRunner:
         return self._recorder.recorded
 
     def warm_up(self, notes: dict[str, Any], probe: Probe, trial: Probe) -> None:
-        """Record every size, then drop those whose bits are not the plain run's, or not those of the largest size."""
+        """Compile, choose kernels by plans of `trial`, record every size, then drop those that with plans of `probe` give other bits
+        than the plain run, or than the largest size. Says in `notes` what was checked; raises EngineError when a check fails."""
         kernels = self._trunk.kernels
+        if not self._is_recorded:
+            notes["products"] = self._trunk.choose(lambda size: self._written(trial(size)), [TILE_ROWS])
+            return
         # the reference comes first: it must not use what is still to be checked
         kernels.use_reference()
         plans = {size: probe(size) for size in self._sizes}
@@ -128,7 +150,7 @@ class BucketRunner:
             )
             try:
                 for recorded, work in halves if size <= WHOLE_ROWS else halves[:2]:
-                    recorded[size] = self._recorder.record(partial(work, rows=size), step)
+                    recorded[size] = self._recorder.record(work, step.at(size))
             except torch.OutOfMemoryError:
                 if not self._tails:
                     raise
@@ -138,7 +160,8 @@ class BucketRunner:
         return left_out
 
     def run(self, plans: Sequence[StepPlan]) -> list[NDArray[np.float32]]:
-        """See `StepRunner.run`. A host buffer is written again only when its step has left the device."""
+        """Raw head outputs fp32 `[candidates, A + Z]` of each step. A host buffer is written again only when its step has left the
+        device."""
         outputs: list[NDArray[np.float32]] = []
         waiting: list[Collect] = []
         for number, plan in enumerate(plans):
@@ -175,11 +198,11 @@ class BucketRunner:
         candidates = int(host.counts[CANDIDATES])
         tail = self._fitting(candidates, int(host.counts[CANDIDATE_TILES])) if candidates else 0
         if tail == size and size in self._whole:
-            self._whole[size](step)
+            self._whole[size](step.at(size))
             return candidates
-        self._bodies[size](step)
+        self._bodies.get(size, self._trunk.body)(step.at(size))
         if candidates:
-            self._tails[tail](step)
+            self._tails.get(tail, self._trunk.tail)(step.at(tail))
         return candidates
 
     def _start(self, plan: StepPlan, slot: int) -> Collect:
@@ -220,8 +243,8 @@ class BucketRunner:
         """The plan's outputs without any recording."""
         step = self._written(plan)
         candidates = int(step.host.counts[CANDIDATES])
-        self._trunk.body(step, self._fitting(plan.rows, plan.tiles))
-        self._trunk.tail(step, self._fitting(candidates, int(step.host.counts[CANDIDATE_TILES])))
+        self._trunk.body(step.at(self._fitting(plan.rows, plan.tiles)))
+        self._trunk.tail(step.at(self._fitting(candidates, int(step.host.counts[CANDIDATE_TILES]))))
         outputs: NDArray[np.float32] = self._trunk.logits[:candidates].cpu().numpy().copy()
         return outputs
 

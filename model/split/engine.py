@@ -16,11 +16,10 @@ from model.engine import CacheResult, CacheStats, EngineError, EngineInfo, Item,
 from model.inputs import Candidates, Context, Scores
 from model.ranker import Ranker
 from model.selftest import check_isolation
-from model.split.buckets import BucketRunner
+from model.split.buckets import PROBE_CANDIDATES, RowCounts, StepRunner
 from model.split.graphs import CudaRecorder, Recorder
 from model.split.kernels.contract import Kernels, softmax_shift
 from model.split.kernels.portable import PortableKernels
-from model.split.run import PROBE_CANDIDATES, EagerRunner, RowCounts, StepRunner
 from model.split.step import TILE_ROWS, CandidateWork, ContextState, ContextWork, StepPlan, plan_steps
 from model.split.tables import Placement, table_source
 from model.split.trunk import SplitTrunk
@@ -79,7 +78,7 @@ class SplitEngine:
             if self._stream is not None and recorder is None:
                 # the portable kernels loop on the host, which no graph holds
                 recorder = CudaRecorder(self._stream, replay=fused and not plain)
-            self._runner: StepRunner = BucketRunner(*shared, recorder) if recorder else EagerRunner(*shared)
+            self._runner = StepRunner(*shared, recorder)
         self._capacity = capacity
         self._prepared = 0
         extendable = config.context_attention == "causal" and not config.right_anchored
@@ -125,14 +124,9 @@ class SplitEngine:
 
     def _forward(self, items: Sequence[Item]) -> list[Outcome]:
         made: dict[ContextKey, ContextState] = {}
-        works: list[Work] = []
-        results: list[tuple[ContextState, CacheResult]] = []
         try:
             with self._on_device():
-                for number, item in enumerate(items):
-                    context, state, result = self._context_of(item, made)
-                    works.append((context, number, item.candidates, state))
-                    results.append((state, result))
+                works, results = self._works(items, made)
                 plans = plan_steps(works, self._capacity)
                 outputs = self._runner.run(plans)
         except torch.AcceleratorError as error:
@@ -147,34 +141,22 @@ class SplitEngine:
     @torch.inference_mode()
     def rehearse(self, items: Sequence[Item]) -> Callable[[], None]:
         """What the device does in this forward, to be queued again by every call of the result; for measurements. Contexts are
-        computed unless an item brings its state. Raises EngineError where the engine does not run in padded sizes.
+        computed unless an item brings its state. Raises EngineError where the tables are on the host.
         """
-        if not isinstance(self._runner, BucketRunner):
-            raise EngineError("only an engine with recorded steps can queue them again")
-        works: list[Work] = []
         with self._on_device():
-            for number, item in enumerate(items):
-                context, state, _ = self._context_of(item, {})
-                works.append((context, number, item.candidates, state))
-            again = self._runner.rehearse(plan_steps(works, self._capacity))
+            again = self._runner.rehearse(plan_steps(self._works(items, {})[0], self._capacity))
         if self._stream is not None:
             self._stream.synchronize()  # what follows is queued on the caller's stream
         return torch.inference_mode()(again)
 
     @torch.inference_mode()
     def run_through(self, kernels: Kernels, items: Sequence[Item]) -> None:
-        """Compute the items once, unrecorded, by other kernels on the same weights; for checks. Raises EngineError as `rehearse`."""
-        if not isinstance(self._runner, BucketRunner):
-            raise EngineError("only an engine that runs in padded sizes can be run through")
+        """Compute the items once, unrecorded, by other kernels on the same weights; for checks."""
         own, self._kernels = self._kernels, kernels  # states get room for what they need
         self._trunk.kernels = kernels
         try:
             with self._on_device():
-                works: list[Work] = []
-                for number, item in enumerate(items):
-                    context, state, _ = self._context_of(item, {})
-                    works.append((context, number, item.candidates, state))
-                for plan in plan_steps(works, self._capacity):
+                for plan in plan_steps(self._works(items, {})[0], self._capacity):
                     self._runner.run_plain(plan)
         finally:
             self._kernels = self._trunk.kernels = own
@@ -234,6 +216,18 @@ class SplitEngine:
         plan.add_context(work, work.state.length)
         plan.add_candidates(CandidateWork(0, 0, random_candidates(config, rows - plan.rows - 5, seed=5), long))
         return plan
+
+    def _works(
+        self, items: Sequence[Item], made: dict[ContextKey, ContextState]
+    ) -> tuple[list[Work], list[tuple[ContextState, CacheResult]]]:
+        """What is to be computed, and for each item the state its candidates see and what the cache said."""
+        works: list[Work] = []
+        results: list[tuple[ContextState, CacheResult]] = []
+        for number, item in enumerate(items):
+            context, state, result = self._context_of(item, made)
+            works.append((context, number, item.candidates, state))
+            results.append((state, result))
+        return works, results
 
     def _context_of(
         self, item: Item, made: dict[ContextKey, ContextState]

@@ -94,8 +94,10 @@ class StepPlan:
 
 
 def tile_slots(rows: int) -> int:
-    """How many tiles, hence requests, a step of up to `rows` rows has room for."""
-    return rows // 32 + 16
+    """How many tiles, hence requests, a step of up to `rows` rows has room for: from 384 rows on 64, for many requests of few
+    candidates, and else little more than one request needs, since attention starts a program a head for each, with work or
+    without."""
+    return max(rows // 32 + 16, 64 if rows >= 384 else 0)
 
 
 def context_tiles(rows: int) -> int:

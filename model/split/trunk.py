@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, split_part
-from model.split.row_check import shape_name
-from model.split.step import CANDIDATES, ROWS, TILE_ROWS
+from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, shape_name, split_part
+from model.split.step import TILE_ROWS
 from model.split.weights import LayerWeights, Norm, SplitWeights
 
 
@@ -68,137 +67,135 @@ class SplitTrunk:
 
     def choose(self, step: Callable[[int], Step], sizes: Sequence[int]) -> dict[str, Any]:
         """See `Kernels.choose`; `step` makes one of at most so many rows."""
-        return self.kernels.choose(self.linear_weights(), lambda rows: self.parts(step(rows), rows), sizes)
+        return self.kernels.choose(self.linear_weights(), lambda rows: self.parts(step(rows).at(rows)), sizes)
 
-    def parts(self, step: Step, rows: int) -> list[Part]:
+    def parts(self, step: Step) -> list[Part]:
         """Each kind of operation of a forward by itself, on the trunk's own activations; products before what they are part of."""
-        kernels, layers, count = self.kernels, self.weights.layers, len(self.weights.layers)
-        used, candidates = int(step.host.counts[ROWS]), int(step.host.counts[CANDIDATES])
-        states = [state.keys_values for state in step.states]
         between = {
             "qkv": (self.normed, self.qkv), "query": (self.normed, self.query), "key_value": (self.normed, self.key_value),
             "output": (self.mixed, self.projected), "gate_value": (self.normed, self.gate_value),
             "ffn_output": (self.hidden, self.projected),
         }  # fmt: skip
-        weights: dict[str, list[Tensor]] = {}
-        for name in between:
-            found = [(i, weight) for i, layer in enumerate(layers) if (weight := getattr(layer, name)) is not None]
-            weights |= {name: [weight for _, weight in found]} if found else {}
         products: dict[str, Part] = {}
-        for name, each in weights.items():
-            x, out = between[name]
+        fused: list[Part] = []
+        for name, (x, out) in between.items():
+            weights = [weight for layer in self.weights.layers if (weight := getattr(layer, name)) is not None]
+            if not weights:
+                continue
 
-            def product(i: int, each: list[Tensor] = each, x: Tensor = x, out: Tensor = out) -> None:
-                kernels.multiply(step, x, each[i], out, rows)
+            def product(i: int, weights: list[Tensor] = weights, x: Tensor = x, out: Tensor = out) -> None:
+                self.kernels.multiply(step, x, weights[i], out)
 
-            shape = shape_name(each[0])
-            products.setdefault(shape, Part(shape, rows, len(each), product, [x[:rows]], [out[:used]], each))
+            shape, rows = shape_name(weights[0]), step.rows
+            part = Part(shape, rows, len(weights), product, [x[:rows]], [out[: step.used]], weights)
+            products.setdefault(shape, part)
+            fused += [self._fused(step, each, x, out, weights) for each in self._fusable if each == name]
+        return [*products.values(), *fused, *self._others(step)]
 
-        def fused(name: Projected | Literal["gate_value"]) -> Part:
-            (x, out), each, first = between[name], weights[name], 0 if name == "qkv" else count - 1
-            if name == "gate_value":
+    def _fused(
+        self, step: Step, name: Projected | Literal["gate_value"], x: Tensor, out: Tensor, weights: list[Tensor]
+    ) -> Part:
+        """A product with the gate, or with RoPE."""
+        kernels, hidden, inputs = self.kernels, self.hidden, [x[: step.rows]]
+        if name == "gate_value":
 
-                def run(i: int) -> None:
-                    kernels.multiply_gate(step, x, each[i], out, self.hidden, rows, tail=False)
+            def gate(i: int) -> None:
+                kernels.multiply_gate(step, x, weights[i], out, hidden)
 
-                return Part(name, rows, len(each), run, [x[:rows]], [self.hidden[:used]], each)
+            return Part(name, step.rows, len(weights), gate, inputs, [hidden[: step.used]], weights)
+        step = step.at(step.rows, tail=name == "query")
+        first = 0 if name == "qkv" else len(self.weights.layers) - 1
 
-            def turn(i: int) -> None:
-                kernels.multiply_rotate(step, x, each[i], out, name, first + i, rows, tail=name == "query")
+        def rotate(i: int) -> None:
+            kernels.multiply_rotate(step, x, weights[i], out, name, first + i)
 
-            outputs = [out[:candidates]] if name == "query" else [out[:used], *states]
-            return Part(name, rows, len(each), turn, [x[:rows]], outputs, each)
+        states = [] if name == "query" else [state.keys_values for state in step.states]
+        return Part(name, step.rows, len(weights), rotate, inputs, [out[: step.used], *states], weights)
 
-        is_tail = count == 1
-        key_value = self.key_value if is_tail else self.qkv[:, self.query.shape[1] :]
-        query = self.query if is_tail else self.qkv[:, : self.query.shape[1]]
-
-        def attend(i: int) -> None:
-            kernels.attend(step, query, key_value, i, self.mixed, rows, tail=is_tail)
+    def _others(self, step: Step) -> list[Part]:
+        """Tokens, attention and norms."""
+        kernels, layers, count, rows = self.kernels, self.weights.layers, len(self.weights.layers), step.rows
+        is_tail, queries = count == 1, self.query.shape[1]
+        query, key_value = self.qkv[:, :queries], self.qkv[:, queries:]
+        if is_tail:
+            query, key_value = self.query, self.key_value
+        attending = step.at(rows, tail=is_tail)
 
         def embed(i: int) -> None:
-            kernels.embed(step, self.tables, self.weights.tokens, self.residual, rows)
+            kernels.embed(step, self.tables, self.weights.tokens, self.residual)
+
+        def attend(i: int) -> None:
+            kernels.attend(attending, query, key_value, i, self.mixed)
 
         def norm(i: int) -> None:
             layer = layers[i]
-            post, norm = layer.attention_post_norm, layer.ffn_norm
-            kernels.norm(step, self.projected, post, self.residual, norm, self.normed, rows)
+            kernels.norm(step, self.projected, layer.attention_post_norm, self.residual, layer.ffn_norm, self.normed)
 
-        read = [query[:rows], key_value[:rows], *states]
+        read = [query[:rows], key_value[:rows], *(state.keys_values for state in step.states)]
+        normed = [self.projected[:rows], self.residual[:rows]]
         return [
-            *products.values(), *(fused(name) for name in self._fusable if name in weights),
-            Part("embed", rows, 1, embed, [], [self.residual[:used]], [self.weights.tokens.projection]),
-            Part("attend", rows, max(1, count - 1), attend, read, [self.mixed[: candidates if is_tail else used]]),
-            Part("norm", rows, count, norm, [self.projected[:rows], self.residual[:rows]], [self.normed[:used]]),
-        ]  # fmt: skip
+            Part("embed", rows, 1, embed, [], [self.residual[: step.used]], [self.weights.tokens.projection]),
+            Part("attend", rows, max(1, count - 1), attend, read, [self.mixed[: attending.used]]),
+            Part("norm", rows, count, norm, normed, [self.normed[: step.used]]),
+        ]
 
-    def body(self, step: Step, rows: int) -> None:
+    def body(self, step: Step) -> None:
         """All rows, up to the last layer's keys and values."""
-        kernels, layers = self.kernels, self.weights.layers
-        kernels.embed(step, self.tables, self.weights.tokens, self.residual, rows)
+        kernels, layers, rows = self.kernels, self.weights.layers, step.rows
+        kernels.embed(step, self.tables, self.weights.tokens, self.residual)
         if self.weights.sinusoids is not None:
             self.residual[:rows] += self.weights.sinusoids[step.arrays.positions[:rows].long()]
-        kernels.norm(step, None, None, self.residual, layers[0].attention_norm, self.normed, rows)
+        kernels.norm(step, None, None, self.residual, layers[0].attention_norm, self.normed)
         queries = self.query.shape[1]
         for i, layer in enumerate(layers[:-1]):
-            self._project(step, "qkv", self.qkv, i, rows)
-            kernels.attend(step, self.qkv[:, :queries], self.qkv[:, queries:], i, self.mixed, rows)
-            self._after_attention(step, layer, layers[i + 1].attention_norm, self.normed, rows, tail=False)
-        self._project(step, "key_value", self.key_value, len(layers) - 1, rows)
+            self._project(step, "qkv", self.qkv, i)
+            kernels.attend(step, self.qkv[:, :queries], self.qkv[:, queries:], i, self.mixed)
+            self._after_attention(step, layer, layers[i + 1].attention_norm, self.normed)
+        self._project(step, "key_value", self.key_value, len(layers) - 1)
 
-    def tail(self, step: Step, rows: int) -> None:
+    def tail(self, step: Step) -> None:
         """Candidates only: the last layer from its queries on, and the heads; leaves raw outputs in `logits` `[rows, A + Z …]`."""
-        kernels, last = self.kernels, self.weights.layers[-1]
-        index = len(self.weights.layers) - 1
-        self._project(step, "query", self.query, index, rows, tail=True)
-        kernels.attend(step, self.query, self.key_value, index, self.mixed, rows, tail=True)
-        self._after_attention(step, last, self.weights.final_norm, self.final, rows, tail=True)
-        kernels.multiply(step, self.final, self.weights.heads, self.logits, rows, tail=True)
+        step, index = step.at(step.rows, tail=True), len(self.weights.layers) - 1
+        self._project(step, "query", self.query, index)
+        self.kernels.attend(step, self.query, self.key_value, index, self.mixed)
+        self._after_attention(step, self.weights.layers[-1], self.weights.final_norm, self.final)
+        self.kernels.multiply(step, self.final, self.weights.heads, self.logits)
 
-    def whole(self, step: Step, rows: int) -> None:
+    def whole(self, step: Step) -> None:
         """Both halves, of as many rows each."""
-        self.body(step, rows)
-        self.tail(step, rows)
+        self.body(step)
+        self.tail(step)
 
-    def _after_attention(
-        self, step: Step, layer: LayerWeights, next_norm: Norm, out: Tensor, rows: int, *, tail: bool
-    ) -> None:
+    def _after_attention(self, step: Step, layer: LayerWeights, next_norm: Norm, out: Tensor) -> None:
         """Output projection, FFN and both residual additions; `out` is the residual stream, normed for what follows."""
         kernels = self.kernels
-        self._multiply(step, self.mixed, layer, "output", self.projected, rows, tail=tail)
-        post, norm = layer.attention_post_norm, layer.ffn_norm
-        kernels.norm(step, self.projected, post, self.residual, norm, self.normed, rows, tail=tail)
+        self._multiply(step, self.mixed, layer, "output", self.projected)
+        kernels.norm(step, self.projected, layer.attention_post_norm, self.residual, layer.ffn_norm, self.normed)
         if "gate_value" in self._fusable:
-            weight = layer.gate_value
-            kernels.multiply_gate(step, self.normed, weight, self.gate_value, self.hidden, rows, tail=tail)
+            kernels.multiply_gate(step, self.normed, layer.gate_value, self.gate_value, self.hidden)
         else:
-            self._multiply(step, self.normed, layer, "gate_value", self.gate_value, rows, tail=tail)
-            kernels.gate(step, self.gate_value, self.hidden, rows, tail=tail)
-        self._multiply(step, self.hidden, layer, "ffn_output", self.projected, rows, tail=tail)
-        kernels.norm(step, self.projected, layer.ffn_post_norm, self.residual, next_norm, out, rows, tail=tail)
+            self._multiply(step, self.normed, layer, "gate_value", self.gate_value)
+            kernels.gate(step, self.gate_value, self.hidden)
+        self._multiply(step, self.hidden, layer, "ffn_output", self.projected)
+        kernels.norm(step, self.projected, layer.ffn_post_norm, self.residual, next_norm, out)
 
-    def _multiply(
-        self, step: Step, x: Tensor, layer: LayerWeights, name: str, out: Tensor, rows: int, *, tail: bool = False
-    ) -> None:
+    def _multiply(self, step: Step, x: Tensor, layer: LayerWeights, name: str, out: Tensor) -> None:
         """A linear map of a layer, by the name of its weight."""
-        self.kernels.multiply(step, x, getattr(layer, name), out, rows, tail=tail)
+        self.kernels.multiply(step, x, getattr(layer, name), out)
         if name in layer.biases:
-            out[:rows] += layer.biases[name]
+            out[: step.rows] += layer.biases[name]
 
-    def _project(self, step: Step, part: Projected, out: Tensor, index: int, rows: int, *, tail: bool = False) -> None:
+    def _project(self, step: Step, part: Projected, out: Tensor, index: int) -> None:
         """Queries, keys and values as they meet: each head normed where the trunk does so, then turned."""
         kernels, config, layer = self.kernels, self.config, self.weights.layers[index]
         if part in self._fusable:
-            kernels.multiply_rotate(step, self.normed, getattr(layer, part), out, part, index, rows, tail=tail)
+            kernels.multiply_rotate(step, self.normed, getattr(layer, part), out, part, index)
             return
-        self._multiply(step, self.normed, layer, part, out, rows, tail=tail)
+        self._multiply(step, self.normed, layer, part, out)
         query, key_value = split_part(config, part, out)
         if layer.head_norms is not None:
-            pairs = (
-                (query, config.query_heads, layer.head_norms[0]),
-                (key_value, config.kv_heads, layer.head_norms[1]),
-            )
-            for heads, count, scale in pairs:
+            counts = (config.query_heads, config.kv_heads)
+            for heads, count, scale in zip((query, key_value), counts, layer.head_norms, strict=True):
                 if heads is not None:
-                    kernels.norm_heads(step, heads, count, scale, rows, tail=tail)
-        kernels.rotate(step, query, key_value, index, rows, tail=tail)
+                    kernels.norm_heads(step, heads, count, scale)
+        kernels.rotate(step, query, key_value, index)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from loadtest.bits import run, small_config
+from loadtest.bits import Compositions, run, small_config
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
@@ -164,14 +164,19 @@ def test_bf16_tables_are_read_as_they_are(build: Build) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("build", "compositions", "pool"), [(native, 1000, 100), (narrow, 300, 100), (split, 60, 12)])
-def test_no_bit_depends_on_the_batch(build: Build, dtype: torch.dtype, compositions: int, pool: int) -> None:
+@pytest.mark.parametrize(
+    ("build", "compositions", "drawn"),
+    [(native, 1000, {}), (narrow, 300, {}), (split, 40, {"users": 3, "growth": (0, 2, 31, 63), "pool": 8})],
+)
+def test_no_bit_depends_on_the_batch(build: Build, dtype: torch.dtype, compositions: int, drawn: Any) -> None:
     """Random batches, orders, repeats, chunks, cache hits, grown histories and evictions: the scores of each candidate alone."""
     ranker = random_ranker(small_config())
-    tally = run(lambda cache_bytes: build(ranker, dtype, cache_bytes=cache_bytes), compositions, pool=pool)
-    assert tally.different == 0
-    assert tally.hits > compositions / 10, "the cache was hardly used, so this shows little"
-    assert tally.prefixes > compositions / 50, "histories hardly grew, so this shows little"
+    draws, engine = Compositions(build(ranker, dtype), 0, **drawn), build(ranker, dtype, cache_bytes=400_000)
+    assert sum(draws.check(engine)[1] for _ in range(compositions)) == 0
+    stats = engine.cache_stats()
+    assert stats.hits > compositions / 10, "the cache was hardly used, so this shows little"
+    assert stats.prefixes > compositions / 50, "histories hardly grew, so this shows little"
+    assert stats.evictions > 0
 
 
 def test_a_planted_leak_is_caught() -> None:
@@ -247,6 +252,7 @@ def test_chunks_of_a_request_use_one_state(build: Build) -> None:
     whole = engine.forward([Item(context, candidates)])[0].scores
     first = engine.forward([Item(context, candidates.chunk(0, 1))])[0]
     rest = engine.forward([Item(context, candidates.chunk(1, 100), first.state)])[0]
+    assert (first.cache, rest.cache) == ("miss", "hit")
     assert same_bits(whole.rows(slice(0, 1)), first.scores)
     assert same_bits(whole.rows(slice(1, 100)), rest.scores)
 

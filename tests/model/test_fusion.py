@@ -54,7 +54,7 @@ def make(rows: int = ROWS, **overrides: Any) -> tuple[Any, dict[str, Any], Any]:
     step = runner._written(engine._trial(rows))  # type: ignore[union-attr, attr-defined]
     choices: Any = engine._kernels.choices  # type: ignore[attr-defined]
     choices._fill, choices._capability = fractions, 90
-    return engine._kernels, {part.name: part for part in trunk.parts(step, rows)}, (trunk, step)
+    return engine._kernels, {part.name: part for part in trunk.parts(step.at(rows))}, (trunk, step)
 
 
 KINDS = [

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from model.batch import collate
 from model.config import HashSpec, ModelConfig
+from model.dense import DenseEngine
+from model.engine import Item
 from model.hashing import hash_rows
 from model.layers import rotate, soft_cap
+from model.presets import with_preset
 from model.ranker import Ranker
+from model.split.engine import SplitEngine
 from model.split.kernels.contract import Kernels, Step, Tables, softmax_shift
 from model.split.kernels.portable import KEY_TILE, PortableKernels
 from model.split.step import (
@@ -66,10 +70,6 @@ class Bench:
         values = torch.randn(CAPACITY + 64, width, generator=self.generator) * scale
         return values.to(dtype or self.dtype)
 
-    @property
-    def rows(self) -> int:
-        return -(-int(self.step.host.counts[ROWS]) // 64) * 64
-
 
 def make_bench(
     kind: str, dtype: torch.dtype = torch.float32, requests: Any = ((9, 0, 65), (0, 0, 1), (7, 3, 2)), **overrides: Any
@@ -94,6 +94,7 @@ def make_bench(
     host = host_arrays(buffer, config, CAPACITY)
     StepWriter(config, "shared", anchor).write(plan, host)
     step = Step(anchor, step_arrays(buffer, config, CAPACITY), host, plan.states())
+    step = step.at(-(-step.used // 64) * 64)
     return Bench(config, ranker, kernels, step, plan, generator, dtype)
 
 
@@ -140,7 +141,7 @@ def test_attention_equals_its_definition(
     step = bench.step
     query, key_value = bench.random(heads * width, 3.0), bench.random(2 * groups * width, 3.0)
     out = torch.full_like(query, torch.nan)
-    bench.kernels.attend(step, query, key_value, 1, out, bench.rows)
+    bench.kernels.attend(step, query, key_value, 1, out)
     covered = 0
     for first, count, request, place in step.host.tiles[: step.host.counts[2]].tolist():
         tile, state = slice(first, first + count), step.states[request]
@@ -180,7 +181,7 @@ def test_rope_turns_queries_and_keys_and_stores_contexts(kind: str, dtype: torch
     step = bench.step
     qkv = bench.random(5 * 24)
     before = qkv.clone()
-    bench.kernels.rotate(step, qkv[:, :72], qkv[:, 72:], 1, bench.rows)
+    bench.kernels.rotate(step, qkv[:, :72], qkv[:, 72:], 1)
     used = int(step.host.counts[ROWS])
     cos, sin = split_weights(bench.ranker, torch.device("cpu"), dtype).rope[:, step.arrays.positions[:used].long()]
     cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
@@ -209,11 +210,11 @@ def test_norms_add_the_residual(kind: str, dtype: torch.dtype, tail: bool, sandw
     expected = naive.add_norm(mixed, post, residual, norm, bench.config.norm_epsilon)
     first = naive.add_norm(None, None, residual, norm, bench.config.norm_epsilon)[1]
     used = int(bench.step.host.counts[CANDIDATES if tail else ROWS])
-    rows = -(-used // 64) * 64
+    step = bench.step.at(-(-used // 64) * 64, tail=tail)
     out = torch.zeros_like(mixed)
-    bench.kernels.norm(bench.step, None, None, residual, norm, out, rows, tail=tail)
+    bench.kernels.norm(step, None, None, residual, norm, out)
     close(out[:used], first[:used], dtype)
-    bench.kernels.norm(bench.step, mixed, post, residual, norm, out, rows, tail=tail)
+    bench.kernels.norm(step, mixed, post, residual, norm, out)
     close(residual[:used], expected[0][:used], torch.float32)
     close(out[:used], expected[1][:used], dtype)
 
@@ -224,7 +225,7 @@ def test_heads_are_normed_one_by_one(kind: str, dtype: torch.dtype) -> None:
     bench = make_bench(kind, dtype)
     qkv, scale = bench.random(5 * 24, 3.0), torch.rand(24) + 0.5
     before, used = qkv.clone(), int(bench.step.host.counts[ROWS])
-    bench.kernels.norm_heads(bench.step, qkv[:, 24:], 3, scale, bench.rows)
+    bench.kernels.norm_heads(bench.step, qkv[:, 24:], 3, scale)
     expected = naive.normed(before[:used, 24:96].reshape(-1, 24), Norm(scale), bench.config.norm_epsilon)
     close(qkv[:used, 24:96], expected.view(used, -1), dtype)
     assert torch.equal(qkv[:, :24], before[:, :24])
@@ -238,7 +239,7 @@ def test_gate_is_the_activation_times_value(kind: str, dtype: torch.dtype, activ
     bench = make_bench(kind, dtype, activation=activation, gated=gated)
     gate_value = bench.random((1 + gated) * 64, 3.0)
     out = torch.zeros(len(gate_value), 64, dtype=dtype)
-    bench.kernels.gate(bench.step, gate_value, out, bench.rows)
+    bench.kernels.gate(bench.step, gate_value, out)
     used = int(bench.step.host.counts[ROWS])
     close(out[:used], naive.gate(gate_value, activation, gated=gated)[:used], dtype)
 
@@ -250,10 +251,10 @@ def test_product_equals_its_definition(kind: str, dtype: torch.dtype, inner: int
     bench = make_bench(kind, dtype)
     x, weight = bench.random(inner), (torch.randn(inner, columns, generator=bench.generator) / inner**0.5).to(dtype)
     out = torch.full((len(x), columns), torch.nan, dtype=dtype)
-    bench.kernels.multiply(bench.step, x, weight, out, bench.rows)
+    bench.kernels.multiply(bench.step, x, weight, out)
     used = int(bench.step.host.counts[ROWS])
     close(out[:used], naive.multiply(x, weight)[:used], dtype)
-    assert out[bench.rows :].isnan().all(), "rows that nobody asked for"
+    assert out[bench.step.rows :].isnan().all(), "rows that nobody asked for"
 
 
 def test_the_library_is_told_to_keep_one_order_of_additions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +276,7 @@ def test_a_product_of_any_kind_equals_its_definition(kind: str) -> None:
     x, weight = bench.random(176), (torch.randn(176, 144, generator=bench.generator) / 13).bfloat16()
     out = torch.full((len(x), 144), torch.nan).bfloat16()
     bench.step.arrays.counts[ROWS] = 101
-    bench.kernels.multiply(bench.step, x, weight, out, 128)
+    bench.kernels.multiply(bench.step.at(128), x, weight, out)
     close(out[:101], naive.multiply(x, weight)[:101], torch.bfloat16)
     assert kind == "library" or out[101:].isnan().all(), "rows that the step does not have"
 
@@ -302,7 +303,7 @@ def test_programs_for_single_chunks_of_keys_give_the_bits_of_one_for_all(
         kernels.choices.forced = kind
         kernels._partial.fill_(torch.nan)
         results.append(torch.full_like(query, torch.nan))
-        kernels.attend(bench.step, query, key_value, 1, results[-1], 256)
+        kernels.attend(bench.step.at(256), query, key_value, 1, results[-1])
         assert kernels._partial.isnan().all() == (kind != "spread")
     used = int(bench.step.host.counts[ROWS])
     assert torch.equal(results[0].view(torch.int16), results[1].view(torch.int16))
@@ -339,7 +340,7 @@ def test_tokens_equal_the_rankers(kind: str, dtype: torch.dtype, table_dtype: to
     tables = numbered(bench, tables) if variant.endswith("numbered") else tables
     tokens = split_weights(ranker, torch.device("cpu"), dtype, dtype).tokens
     residual = torch.full((CAPACITY + 64, 32), torch.nan)
-    bench.kernels.embed(bench.step, tables, tokens, residual, bench.rows)
+    bench.kernels.embed(bench.step, tables, tokens, residual)
     residual /= scale
     pairs = [
         (context.context, candidates.candidates)
@@ -368,7 +369,7 @@ def test_ids_are_hashed_as_the_published_pipeline_hashes_them() -> None:
     ids[1] = (1, 0)
     tables = [torch.randn(40, 32, generator=bench.generator) for _ in range(3)]
     tokens = split_weights(bench.ranker, torch.device("cpu"), torch.float32).tokens
-    bench.kernels.embed(bench.step, Tables(*tables), tokens, bench.random(32), bench.rows)
+    bench.kernels.embed(bench.step, Tables(*tables), tokens, bench.random(32))
     counts = bench.step.host.counts
     first_user, rows = int(counts[FIRST_USER]), int(counts[ROWS])
     parts = [(tables[1], ids[:first_user, 0]), (tables[2], ids[:first_user, 1]), (tables[0], ids[first_user:rows, 0])]
@@ -379,3 +380,34 @@ def test_ids_are_hashed_as_the_published_pipeline_hashes_them() -> None:
     assert torch.equal(bench.kernels._inputs[:first_user, :64], posts)
     assert torch.equal(bench.kernels._inputs[:first_user, 64:128], authors)
     assert torch.equal(bench.kernels._inputs[first_user:rows, :64], users)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layers", "preset"),
+    [
+        (torch.float32, 2, "grok"), (torch.bfloat16, 1, "grok"), (torch.float32, 1, "vanilla"),
+        (torch.float32, 1, "phoenix-2026"), (torch.bfloat16, 1, "gemma"),
+    ],
+)  # fmt: skip
+def test_an_engine_of_these_kernels_equals_the_plain_definition(dtype: torch.dtype, layers: int, preset: Any) -> None:
+    shape = random_config(width=32, layers=layers, history_length=9, query_heads=2, kv_heads=1)
+    config = with_preset(shape, preset)
+    ranker = random_ranker(config)
+    engine = SplitEngine(ranker, "cpu", dtype, cache_bytes=2**20, kernels="fused", capacity=64)
+    if (dtype, preset) == (torch.bfloat16, "grok"):
+        kernels: Any = engine._kernels
+        kernels.choices.forced = "fused 64x64"
+        kernels.gate = kernels.rotate = None  # would be called by none
+    sizes = [(9, 3), (0, 1), (4, 62)]
+    items = [
+        Item(random_context(config, history, seed), random_candidates(config, count, seed))
+        for seed, (history, count) in enumerate(sizes)
+    ]
+    items[0].context.post_ids[2] = 0
+    outcomes = engine.forward(items)
+    for ours, theirs in zip(outcomes, DenseEngine(ranker, torch.float32).forward(items), strict=True):
+        assert np.abs(ours.scores.logits - theirs.scores.logits).max() < PARITY[dtype].logits
+        assert np.abs(ours.scores.continuous - theirs.scores.continuous).max() < PARITY[dtype].probabilities
+    alone = engine.forward([Item(items[0].context, items[0].candidates.chunk(1, 2))])[0]
+    assert alone.cache == "hit"
+    assert np.array_equal(alone.scores.logits, outcomes[0].scores.logits[1:2])

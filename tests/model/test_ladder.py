@@ -48,8 +48,9 @@ class Triton(PortableKernels):
             raise RuntimeError("out of resource: shared memory")
         super().gate(*arguments, **options)
 
-    def multiply(self, step: Step, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
-        super().multiply(step, x, weight, out, rows, tail=tail)
+    def multiply(self, step: Step, x: Any, weight: Any, out: Any) -> None:
+        super().multiply(step, x, weight, out)
+        rows = step.rows
         if self.fault == "proof":
             out[1:rows] += 1e-3 * out[: rows - 1]
         if self.fault == "numbers" and weight.shape[1] == 32:  # the heads: the same wrong numbers whatever the batch
@@ -74,7 +75,7 @@ class Recorder(PlainRecorder):
 
         def disturbed(step: Step) -> None:
             replay(step)
-            work.func.__self__.logits += 1e-6
+            work.__self__.logits += 1e-6
 
         return disturbed if self.fault == "replay" else replay
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +19,7 @@ from model.split.buckets import row_sizes
 from model.split.engine import SplitEngine, default_capacity
 from model.split.graphs import PlainRecorder
 from model.split.kernels.contract import Step
-from model.split.kernels.portable import PortableKernels
-from model.split.row_check import rows_are_independent
+from model.split.kernels.portable import PortableKernels, rows_are_independent
 from model.split.step import StepPlan, context_tiles, plan_steps, tile_slots, used_bytes
 from model.split.tables import default_placement
 from tests.model.builders import random_candidates, random_config, random_context, random_ranker
@@ -66,15 +60,6 @@ def test_a_context_that_several_items_share_is_one_set_of_rows() -> None:
     assert engine.padding_ratio() == pytest.approx(1 - 61 / 64)  # 31 context rows once, 30 candidates
 
 
-def test_a_state_that_an_item_brings_is_not_computed_again() -> None:
-    engine = make_engine(cache_bytes=0)
-    known = item(engine, 30, 10)
-    [first] = engine.forward([known])
-    [again] = engine.forward([Item(known.context, known.candidates, first.state)])
-    assert (first.cache, again.cache) == ("miss", "hit")
-    assert same_bits(again.scores, first.scores)
-
-
 def test_closing_lets_go_of_everything() -> None:
     engine = make_engine()
     engine.forward([item(engine, 5, 5)])
@@ -101,10 +86,10 @@ def test_what_lay_in_memory_before_is_in_no_score() -> None:
 class LeakyKernels(PortableKernels):
     """Products on as many rows as there are, and rows that reach into their neighbours: what warm-up must not let through."""
 
-    def multiply(self, step: Step, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
-        super().multiply(step, x, weight, out, rows, tail=tail)
+    def multiply(self, step: Step, x: Any, weight: Any, out: Any) -> None:
+        super().multiply(step, x, weight, out)
         if weight.shape[1] == 32:
-            out[1:rows] += 1e-6 * out[: rows - 1]
+            out[1 : step.rows] += 1e-6 * out[: step.rows - 1]
 
 
 def test_warm_up_refuses_rows_that_influence_each_other() -> None:
@@ -182,10 +167,10 @@ class OneBadSize(PortableKernels):
 
     bad_rows = 128
 
-    def multiply(self, step: Step, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
-        super().multiply(step, x, weight, out, rows, tail=tail)
-        if rows == self.bad_rows:
-            out[:rows] *= 1 + 2**-20
+    def multiply(self, step: Step, x: Any, weight: Any, out: Any) -> None:
+        super().multiply(step, x, weight, out)
+        if step.rows == self.bad_rows:
+            out[: step.rows] *= 1 + 2**-20
 
 
 @pytest.mark.parametrize(("bad_rows", "kept"), [(128, [64, 192, 256, 320]), (320, [320])])
@@ -203,47 +188,25 @@ def test_sizes_with_other_bits_are_not_used(bad_rows: int, kept: list[int]) -> N
     assert same_bits(alone.scores, among.scores)
 
 
-CHOICE = """
-import hashlib, json, sys, torch
-from model.engine import Item
-from model.split.engine import SplitEngine
-from model.split.row_check import shape_name
-from tests.model.builders import random_config, random_ranker, random_request
-torch.set_num_threads(1)
-place, skew = int(sys.argv[1]), float(sys.argv[2])
-digests, chosen = [], {}
-for dtype in (torch.float32, torch.bfloat16):
-    engine = SplitEngine(random_ranker(random_config()), "cpu", dtype, capacity=512)
-    engine.warm_up()
-    kernels = engine._kernels
-    kernels.row_sizes = {shape: sizes[place:] for shape, sizes in kernels.row_sizes.items()}
-    chosen |= {f"{dtype} {shape}": sizes for shape, sizes in kernels.row_sizes.items()}
-    engine._trunk.weights.heads[0, 0] *= 1 + skew
-    for history, count in ((30, 400), (3, 65)):
-        scores = engine.forward([Item(*random_request(engine.config, history, count))])[0].scores
-        digests.append(hashlib.sha256(scores.logits.tobytes() + scores.continuous.tobytes()).hexdigest())
-print(json.dumps([digests, chosen]))
-"""
-
-
-def test_two_processes_that_chose_other_products_give_equal_bits(tmp_path: Path) -> None:
+@DTYPES
+def test_engines_that_chose_other_products_give_equal_bits(dtype: torch.dtype) -> None:
     """What a timing decides in one process, it may decide otherwise in another: every choice passed the same check."""
-    script = tmp_path / "choice.py"
-    script.write_text(CHOICE)
-    root = Path(__file__).resolve().parents[2]
+    engine = make_engine(dtype)
+    engine.warm_up()
+    kernels: Any = engine._kernels
+    fast = kernels.row_sizes
+    slow = {shape: sizes[-1:] for shape, sizes in fast.items()}
+    assert fast != slow, "there must be a choice"
 
-    def run(place: int, skew: float) -> Any:
-        command = [sys.executable, str(script), str(place), str(skew)]
-        environment = os.environ | {"PYTHONPATH": str(root)}
-        finished = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
-        assert finished.returncode == 0, finished.stderr[-2000:]
-        return json.loads(finished.stdout)
+    def scores(sizes: Any, skew: float = 0.0) -> list[Any]:
+        kernels.row_sizes = sizes
+        engine._trunk.weights.heads[0, 0] *= 1 + skew
+        engine._cache.clear()
+        return [outcome.scores for outcome in engine.forward([item(engine, 30, 400), item(engine, 3, 65, seed=1)])]
 
-    fast, slow, other = run(0, 0.0), run(-1, 0.0), run(-1, 1e-6)
-    assert fast[1] != slow[1], "there must be a choice"
-    assert set(map(len, slow[1].values())) == {1}
-    assert fast[0] == slow[0]
-    assert fast[0][0] != other[0][0], "one weight in its last bits would be seen"
+    expected = scores(fast)
+    assert all(map(same_bits, scores(slow), expected))
+    assert not any(map(same_bits, scores(slow, 1e-6), expected)), "one weight in its last bits would be seen"
 
 
 def test_a_step_of_a_common_size_is_hardly_padded() -> None:
@@ -257,12 +220,12 @@ class Forgetful(PlainRecorder):
 
     def record(self, work: Any, step: Step) -> Any:
         replay = super().record(work, step)
-        tail = work.func.__name__ == self.disturbs
+        tail = work.__name__ == self.disturbs
 
         def disturbed(step: Step) -> None:
             replay(step)
             if tail:
-                work.func.__self__.logits += 1e-6
+                work.__self__.logits += 1e-6
 
         return disturbed
 
@@ -284,7 +247,7 @@ class Counting(PlainRecorder):
 
     def record(self, work: Any, step: Step) -> Any:
         replay = super().record(work, step)
-        return lambda step: (self.replayed.append((work.func.__name__, work.keywords["rows"])), replay(step))
+        return lambda step: (self.replayed.append((work.__name__, step.rows)), replay(step))
 
 
 def test_a_step_whose_contexts_are_known_is_one_recording() -> None:
@@ -366,6 +329,11 @@ def test_a_batch_too_large_for_memory_is_tried_in_two_halves_without_the_cache()
     Small(engine, 1)
     with pytest.raises(EngineError, match="out of memory"):
         engine.forward([item(engine, 5, 3, seed) for seed in range(20, 26)])
+
+
+def test_many_requests_of_one_candidate_take_a_small_step() -> None:
+    assert next(size for size in row_sizes(2048) if size >= 64 and tile_slots(size) >= 64) == 384
+    assert all(tile_slots(size) >= size // 64 + 3 for size in row_sizes(2**14)), "one request always fits"
 
 
 def test_steps_hold_their_limits_and_lose_no_candidate() -> None:

@@ -1,4 +1,4 @@
-"""B15: no path lets one caller crowd out the others. Each path that is served has a row in `loadtest.soak.crowds.ATTACKERS`."""
+"""B15: no path lets one caller crowd out the others. Each path and gRPC method has a row in `loadtest.soak.attackers.ATTACKERS`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 
 from app.assembly import build_server
 from app.http.application import Application
-from app.settings import Admin, Settings
-from loadtest.soak.crowds import ATTACKERS, COUNTS, DEMO_EXPLAINED, P50_TIMES, P99_TIMES, Crowd, crowded, explained
+from app.http.grpc_server import ROUTES
+from app.settings import Admin, Grpc, Settings
+from loadtest.soak.attackers import ATTACKERS, DEMO_EXPLAINED
+from loadtest.soak.crowds import COUNTS, P50_TIMES, P99_TIMES, Crowd, crowded, explained
 from loadtest.soak.fake_engine import FakeEngine
 from tests.reliability.live import Live, live
 
@@ -28,11 +30,13 @@ def unwalked(routes: Collection[str]) -> set[str]:
 
 
 def test_every_path_is_walked() -> None:
-    settings = Settings(admin=Admin(port=1, token_sha256="0" * 64))
-    apps = [port.routes.__self__ for port in build_server(settings).ports]  # type: ignore[attr-defined]
+    server = build_server(Settings(admin=Admin(port=1, token_sha256="0" * 64), grpc=Grpc(port=2)))
+    apps = [port.routes.__self__ for port in server.ports]  # type: ignore[attr-defined]
     assert all(isinstance(app, Application) for app in apps)
     routes = {"unmatched", *(path for app in apps for path in (*app.recorder.routes, *app.endpoints))}
-    assert len(routes) > 25
+    [methods] = [other.recorder.routes for other in server.others]  # type: ignore[attr-defined]
+    assert (len(routes) > 25, len(methods) > 5) == (True, True)
+    routes |= methods
     assert unwalked(routes) == set()
     assert unwalked({*routes, "/new"}) == {"/new"}, "the control: a path without a row"
 
@@ -103,5 +107,5 @@ def test_no_request_that_ranks_nothing_costs_the_loop_much() -> None:
     """Red where /openapi.json is described, or /info put together, for each who asks; a scrape has its own test."""
     with live(FakeEngine(), explore={"enabled": True}) as server:
         for name, attacker in ATTACKERS.items():
-            if attacker.route not in ("/metrics", *RANKING) and "/admin" not in name and "infer" not in name:
+            if attacker.route not in ("/metrics", *RANKING, *ROUTES) and "/admin" not in name and "infer" not in name:
                 assert min(loop_seconds(server, name, 20) for _ in range(2)) < MOST_SECONDS, name

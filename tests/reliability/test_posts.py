@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
 import pytest
 
+from loadtest.machine import ROOT
+from loadtest.servers.launch import Server
+from loadtest.soak.corpora import Edit, Oracle
+from loadtest.soak.oracle import TOKEN
 from loadtest.soak.pairs import pairs
-from loadtest.soak.posts import Pace, changes, kills
+from loadtest.soak.posts import NEW_POSTS, Pace, _each_user, changes, kills, settings_of
+from loadtest.soak.posts import Searched as Searching
+from loadtest.soak.servers import real
 
 pytestmark = pytest.mark.timeout(120)
 
 BRISK = Pace(4, 5, 7)
+IN_A_NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 def test_r1_r2_r3_every_answer_is_what_a_replay_says() -> None:
@@ -47,6 +64,92 @@ def test_r4_two_servers_on_one_corpus_lose_no_acknowledged_change() -> None:
 def test_r4_is_red_where_a_crash_takes_half_of_the_log() -> None:
     rows = pairs(4, 10, ["lose"], compact_share=0)
     assert [(row.ok, row.figure > 0) for row in rows[:1]] == [(False, True)]
+
+
+def wrong_answers(oracle: Oracle, server: Server) -> int:
+    """How many users do not get what a replay of the acknowledged changes says."""
+    seen = Searching({"a": oracle}, None)
+    asyncio.run(_each_user(seen, server))
+    late = sum(answer.edits != len(oracle.edits) for answer in seen.answers)
+    return late + seen.dropped if late else seen.differing() + seen.dropped
+
+
+def fill_the_disk(root: Path, lose: bool) -> None:
+    """On a small disk of its own: change posts, fill it, go on, restart, free it, go on. Prints what was seen, as JSON."""
+    oracle, statuses, wrong, filler = Oracle("a", root, 0), dict[str, list[str]](), dict[str, int](), root / "filler"
+    settings = settings_of(root, oracle)
+    url = f"http://127.0.0.1:{settings['admin__port']}/admin/posts"
+
+    def ask(when: str, path: str = "", **body: object) -> bool:
+        reply = httpx.post(url + path, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30, **body)  # type: ignore[arg-type]
+        told = "" if reply.status_code == 200 else f" {reply.json()['code']} {reply.headers['retry-after']}"
+        statuses.setdefault(when, []).append(f"{reply.status_code}{told}")
+        return reply.status_code == 200
+
+    def change(when: str) -> None:
+        number = sum(map(len, statuses.values()))
+        oracle.add(Edit([number + 1], [(NEW_POSTS + 50 * number + row, 1 + row) for row in range(50)]))
+        if not ask(when, json=oracle.edits[-1].body()):
+            oracle.forget_after(len(oracle.edits) - 1)
+
+    with real(**settings) as server:
+        for _ in range(3):
+            change("before")
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        for _ in range(6):
+            change("full")
+        ask("compacting", "/compact")
+        wrong["full"] = wrong_answers(oracle, server)
+    if lose:
+        [log] = oracle.corpus.glob("changes-*.log")
+        os.truncate(log, log.stat().st_size // 2)
+    with real(**settings) as server:
+        wrong["started when full"] = wrong_answers(oracle, server)
+        if not lose:
+            change("full")
+            filler.unlink()
+            for _ in range(3):
+                change("freed")
+            ask("compacted", "/compact")
+            wrong["freed"] = wrong_answers(oracle, server)
+    print(json.dumps([statuses, wrong]))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> list[str]:
+    """The beginning of a command that runs with a file system of 8 MiB at `tmp_path`."""
+    mounted = [*IN_A_NAMESPACE, "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"', str(tmp_path)]
+    try:
+        tried = subprocess.run([*mounted, "true"], capture_output=True, text=True, timeout=20)
+    except OSError as error:
+        pytest.skip(f"no unshare of util-linux: {os.strerror(error.errno or errno.ENOENT)}")
+    if tried.returncode:
+        pytest.skip(f"no namespace of one's own to mount a small disk in: {tried.stderr.strip()}")
+    return mounted
+
+
+@pytest.mark.parametrize("lose", [False, True], ids=["kept", "control"])
+def test_r5_on_a_full_disk_changes_are_refused_and_none_is_lost(
+    small_disk: list[str], tmp_path: Path, lose: bool
+) -> None:
+    call = f"from pathlib import Path; from {__name__} import *; fill_the_disk(Path({str(tmp_path)!r}), {lose})"
+    done = subprocess.run(
+        [*small_disk, sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    statuses, wrong = json.loads(done.stdout)
+    assert wrong["full"] == 0
+    if lose:  # a crash that takes half of the log is seen
+        assert wrong["started when full"] > 0
+        return
+    assert wrong == {"full": 0, "started when full": 0, "freed": 0}
+    assert set(statuses["before"] + statuses["freed"] + statuses["compacted"]) == {"200"}
+    refused = [status for status in statuses["full"] if status != "200"]
+    assert len(refused) >= 3
+    assert {status.rpartition(" ")[0] for status in refused + statuses["compacting"]} == {"507 storage_full"}
+    assert all(int(status.rpartition(" ")[2]) > 0 for status in refused)
 
 
 @pytest.mark.long

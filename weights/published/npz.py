@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,15 +93,19 @@ class NpzFile:
             raise CheckpointError(f"{self.path} lacks array {name}.") from error
         if info.compress_type not in _METHODS:
             raise self._error(name, f"is packed by method {info.compress_type}; only stored and deflated are read")
-        try:
-            stream = self._archive.open(info)
-            if npy.read_magic(stream) != (1, 0):  # the only one that numpy writes for a float32 array
-                raise ValueError("its version is not 1.0")
-            shape, fortran_order, dtype = npy.read_array_header_1_0(stream)
-        except Exception as error:  # numpy parses with ast and tokenize, whose errors depend on the version of Python
-            raise self._error(name, f"has no readable npy header: {_reason(error)}") from error
-        if fortran_order:
-            raise self._error(name, f"holds {dtype.str}, in Fortran order; only C-ordered arrays are read")
+        with ExitStack() as unless_taken:
+            try:
+                stream = unless_taken.enter_context(self._archive.open(info))
+                if npy.read_magic(stream) != (1, 0):  # the only one that numpy writes for a float32 array
+                    raise ValueError("its version is not 1.0")
+                shape, fortran_order, dtype = npy.read_array_header_1_0(stream)
+            except (
+                Exception
+            ) as error:  # numpy parses with ast and tokenize, whose errors depend on the version of Python
+                raise self._error(name, f"has no readable npy header: {_reason(error)}") from error
+            if fortran_order:
+                raise self._error(name, f"holds {dtype.str}, in Fortran order; only C-ordered arrays are read")
+            unless_taken.pop_all()
         return shape, dtype, stream
 
     def _check_dtype(self, name: str, found: np.dtype[Any], wanted: np.dtype[Any]) -> None:

@@ -1,4 +1,8 @@
-"""Triton: attention of query tiles over the contexts of many requests. Launched by `model.split.kernels.fused`."""
+"""Triton: attention of query tiles over the contexts of many requests. Launched by `model.split.kernels.fused`.
+
+The cap bounds every logit, so no running maximum is kept but where FORM is `none` (Milakov and Gimelshein 2018). Keys go in chunks,
+each added up by itself, TILE_KEYS at a time: the order of additions depends on nothing but the row's own context.
+"""
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 from __future__ import annotations
@@ -128,6 +132,49 @@ def merged(sums, part, FORM: tl.constexpr):
 
 
 @triton.jit
+def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums of no keys, see `attend_keys`."""
+    return tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], -1e30, tl.float32)
+
+
+@triton.jit
+def attend_chunks(
+    sums, q, keys, values, columns, seen, length, place, begin, end, CHUNK_KEYS: tl.constexpr, CHUNKED: tl.constexpr,
+    TOKEN: tl.constexpr, HEAD_WIDTH: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr, RISE: tl.constexpr,
+    FALL: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, TILE_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Adds keys `begin … end − 1` to `sums`, see `attend_keys`: CHUNKED, each chunk of CHUNK_KEYS by itself first."""
+    empty = no_sums(q.shape[0], q.shape[1])
+    for chunk in range(begin, end, CHUNK_KEYS):
+        stop = tl.minimum(chunk + CHUNK_KEYS, end)
+        # a context row's mask depends on where its tile begins, so that its tiles of keys all go one way
+        whole = tl.where(place < 0, stop // TILE_KEYS * TILE_KEYS, chunk)
+        part = empty
+        if not CHUNKED:
+            part = sums
+        part = attend_keys(
+            part, q, keys, values, columns, seen, length, chunk, whole,
+            False, TOKEN, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, EMULATED, TILE_KEYS,
+        )  # fmt: skip
+        part = attend_keys(
+            part, q, keys, values, columns, seen, length, whole, stop,
+            True, TOKEN, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, EMULATED, TILE_KEYS,
+        )  # fmt: skip
+        if CHUNKED:
+            part = merged(sums, part, FORM)
+        sums = part
+    return sums
+
+
+@triton.jit
+def keys_seen(place, number, length, CAUSAL: tl.constexpr):
+    """How many keys of a context of `length` a row sees, the `number`-th (1 …) of a tile whose first row has that place."""
+    if CAUSAL:
+        return tl.where(place >= 0, tl.minimum(place + number, length), length)
+    return length + 0 * number
+
+
+@triton.jit
 def tile_and_state(counts, counted, tile):
     """Of a tile of rows: the first row, how many, the first's place in its context (−1 for candidates), and where the context's state
     starts, its length and its capacity. Zeros for a tile past `counts[counted]`, whose slot may hold anything."""
@@ -147,25 +194,19 @@ def attend_tiles(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     CHUNK_KEYS: tl.constexpr, CHUNKED: tl.constexpr, SPREAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`out = Σ p·v / Σ p`, `p = exp(soft_cap(multiplier · q·k) − shift)`: softmax with soft-capped logits (Grok-1;
-    spec section 1). The cap bounds every logit, so no running maximum is kept but where FORM is `none` (Milakov and Gimelshein
-    2018). A row's own key comes first, then chunks of CHUNK_KEYS keys from the context's first on, each added up by itself,
-    TILE_KEYS at a time: the order depends on nothing but the row's own context.
+    """`out = Σ p·v / Σ p`, `p = exp(soft_cap(multiplier · q·k) − shift)`: softmax with soft-capped logits (Grok-1; spec section 1).
+    A row's own key comes first, then the keys of its context from the first on.
 
-    One program a query head and tile of rows. A tile belongs to one request, whose keys and values start at
-    `anchor` plus the request's offset, laid out `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or
-    all; candidates (place −1) see all keys, whole tiles of them without a mask, and their own key and value, which stand in
-    `own` `[rows, 2, G, K]`. Not CHUNKED: all keys are one
-    chunk. SPREAD: a program takes one, and `add_chunks` adds up what it leaves in fp32 `partial` `[chunks, rows, N, K]` and
+    One program a query head and tile of rows. A tile belongs to one request, whose keys and values start at `anchor` plus the
+    request's offset, `[L, 2, capacity, G, K]`. Context rows see keys up to their own place (CAUSAL) or all; candidates (place −1)
+    see all keys, whole tiles of them without a mask, and their own key and value, which stand in `own` `[rows, 2, G, K]`.
+    SPREAD: a program takes one chunk, and `add_chunks` adds up what it leaves in fp32 `partial` `[chunks, rows, N, K]` and
     `totals` `[chunks, rows, N, 2]`. WIDEN is for the interpreter, which cannot multiply bf16.
     """
     head = tl.program_id(0)
     first_row, row_count, place, start, length, capacity = tile_and_state(counts, counted, tl.program_id(1))
     wait_for_previous(DEPENDENT)
-    begin, last = 0, length
-    if CAUSAL:  # noqa: SIM102 (decided when compiling; the inner one on the device)
-        if place >= 0:
-            last = tl.minimum(place + row_count, length)
+    begin, last = 0, keys_seen(place, row_count, length, CAUSAL)
     end = last
     if SPREAD:
         begin = tl.program_id(2) * CHUNK_KEYS
@@ -180,41 +221,18 @@ def attend_tiles(
     q = tl.load(query + rows[:, None] * query_stride + head * HEAD_WIDTH + columns[None, :], mask=there, other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
-    seen = tl.zeros([TILE_ROWS], tl.int32) + length
-    if CAUSAL:  # noqa: SIM102
-        if place >= 0:
-            seen = place + 1 + in_tile
+    seen = keys_seen(place, 1 + in_tile, length, CAUSAL)
     token: tl.constexpr = KV_HEADS * HEAD_WIDTH
     keys = anchor + start + (layer.to(tl.int64) * 2 * capacity) * token + kv_head * HEAD_WIDTH
     values = keys + capacity.to(tl.int64) * token
-
-    empty = (
-        tl.zeros([TILE_ROWS], tl.float32),
-        tl.zeros([TILE_ROWS, HEAD_BLOCK], tl.float32),
-        tl.full([TILE_ROWS], -1e30, tl.float32),
-    )
-    sums = empty
+    sums = no_sums(TILE_ROWS, HEAD_BLOCK)
     if (place < 0) & (begin == 0):
         mine = own + rows[:, None] * own_stride + kv_head * HEAD_WIDTH + columns[None, :]
         sums = attend_self(sums, q, mine, there, token, FORM, SCALE, RISE, FALL, WIDEN)
-    for chunk in range(begin, end, CHUNK_KEYS):
-        stop = tl.minimum(chunk + CHUNK_KEYS, end)
-        # a context row's mask depends on where its tile begins, so that its tiles of keys all go one way
-        whole = tl.where(place < 0, stop // TILE_KEYS * TILE_KEYS, chunk)
-        part = empty
-        if not CHUNKED:
-            part = sums
-        part = attend_keys(
-            part, q, keys, values, columns, seen, length, chunk, whole,
-            False, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
-        )  # fmt: skip
-        part = attend_keys(
-            part, q, keys, values, columns, seen, length, whole, stop,
-            True, token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
-        )  # fmt: skip
-        if CHUNKED:
-            part = merged(sums, part, FORM)
-        sums = part
+    sums = attend_chunks(
+        sums, q, keys, values, columns, seen, length, place, begin, end, CHUNK_KEYS, CHUNKED,
+        token, HEAD_WIDTH, FORM, SCALE, RISE, FALL, PRECISION, WIDEN, TILE_KEYS,
+    )  # fmt: skip
     if SPREAD:
         row = (tl.program_id(2) * rows_of_partial + rows) * QUERY_HEADS + head
         tl.store(partial + row[:, None] * HEAD_WIDTH + columns[None, :], sums[1], mask=there)
@@ -246,9 +264,7 @@ def add_chunks(
     wait_for_previous(DEPENDENT)
     if row_count == 0:
         return
-    if CAUSAL:  # noqa: SIM102 (decided when compiling; the inner one on the device)
-        if place >= 0:
-            last = tl.minimum(place + row_count, last)
+    last = keys_seen(place, row_count, last, CAUSAL)
     in_tile = tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
     rows = (first_row + in_tile).to(tl.int64)

@@ -26,11 +26,12 @@ from triton.runtime.driver import driver
 from model.config import HashSpec, ModelConfig
 from model.ranker import Ranker
 from model.split.buckets import row_sizes
+from model.split.engine import default_capacity
 from model.split.kernels.contract import Step, Tables
 from model.split.kernels.fused import FusedKernels
-from model.split.kernels.launch import Launcher
-from model.split.kernels.products import COMPILED, FUSED, REFERENCE, Kind, cdiv
-from model.split.step import TILE_ROWS, step_arrays, step_bytes
+from model.split.kernels.launch import Launcher, warm_up
+from model.split.kernels.products import COMPILED, FUSED, REFERENCE, Kind, cdiv, timed_sizes
+from model.split.step import FIRST_USER, TILE_ROWS, context_tiles, host_arrays, step_arrays, step_bytes, tile_slots
 from model.split.trunk import SplitTrunk
 from model.split.weights import split_weights
 
@@ -98,30 +99,47 @@ def compiled(
             found.setdefault(id(binary), Compiled(name, constants, binary))
 
     with compiling_for(capability):
-        for kind in kinds:
-            forward(config, dtype, capability, note, kind)
+        forward(config, dtype, capability, note, kinds)
     return list(found.values())
 
 
-def forward(
-    config: ModelConfig, dtype: torch.dtype, capability: int, launcher: Launcher, kind: Kind, rows: int = TILE_ROWS,
-    tail: int | None = None, between: Callable[[], object] = lambda: None
-) -> None:  # fmt: skip
-    """Every launch of one forward with kernels of a kind, of `rows` rows and `tail` in its second half, before which `between` is
-    called. Holds no weights."""
+def weightless(
+    config: ModelConfig, dtype: torch.dtype, capability: int, launcher: Launcher, rows: int
+) -> tuple[SplitTrunk, Step]:
+    """A trunk that holds no weights, for steps of up to `rows` rows on such a device, and a step of `rows` candidates."""
     with torch.device("meta"):
         ranker = Ranker(config)
     weights = split_weights(ranker, torch.device("meta"), dtype, dtype)
     kernels = FusedKernels(config, weights, dtype, launcher, capability=capability)
-    kernels.choices.forced = kind
     table = torch.empty(1, config.width, device="meta")
     trunk = SplitTrunk(config, weights, Tables(table, table, table), kernels, rows, dtype)
-    buffer = torch.zeros(step_bytes(config, rows), dtype=torch.uint8, device="meta")
-    arrays = step_arrays(buffer, config, rows)
-    step = Step(trunk.mixed, arrays, arrays, ())
-    trunk.body(step, rows)
-    between()
-    trunk.tail(step, tail or rows)
+    buffer = torch.zeros(step_bytes(config, rows), dtype=torch.uint8)
+    host = host_arrays(buffer, config, rows)
+    host.counts[: FIRST_USER + 1] = (rows, rows, 1, 1, rows)
+    return trunk, Step(trunk.mixed, step_arrays(buffer.to("meta"), config, rows), host, ())
+
+
+def forward(
+    config: ModelConfig, dtype: torch.dtype, capability: int, launcher: Launcher, kinds: Sequence[Kind], rows: int = TILE_ROWS,
+    tail: int | None = None, between: Callable[[], object] = lambda: None
+) -> None:  # fmt: skip
+    """Every launch of one forward with kernels of each kind, of `rows` rows and `tail` in its second half, before which `between` is
+    called."""
+    trunk, step = weightless(config, dtype, capability, launcher, rows)
+    for kind in kinds:
+        trunk.kernels.choices.forced = kind  # type: ignore[attr-defined]
+        trunk.body(step.at(rows))
+        between()
+        trunk.tail(step.at(tail or rows))
+
+
+def readings(config: ModelConfig, capability: int) -> int:
+    """How many device times a bf16 engine reads at most when it chooses kinds: where others than the reference prove equal."""
+    sizes = row_sizes(default_capacity(config))
+    trunk, step = weightless(config, torch.bfloat16, capability, warm_up, max(sizes))
+    kinds = trunk.kernels.choices.kinds  # type: ignore[attr-defined]
+    others = [len(kinds(part)) for size in timed_sizes(sizes) for part in trunk.parts(step.at(size))]
+    return sum(count + 1 for count in others if count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,32 +204,36 @@ def describe(each: Compiled) -> dict[str, Any]:
     }
 
 
-def launches(config: ModelConfig, kind: Kind, context: int, candidates: int) -> tuple[int, int, int]:
-    """Of one bf16 forward on Hopper, of `context` new tokens of one request and its candidates: launches, programs, those with work."""
+def launches(config: ModelConfig, kind: Kind, requests: int, context: int, candidates: int) -> tuple[int, int, int]:
+    """Of one bf16 forward on Hopper, for so many requests of `context` new tokens and candidates each: launches, programs, those
+    with work."""
+    kinds = [candidates * requests, max(0, context - 1) * requests, min(context, 1) * requests]
+    each = [candidates, max(0, context - 1), min(context, 1)]
     totals = [0, 0, 0]
-    used, tokens = context + candidates, context
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
         across, down, deep = (*grid, 1, 1)[:3]
-        parts = [part for part in (candidates, tokens - 1, min(tokens, 1)) if part > 0]  # candidates, history, user
-        tile = constants.get("TILE_ROWS", 1)
-        of_kinds = sum(cdiv(part, tile) for part in parts)
-        name = kernel.fn.__name__
-        if name in ("attend_tiles", "add_chunks", "project_tiles"):
-            working = across * of_kinds * deep
+        name, tile = kernel.fn.__name__, constants.get("TILE_ROWS", 1)
+        if name in ("attend_tiles", "add_chunks"):
+            working = across * requests * sum(cdiv(part, tile) for part in each) * deep
+        elif name == "project_tiles":
+            working = across * sum(cdiv(part, tile) for part in kinds)
         elif name.startswith("multiply"):
-            working = across * cdiv(used, tile)
+            working = across * cdiv(sum(kinds), tile)
         else:
-            working = used * down
+            working = sum(kinds) * down
         for place, more in enumerate((1, across * down * deep, working)):
             totals[place] += more
 
     def to_tail() -> None:
-        nonlocal used, tokens
-        used, tokens = candidates, 0
+        kinds[1:] = each[1:] = [0, 0]
 
-    rows, tail = (next(size for size in row_sizes(2**14) if size >= count) for count in (used, candidates))
-    forward(config, torch.bfloat16, 90, note, kind, rows, tail, to_tail)
+    def size(used: int, tiles: int) -> int:
+        return next(size for size in row_sizes(2**14) if size >= used and tile_slots(size) >= tiles)
+
+    tiles = requests * cdiv(candidates, TILE_ROWS)
+    rows = size(sum(kinds), tiles + requests * (context_tiles(context) if context else 0))
+    forward(config, torch.bfloat16, 90, note, [kind], rows, size(kinds[0], tiles), to_tail)
     return totals[0], totals[1], totals[2]
 
 
@@ -222,13 +244,14 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--head-width", type=int, nargs="+", default=[32, 64, 128])
     options = parser.parse_args(given)
     hashes = HashSpec((1, 3), (5, 7), 2**61 - 1, 1000)
-    configs = [
-        ModelConfig(
-            width=256, layers=2, query_heads=4, kv_heads=2, head_width=width, history_length=1022, candidate_length=64,
-            actions=19, user_hashes=hashes, post_hashes=hashes, author_hashes=hashes, continuous_actions=8, has_dwell=True,
-            has_post_age=True,
-        ) for width in options.head_width
-    ]  # fmt: skip
+    config = ModelConfig(
+        width=256, layers=2, query_heads=4, kv_heads=2, head_width=32, history_length=1022, candidate_length=64,
+        actions=19, user_hashes=hashes, post_hashes=hashes, author_hashes=hashes, continuous_actions=8, has_dwell=True,
+        has_post_age=True,
+    )  # fmt: skip
+    cases: list[tuple[ModelConfig, Sequence[str] | None]]
+    cases = [(replace(config, head_width=width), None) for width in options.head_width]
+    cases += [(replace(config, width=width), ("norm_rows", "gate_rows")) for width in (1024, 2048, 2560, 8192)]
     numbers = [field.name for field in fields(Code)]
     print(
         f"{'kernel':<21}{'sm':>4} {'dtype':<5} {'tile':<14}{'shared':>8}" + "".join(f"{name:>14}" for name in numbers)
@@ -237,13 +260,15 @@ def main(given: list[str] | None = None) -> None:
         each_once = {
             each.kernel.hash: each
             for dtype in (torch.bfloat16, torch.float32)
-            for config in configs
-            for each in compiled(config, dtype, capability)
+            for case, names in cases
+            for each in compiled(case, dtype, capability, names=names)
         }
         for row in map(describe, each_once.values()):
             constants = row["constants"]
             tile = "x".join(
-                str(constants[key]) for key in ("TILE_ROWS", "TILE_OUT", "TILE_KEYS", "HEAD_WIDTH") if key in constants
+                str(constants[key])
+                for key in ("WIDTH", "TILE_ROWS", "TILE_OUT", "TILE_KEYS", "HEAD_WIDTH")
+                if key in constants
             )
             head = f"{row['kernel']:<21}{capability:>4} {row['dtype']:<5} {tile:<14}{row['shared_bytes']:>8}"
             print(head + "".join(f"{row[name]:>14}" for name in numbers), flush=True)
@@ -253,12 +278,11 @@ def main(given: list[str] | None = None) -> None:
         ("fused", 8, FUSED + "64x32"),
         ("fused", 8, FUSED + "128x128"),
     ):
-        config = replace(configs[-1], layers=layers, width=2560, query_heads=20, kv_heads=4)
-        for context, candidates in ((0, 64), (1023, 512)):
-            started, programs, working = launches(config, kind, context, candidates)
-            print(
-                f"{name} {kind}, {layers} layers, {context} + {candidates}: {started} launches, {working} of {programs} programs"
-            )
+        config = replace(config, layers=layers, width=2560, query_heads=20, kv_heads=4, head_width=128)
+        for requests, context, candidates in ((1, 0, 64), (64, 0, 1), (1, 1023, 512)):
+            started, programs, working = launches(config, kind, requests, context, candidates)
+            asked = f"{name} {kind}, {layers} layers, {requests} x ({context} + {candidates})"
+            print(f"{asked}: {started} launches, {working} of {programs} programs ({working / programs:.0%})")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from model.config import ModelConfig
 from model.engine import EngineError
-from model.split.step import ContextState, StepArrays
+from model.split.step import CANDIDATES, ROWS, ContextState, StepArrays
 from model.split.weights import Norm, TokenWeights
 
 Projected = Literal["qkv", "query", "key_value"]  # which of queries, keys and values a product makes
@@ -48,13 +48,30 @@ class Step:
     """One step on the device. `arrays` are tensors there; `host` the same as numpy; `states` in the order of their numbers.
 
     `anchor` is the tensor, of the engine's dtype, from which `arrays.offsets` count. `host` and `states` are for
-    implementations that loop on the host; inside a CUDA graph only `arrays` may be read.
+    implementations that loop on the host; inside a CUDA graph only `arrays` may be read. `rows` is how many to run, at least as
+    many as the step has; `tail` restricts what is run to candidates, which come first.
     """
 
     anchor: Tensor
     arrays: StepArrays
     host: StepArrays
     states: Sequence[ContextState]
+    rows: int = 0
+    tail: bool = False
+
+    def at(self, rows: int, *, tail: bool = False) -> Step:
+        """The same step, to be run on so many rows."""
+        return replace(self, rows=rows, tail=tail)
+
+    @property
+    def counted(self) -> int:
+        """The place in the counts of how many rows mean something."""
+        return CANDIDATES if self.tail else ROWS
+
+    @property
+    def used(self) -> int:
+        """How many rows mean something."""
+        return int(self.host.counts[self.counted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,67 +92,52 @@ class Part:
 
 
 class Kernels(Protocol):
-    """Operations on flat rows. `rows` is how many to run, at least as many as the step has; rows past the step's own hold
-    garbage before and after. `tail` restricts an operation to candidates, which come first. No row ever influences another
-    but through `attend`, and a row's bits depend neither on `rows`, nor on its place, nor on its neighbours. States have
+    """Operations on the rows of a step; rows past its own hold garbage before and after. No row ever influences another
+    but through `attend`, and a row's bits depend neither on `Step.rows`, nor on its place, nor on its neighbours. States have
     room for a multiple of `key_tile` tokens.
     """
 
     key_tile: int
     config: ModelConfig
 
-    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
+    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor) -> None:
         """residual fp32 `[rows, D]` = the tokens."""
 
     def norm(
-        self,
-        step: Step,
-        mixed: Tensor | None,
-        post: Norm | None,
-        residual: Tensor,
-        norm: Norm,
-        out: Tensor,
-        rows: int,
-        *,
-        tail: bool = False,
+        self, step: Step, mixed: Tensor | None, post: Norm | None, residual: Tensor, norm: Norm, out: Tensor
     ) -> None:
         """`residual += post(mixed)`, or `mixed` itself without a `post`, unless `mixed` is None; then `out = norm(residual)`."""
 
-    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """`out = x @ weight`."""
 
-    def norm_heads(
-        self, step: Step, heads: Tensor, count: int, scale: Tensor, rows: int, *, tail: bool = False
-    ) -> None:
+    def norm_heads(self, step: Step, heads: Tensor, count: int, scale: Tensor) -> None:
         """RMSNorm in place of each of the first `count` heads of `[rows, …]`, scale `[K]`."""
 
-    def rotate(
-        self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
-    ) -> None:
+    def rotate(self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int) -> None:
         """RoPE in place on query `[rows, N·K]` and on the keys of key_value `[rows, 2·G·K]`; context rows' keys and values
         are copied to their state.
         """
 
-    def attend(
-        self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor, rows: int, *, tail: bool = False
-    ) -> None:
+    def attend(self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor) -> None:
         """out `[rows, N·K]`: context rows over their state's past (or all of it), candidates over all of it and themselves."""
 
-    def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+    def gate(self, step: Step, gate_value: Tensor, out: Tensor) -> None:
         """gate_value `[rows, 2·F]`; out `[rows, F]` = `activation(gate) ⊙ value`. Without a gate `[rows, F]`, and no product."""
 
-    def multiply_gate(
-        self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool
-    ) -> None:
-        """`multiply` and `gate`, with the same bits; gate_value may be left as it was."""
+    def multiply_gate(self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor) -> None:
+        """`multiply` and `gate`, or what gives the same bits; gate_value may be left as it was."""
+        self.multiply(step, x, weight, gate_value)
+        self.gate(step, gate_value, out)
 
-    def multiply_rotate(
-        self, step: Step, x: Tensor, weight: Tensor, out: Tensor, part: Projected, layer: int, rows: int, *, tail: bool
-    ) -> None:
-        """`multiply` to out, which then holds `part`, and `rotate`, with the same bits."""
+    def multiply_rotate(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, part: Projected, layer: int) -> None:
+        """`multiply` to out, which then holds `part`, and `rotate`, or what gives the same bits."""
+        self.multiply(step, x, weight, out)
+        self.rotate(step, *split_part(self.config, part, out), layer)
 
     def compile(self, forward: Callable[[], object]) -> None:
         """Compile what `forward` launches, with kernels of every kind, where that is done beforehand; nothing is computed then."""
+        return
 
     def choose(
         self, weights: Sequence[Tensor], parts: Callable[[int], Sequence[Part]], sizes: Sequence[int]
@@ -147,43 +149,22 @@ class Kernels(Protocol):
 
     def keep_choices(self) -> None:
         """What was chosen has been checked in whole forwards: the next start may begin with it."""
+        return
 
     def use_reference(self) -> None:
         """Use the reference everywhere."""
 
     def compiled(self) -> int:
         """How many kernels have been compiled or loaded so far."""
-
-
-class Unfused:
-    """What `Kernels` do in one, done by their separate operations: for kernels that are made of them."""
-
-    def multiply_gate(
-        self: Kernels, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool
-    ) -> None:
-        """See `Kernels.multiply_gate`."""
-        self.multiply(step, x, weight, gate_value, rows, tail=tail)
-        self.gate(step, gate_value, out, rows, tail=tail)
-
-    def multiply_rotate(
-        self: Kernels,
-        step: Step,
-        x: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        part: Projected,
-        layer: int,
-        rows: int,
-        *,
-        tail: bool,
-    ) -> None:
-        """See `Kernels.multiply_rotate`."""
-        self.multiply(step, x, weight, out, rows, tail=tail)
-        query, key_value = split_part(self.config, part, out)
-        self.rotate(step, query, key_value, layer, rows, tail=tail)
+        return 0
 
 
 def split_part(config: ModelConfig, part: Projected, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Queries, and keys with values, of the columns of `part`, as views."""
     queries = 0 if part == "key_value" else config.query_heads * config.head_width
     return (out[:, :queries] if queries else None), (None if part == "query" else out[:, queries:])
+
+
+def shape_name(weight: Tensor) -> str:
+    """`in x out`, for people."""
+    return "x".join(map(str, weight.shape))

@@ -11,14 +11,13 @@ from torch import Tensor
 from model.config import DWELL_HIDDEN_WIDTH, ModelConfig
 from model.hashing import hash_functions
 from model.split.kernels.attention import add_chunks, attend_tiles
-from model.split.kernels.contract import Part, Projected, Step, Tables, Unfused
+from model.split.kernels.contract import Kernels, Part, Projected, Step, Tables, shape_name
 from model.split.kernels.launch import (
     EXACT,
     INTERPRETED,
     Launcher,
     Launching,
     compiled_variants,
-    counted,
     launch,
     paired,
     softmax_constants,
@@ -39,14 +38,13 @@ from model.split.kernels.products import (
 )
 from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows, rotate_rows
 from model.split.kernels.tokens import gather_rows, project_tiles
-from model.split.row_check import shape_name
 from model.split.step import CANDIDATE, CANDIDATE_TILES, HISTORY, TILE_ROWS, TILES, embeddings_per_token, tile_slots
 from model.split.weights import Norm, SplitWeights, TokenWeights
 
 TILE_KEYS, CHUNK_KEYS = 64, 256
 
 
-class FusedKernels(Launching, Unfused):
+class FusedKernels(Launching, Kernels):
     """Implements `Kernels`. `plain`: the reference alone, and no kernel is started before the one before it has ended; else kinds are
     chosen, and kernels overlap on Hopper and later, see `order`. `launcher` and `capability` are replaced where launches are to
     be collected, or compiled for another device.
@@ -84,7 +82,7 @@ class FusedKernels(Launching, Unfused):
         self._partial = torch.empty(*shape, config.head_width, device=device)
         self._totals = torch.empty(*shape, 2, device=device)
 
-    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
+    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor) -> None:
         """See `Kernels.embed`."""
         config, counts = self.config, step.arrays.counts
         if self._slots is None:
@@ -95,7 +93,7 @@ class FusedKernels(Launching, Unfused):
         small = tokens.inputs[HISTORY] - tokens.inputs[CANDIDATE]
         self._launch(
             gather_rows,
-            (rows, row_slots + 1),
+            (step.rows, row_slots + 1),
             (
                 tables.post, self._slots, counts if tables.numbers is None else tables.numbers, tokens.dwell_input,
                 inputs, inputs.stride(0), counts, step.arrays.actions,
@@ -113,30 +111,21 @@ class FusedKernels(Launching, Unfused):
             SMALL_BLOCK=power_of_two(small),
             num_warps=1 if config.width <= 512 else 4,
         )  # fmt: skip
-        tile = self.choices.tile("embed", rows, config.width)
+        tile = self.choices.tile("embed", step.rows, config.width)
         self._launch_product(
-            project_tiles, tile, cdiv(rows, tile.rows) + 2, tokens.inputs, config.width,
+            project_tiles, tile, cdiv(step.rows, tile.rows) + 2, tokens.inputs, config.width,
             inputs, inputs.stride(0), tokens.projection, tokens.surfaces, tokens.ages, residual, counts, *tokens.inputs,
             config.width, config.product_surfaces, HAS_AGES=config.has_post_age,
         )  # fmt: skip
 
     def norm(
-        self,
-        step: Step,
-        mixed: Tensor | None,
-        post: Norm | None,
-        residual: Tensor,
-        norm: Norm,
-        out: Tensor,
-        rows: int,
-        *,
-        tail: bool = False,
+        self, step: Step, mixed: Tensor | None, post: Norm | None, residual: Tensor, norm: Norm, out: Tensor
     ) -> None:
         """See `Kernels.norm`."""
         width = self.config.width
         self._launch(
             norm_rows,
-            (rows,),
+            (step.rows,),
             (
                 out if mixed is None else mixed,
                 *_scale_and_bias(post or norm),
@@ -144,7 +133,7 @@ class FusedKernels(Launching, Unfused):
                 *_scale_and_bias(norm),
                 out,
                 step.arrays.counts,
-                counted(tail=tail),
+                step.counted,
                 self.config.norm_epsilon,
             ),
             HAS_MIXED=mixed is not None,
@@ -152,38 +141,36 @@ class FusedKernels(Launching, Unfused):
             CENTRED=norm.bias is not None,
             WIDTH=width,
             WIDTH_BLOCK=power_of_two(width),
-            num_warps=4 if width <= 1024 else 8,
+            num_warps=min(
+                32, max(1, power_of_two(width) // 128)
+            ),  # with more numbers a thread some leave the registers
         )
 
-    def norm_heads(
-        self, step: Step, heads: Tensor, count: int, scale: Tensor, rows: int, *, tail: bool = False
-    ) -> None:
+    def norm_heads(self, step: Step, heads: Tensor, count: int, scale: Tensor) -> None:
         """See `Kernels.norm_heads`."""
         self._launch(
             norm_head_rows,
-            (rows, count),
-            (heads, heads.stride(0), scale, step.arrays.counts, counted(tail=tail), self.config.norm_epsilon),
+            (step.rows, count),
+            (heads, heads.stride(0), scale, step.arrays.counts, step.counted, self.config.norm_epsilon),
             HEAD_WIDTH=len(scale),
             HEAD_BLOCK=power_of_two(len(scale)),
             num_warps=1,
         )
 
-    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """See `Kernels.multiply`."""
         name = shape_name(weight)
-        if self.choices.kind(name, rows) == LIBRARY:
-            torch.mm(x[:rows], weight, out=out[:rows])
+        if self.choices.kind(name, step.rows) == LIBRARY:
+            torch.mm(x[: step.rows], weight, out=out[: step.rows])
             return
         is_chosen = weight.dtype == torch.bfloat16  # the heads' is fp32
-        tile = self.choices.tile(name, rows, weight.shape[1]) if is_chosen else PRODUCT_TILES[REFERENCE]
+        tile = self.choices.tile(name, step.rows, weight.shape[1]) if is_chosen else PRODUCT_TILES[REFERENCE]
         self._launch_product(
-            multiply_tiles, tile, cdiv(rows, tile.rows), weight.shape[:1], weight.shape[1],
-            x, weight, out, step.arrays.counts, counted(tail=tail), *weight.shape, x.stride(0), out.stride(0),
+            multiply_tiles, tile, cdiv(step.rows, tile.rows), weight.shape[:1], weight.shape[1],
+            x, weight, out, step.arrays.counts, step.counted, *weight.shape, x.stride(0), out.stride(0),
         )  # fmt: skip
 
-    def rotate(
-        self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
-    ) -> None:
+    def rotate(self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int) -> None:
         """See `Kernels.rotate`."""
         config = self.config
         some = query if query is not None else key_value
@@ -191,10 +178,10 @@ class FusedKernels(Launching, Unfused):
         q, kv = (some if tensor is None else tensor for tensor in (query, key_value))
         self._launch(
             rotate_rows,
-            (rows,),
+            (step.rows,),
             (
                 q, q.stride(0), kv, kv.stride(0), step.anchor, self._rope, self._rope.shape[1], step.arrays.counts,
-                counted(tail=tail), layer,
+                step.counted, layer,
             ),
             QUERY_HEADS=config.query_heads if query is not None else 0,
             KV_HEADS=config.kv_heads if key_value is not None else 0,
@@ -205,13 +192,11 @@ class FusedKernels(Launching, Unfused):
             num_warps=4,
         )  # fmt: skip
 
-    def attend(
-        self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor, rows: int, *, tail: bool = False
-    ) -> None:
+    def attend(self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor) -> None:
         """See `Kernels.attend`."""
-        config, counts = self.config, (step.arrays.counts, CANDIDATE_TILES if tail else TILES)
+        config, counts = self.config, (step.arrays.counts, CANDIDATE_TILES if step.tail else TILES)
         partial = (self._partial, self._totals)
-        is_spread = self._chunks > 1 and rows <= FEW_ROWS and self.choices.kind("attend", rows) == SPREAD
+        is_spread = self._chunks > 1 and step.rows <= FEW_ROWS and self.choices.kind("attend", step.rows) == SPREAD
         chunks = self._chunks if is_spread else 1
         constants: dict[str, Any] = {
             "CAUSAL": config.context_attention == "causal", "QUERY_HEADS": config.query_heads, "HEAD_WIDTH": config.head_width,
@@ -220,7 +205,7 @@ class FusedKernels(Launching, Unfused):
         is_narrow = query.dtype == torch.bfloat16
         self._launch(
             attend_tiles,
-            (config.query_heads, tile_slots(rows), chunks),
+            (config.query_heads, tile_slots(step.rows), chunks),
             (
                 query, query.stride(0), key_value, key_value.stride(0), step.anchor, out, *partial, *counts, layer,
                 self._partial.shape[1],
@@ -239,21 +224,21 @@ class FusedKernels(Launching, Unfused):
         if is_spread:
             self._launch(
                 add_chunks,
-                (config.query_heads, tile_slots(rows)),
+                (config.query_heads, tile_slots(step.rows)),
                 (out, *partial, *counts, self._partial.shape[1]),
                 CHUNK_KEYS=CHUNK_KEYS,
                 num_warps=4,
                 **constants,
             )
 
-    def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+    def gate(self, step: Step, gate_value: Tensor, out: Tensor) -> None:
         """See `Kernels.gate`."""
         width = out.shape[1]
         block = min(1024, power_of_two(width))
         self._launch(
             gate_rows,
-            (rows, cdiv(width, block)),
-            (gate_value, out, step.arrays.counts, counted(tail=tail)),
+            (step.rows, cdiv(width, block)),
+            (gate_value, out, step.arrays.counts, step.counted),
             WIDTH=width,
             ACTIVATION=self.config.activation,
             GATED=self.config.gated,
@@ -261,33 +246,29 @@ class FusedKernels(Launching, Unfused):
             num_warps=4,
         )
 
-    def multiply_gate(
-        self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool
-    ) -> None:
+    def multiply_gate(self, step: Step, x: Tensor, weight: Tensor, gate_value: Tensor, out: Tensor) -> None:
         """See `Kernels.multiply_gate`."""
-        tile = self.choices.fused("gate_value", rows)
+        tile = self.choices.fused("gate_value", step.rows)
         if tile is None:
-            super().multiply_gate(step, x, weight, gate_value, out, rows, tail=tail)
+            super().multiply_gate(step, x, weight, gate_value, out)
             return
         inner, columns = weight.shape
         self._launch_product(
-            multiply_gate_tiles, paired(tile), cdiv(rows, tile.rows), (inner,), columns // 2,
-            x, weight, out, step.arrays.counts, counted(tail=tail), inner, columns // 2, x.stride(0),
+            multiply_gate_tiles, paired(tile), cdiv(step.rows, tile.rows), (inner,), columns // 2,
+            x, weight, out, step.arrays.counts, step.counted, inner, columns // 2, x.stride(0),
             ACTIVATION=self.config.activation,
         )  # fmt: skip
 
-    def multiply_rotate(
-        self, step: Step, x: Tensor, weight: Tensor, out: Tensor, part: Projected, layer: int, rows: int, *, tail: bool
-    ) -> None:
+    def multiply_rotate(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, part: Projected, layer: int) -> None:
         """See `Kernels.multiply_rotate`."""
-        tile = self.choices.fused(part, rows)
+        tile = self.choices.fused(part, step.rows)
         if tile is None:
-            super().multiply_rotate(step, x, weight, out, part, layer, rows, tail=tail)
+            super().multiply_rotate(step, x, weight, out, part, layer)
             return
         config, (inner, columns) = self.config, weight.shape
         self._launch_product(
-            multiply_rotate_tiles, paired(tile), cdiv(rows, tile.rows), (inner,), columns // 2,
-            x, weight, out, step.anchor, self._rope, self._rope.shape[1], step.arrays.counts, layer, counted(tail=tail),
+            multiply_rotate_tiles, paired(tile), cdiv(step.rows, tile.rows), (inner,), columns // 2,
+            x, weight, out, step.anchor, self._rope, self._rope.shape[1], step.arrays.counts, layer, step.counted,
             inner, columns, x.stride(0), out.stride(0),
             0 if part == "key_value" else config.query_heads, 0 if part == "query" else config.kv_heads,
             HEAD_WIDTH=config.head_width,

@@ -22,7 +22,6 @@ from model.split.kernels.matmul import multiply_gate_tiles, multiply_rotate_tile
 from model.split.kernels.products import Tile, cdiv, power_of_two
 from model.split.kernels.rows import gate_rows, norm_head_rows, norm_rows, rotate_rows
 from model.split.kernels.tokens import gather_rows, project_tiles
-from model.split.step import CANDIDATES, ROWS
 
 KERNELS = (
     add_chunks,
@@ -56,11 +55,6 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **con
 def warm_up(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
     """Compile the kernel, start nothing."""
     kernel.warmup(*arguments, grid=grid, **constants)
-
-
-def counted(*, tail: bool) -> int:
-    """The place in a step's counts of how many rows an operation has."""
-    return CANDIDATES if tail else ROWS
 
 
 def paired(tile: Tile) -> Tile:

@@ -118,6 +118,23 @@ def multiply_gate_tiles(
     tl.store(target, result.to(dtype), mask=there[:, None] & wide[None, :])
 
 
+@triton.jit
+def keep_pairs(
+    first, second, anchor, counts, record, layer, there, is_value, columns, wanted, token, HALF: tl.constexpr
+):  # fmt: skip
+    """Pairs of keys and values, at these columns of a token's, to the states of those rows that belong to a context."""
+    place = tl.load(record + 7, mask=there, other=-1)
+    kept = place >= 0
+    slot = counts - _RECORD * (tl.load(record + 6, mask=kept, other=0) + 1)
+    start = tl.multiple_of(tl.load((slot + 4).to(tl.pointer_type(tl.int64)), mask=kept, other=0), 16)
+    capacity = tl.load(slot + 7, mask=kept, other=0).to(tl.int64)
+    first_key = start + (layer.to(tl.int64) * 2 * capacity + place) * token
+    later = tl.where(is_value, capacity[:, None] * token - token, 0)
+    stored = anchor + first_key[:, None] + later + columns
+    tl.store(stored, first, mask=kept[:, None] & wanted)
+    tl.store(stored + HALF, second, mask=kept[:, None] & wanted)
+
+
 @triton.jit(do_not_specialize=["layer", "counted", "query_heads", "kv_heads"])
 def multiply_rotate_tiles(
     x, weight, out, anchor, rope, rope_positions, counts, layer, counted, inner, out_columns, x_stride, out_stride,
@@ -163,16 +180,8 @@ def multiply_rotate_tiles(
     tl.store(target, first, mask=stored_here)
     tl.store(target + half, second, mask=stored_here)
     if (kv_heads > 0) & ((tl.program_id(0) + 1) * TILE_OUT > query_heads * half):
-        token = kv_heads * HEAD_WIDTH
-        place = tl.load(record + 7, mask=there, other=-1)
-        kept = place >= 0
-        slot = counts - _RECORD * (tl.load(record + 6, mask=kept, other=0) + 1)
-        start = tl.multiple_of(tl.load((slot + 4).to(tl.pointer_type(tl.int64)), mask=kept, other=0), 16)
-        capacity = tl.load(slot + 7, mask=kept, other=0).to(tl.int64)
-        first_key = start + (layer.to(tl.int64) * 2 * capacity + place) * token
-        later = tl.where(is_value, capacity[:, None] * token - token, 0)
         inner_columns = columns[None, :] - query_heads * HEAD_WIDTH
-        kept_here = kept[:, None] & stored_here & (inner_columns >= 0)
-        stored = anchor + first_key[:, None] + later + inner_columns
-        tl.store(stored, first, mask=kept_here)
-        tl.store(stored + half, second, mask=kept_here)
+        keep_pairs(
+            first, second, anchor, counts, record, layer, there, is_value, inner_columns,
+            stored_here & (inner_columns >= 0), kv_heads * HEAD_WIDTH, half,
+        )  # fmt: skip

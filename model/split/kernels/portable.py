@@ -18,8 +18,7 @@ from model.config import ModelConfig
 from model.engine import EngineError
 from model.hashing import hash_rows
 from model.layers import MASKED, activate, soft_cap
-from model.split.kernels.contract import Part, Step, Tables, Unfused, softmax_shift
-from model.split.row_check import rows_are_independent, shape_name
+from model.split.kernels.contract import Kernels, Part, Step, Tables, shape_name, softmax_shift
 from model.split.step import CANDIDATE, CANDIDATES, HISTORY, TILE_ROWS, TILES, USER, ContextState
 from model.split.step import CANDIDATE_TILES as TAIL_TILES
 from model.split.weights import Norm, TokenWeights
@@ -37,7 +36,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([function(piece) for piece in flat.split(PIECE)]).view(x.shape)
 
 
-class PortableKernels(Unfused):
+class PortableKernels(Kernels):
     """Implements `Kernels`. Matrix products run on TILE_ROWS rows a call, or on more where a check found the same bits:
     `row_sizes` holds the checked counts by weight shape, descending.
     """
@@ -49,7 +48,7 @@ class PortableKernels(Unfused):
         self.rope = rope
         self.row_sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor, rows: int) -> None:
+    def embed(self, step: Step, tables: Tables, tokens: TokenWeights, residual: Tensor) -> None:
         """See `Kernels.embed`."""
         projections = tokens.projection.split(tokens.inputs)
         for kind, start, stop in step.host.kinds():
@@ -95,28 +94,17 @@ class PortableKernels(Unfused):
         return torch.cat((signs, elementwise(lambda x: activate(x, "gelu_tanh"), fraction * tokens.dwell_input)), 1)
 
     def norm(
-        self,
-        step: Step,
-        mixed: Tensor | None,
-        post: Norm | None,
-        residual: Tensor,
-        norm: Norm,
-        out: Tensor,
-        rows: int,
-        *,
-        tail: bool = False,
+        self, step: Step, mixed: Tensor | None, post: Norm | None, residual: Tensor, norm: Norm, out: Tensor
     ) -> None:
         """See `Kernels.norm`."""
-        wide = residual[:rows]
+        wide = residual[: step.rows]
         if mixed is not None:
-            wide += self._normed(mixed[:rows].float(), post) if post else mixed[:rows]
-        out[:rows] = self._normed(wide, norm)
+            wide += self._normed(mixed[: step.rows].float(), post) if post else mixed[: step.rows]
+        out[: step.rows] = self._normed(wide, norm)
 
-    def norm_heads(
-        self, step: Step, heads: Tensor, count: int, scale: Tensor, rows: int, *, tail: bool = False
-    ) -> None:
+    def norm_heads(self, step: Step, heads: Tensor, count: int, scale: Tensor) -> None:
         """See `Kernels.norm_heads`."""
-        columns = heads[:rows, : count * len(scale)]
+        columns = heads[: step.rows, : count * len(scale)]
         columns.copy_(self._normed(columns.float().reshape(-1, len(scale)), Norm(scale)).view(columns.shape))
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
@@ -126,20 +114,18 @@ class PortableKernels(Unfused):
         x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) / x.shape[1] + self.config.norm_epsilon) * norm.scale
         return x if norm.bias is None else x + norm.bias
 
-    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+    def multiply(self, step: Step, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """See `Kernels.multiply`."""
         sizes = self.row_sizes.get(tuple(weight.shape), (TILE_ROWS,))
         row = 0
-        while row < rows:
-            size = next((size for size in sizes if size <= rows - row), sizes[-1])
+        while row < step.rows:
+            size = next((size for size in sizes if size <= step.rows - row), sizes[-1])
             torch.mm(x[row : row + size], weight, out=out[row : row + size])
             row += size
 
-    def rotate(
-        self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int, rows: int, *, tail: bool = False
-    ) -> None:
+    def rotate(self, step: Step, query: Tensor | None, key_value: Tensor | None, layer: int) -> None:
         """See `Kernels.rotate`."""
-        config = self.config
+        config, rows = self.config, step.rows
         cos, sin = self.rope[:, step.arrays.positions[:rows].long()].unsqueeze(2)
         if query is not None:
             _rotate(query[:rows].view(rows, config.query_heads, config.head_width), cos, sin)
@@ -147,17 +133,15 @@ class PortableKernels(Unfused):
             return
         pairs = key_value[:rows].view(rows, 2, config.kv_heads, config.head_width)
         _rotate(pairs[:, 0], cos, sin)
-        for first, count, request, index in self._tiles(step, tail=False):
+        for first, count, request, index in self._tiles(step.at(step.rows)):
             if index >= 0:
                 state = step.states[request].keys_values
                 state[layer, :, index : index + count] = pairs[first : first + count].transpose(0, 1)
 
-    def attend(
-        self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor, rows: int, *, tail: bool = False
-    ) -> None:
+    def attend(self, step: Step, query: Tensor, key_value: Tensor, layer: int, out: Tensor) -> None:
         """See `Kernels.attend`."""
         wide: dict[int, Tensor] = {}
-        for first, count, request, index in self._tiles(step, tail=tail):
+        for first, count, request, index in self._tiles(step):
             state = step.states[request]
             if request not in wide:
                 # [2, G, capacity, K]: one conversion a request and layer
@@ -194,14 +178,11 @@ class PortableKernels(Unfused):
         mixed = (softmax.mixed / softmax.total).view(kv_heads, TILE_ROWS, group, width).transpose(0, 1)
         return mixed.reshape(TILE_ROWS, heads * width)
 
-    def gate(self, step: Step, gate_value: Tensor, out: Tensor, rows: int, *, tail: bool = False) -> None:
+    def gate(self, step: Step, gate_value: Tensor, out: Tensor) -> None:
         """See `Kernels.gate`."""
-        gates, *values = gate_value[:rows].chunk(2 if self.config.gated else 1, -1)
+        gates, *values = gate_value[: step.rows].chunk(2 if self.config.gated else 1, -1)
         activated = elementwise(lambda x: activate(x, self.config.activation), gates.float().contiguous())
-        out[:rows] = activated * values[0] if values else activated
-
-    def compile(self, forward: Callable[[], object]) -> None:
-        """Nothing is ever compiled."""
+        out[: step.rows] = activated * values[0] if values else activated
 
     def choose(
         self, weights: Sequence[Tensor], parts: Callable[[int], Sequence[Part]], sizes: Sequence[int]
@@ -222,22 +203,42 @@ class PortableKernels(Unfused):
             self.row_sizes[tuple(weight.shape)] = (*wide, TILE_ROWS)
         return {shape_name(weight): list(self.row_sizes[tuple(weight.shape)]) for weight in weights}
 
-    def keep_choices(self) -> None:
-        """See `Kernels.keep_choices`: finding them takes no time here."""
-
     def use_reference(self) -> None:
         """See `Kernels.use_reference`."""
         self.row_sizes.clear()
 
-    def compiled(self) -> int:
-        """Nothing is ever compiled."""
-        return 0
-
     @staticmethod
-    def _tiles(step: Step, *, tail: bool) -> list[tuple[int, int, int, int]]:
-        count = step.host.counts[TAIL_TILES if tail else TILES]
+    def _tiles(step: Step) -> list[tuple[int, int, int, int]]:
+        count = step.host.counts[TAIL_TILES if step.tail else TILES]
         tiles: list[tuple[int, int, int, int]] = step.host.tiles[:count].tolist()
         return tiles
+
+
+def rows_are_independent(
+    product: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], rows: int, width: int, like: Tensor
+) -> bool:
+    """Whether `product`, on `rows` random rows at once, gives each the bits that `reference` gives it; NaN never passes.
+
+    Not a substitute for the self-test, which runs whole forwards.
+
+    `reference` takes any number of rows. Three compositions: the rows as they are, the rows in another order, and every
+    other row replaced. `like` names device and dtype.
+    """
+    generator = torch.Generator(like.device).manual_seed(rows * 1_000_003 + width)
+
+    def random_rows(count: int) -> Tensor:
+        return torch.randn(count, width, generator=generator, device=like.device).to(like.dtype)
+
+    x = random_rows(rows)
+    expected = reference(x)
+    order = torch.randperm(rows, generator=generator, device=like.device)
+    others = x.clone()
+    others[1::2] = 3 * random_rows(rows // 2)
+    return (
+        torch.equal(product(x), expected)
+        and torch.equal(product(x[order]), expected[order])
+        and torch.equal(product(others)[::2], expected[::2])
+    )
 
 
 class _Softmax:

@@ -307,6 +307,25 @@ def test_a_call_that_is_cancelled_is_dropped_and_counted(http: httpx.Client) -> 
         opened.set()
 
 
+def test_calls_that_rank_nothing_wait_for_each_other(server: RankingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The more of them, the later each is answered; a ranking is answered at once."""
+    seen: list[int] = []
+
+    def rest(held: float, resting: int) -> float:
+        seen.append(resting)
+        return 0.2 + held
+
+    monkeypatch.setattr("app.http.grpc_server.shared_rest_seconds", rest)
+    assert isinstance(call(server, message())[0], bytes)
+    assert seen == []
+    with grpc.insecure_channel(address(server)) as channel:
+        asked = [channel.unary_unary(ROUTES[0]).future(b"") for _ in range(4)]
+        assert [each.result(10) for each in asked] == [b"\x08\x01"] * 4
+    assert sorted(seen) == [1, 2, 3, 4]
+    assert call(server, b"\xff")[0].code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert seen[4:] == [1], "one that is refused, after the others have gone"
+
+
 def test_every_call_is_counted_under_its_method(client: triton.InferenceServerClient, http: httpx.Client) -> None:
     before = counted(http, "200")
     client.infer("fake", inputs(ASKED))

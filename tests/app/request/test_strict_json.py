@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,11 +52,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("read", [parse, lambda body: decode(body, Limits())], ids=["plain", "body"])
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED.keys())
-def test_refused(body: bytes, read: Callable[[bytes], Any]) -> None:
-    with pytest.raises(MalformedJson):
-        read(body)
+def test_refused(body: bytes) -> None:
+    for read in (parse, lambda raw: decode(raw, Limits())):
+        with pytest.raises(MalformedJson):
+            read(body)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ import itertools
 import math
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -32,7 +35,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.fuzz.calls import JSON_TYPE, MARK, REQUEST_ID, Answer, Call, complaint
 from loadtest.fuzz.frames import linked
 from loadtest.fuzz.mutate import Mutator
-from loadtest.fuzz.run import NAME, SHARES, Tally, fuzz, learn, plain, random_paths, series_by_route, sources
+from loadtest.fuzz.run import NAME, SHARES, SLOW, Tally, fuzz, learn, plain, random_paths, series_by_route, sources
 from loadtest.fuzz.session import DIGEST, TOKEN, Watch
 from loadtest.fuzz.sources import apart, corpus
 from loadtest.fuzz.targets import InProcess, Sockets, Target
@@ -40,6 +43,7 @@ from loadtest.soak.fake_engine import FakeEngine, loader
 from model.engine import Item
 from model.inputs import Candidates, Context
 from tests.app import retrieving
+from tests.app.fakes import loaded
 from tests.reliability.live import live
 
 SETTINGS = Settings(
@@ -83,8 +87,9 @@ def run(retrieval: RetrievalLoader, monkeypatch: pytest.MonkeyPatch) -> Run:
                 calls if only is None else {only: calls[only]},
                 lambda: series_by_route(service.metrics.render()),
                 requests=requests,
-                seconds=60,
+                seconds=math.inf,
                 known=await learn(sound, corpus(1)),
+                clock=partial(next, itertools.count()),  # each block takes as long: a busy machine draws no others
             )
         await server.stop(1.0)
         await service.stop(1.0)
@@ -338,6 +343,30 @@ def test_a_seed_repeats_its_calls() -> None:
     calls: list[list[Call]] = [[mutator.call() for _ in range(200)] for mutator in (first, second, other)]
     assert calls[0] == calls[1]
     assert calls[0] != calls[2]
+
+
+def test_a_run_sends_the_same_calls_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the hour is; but for the two sources of SLOW, which have tests of their own."""
+
+    class Noting:
+        def __init__(self) -> None:
+            self.sent: list[Call] = []
+
+        async def ask(self, calls: Sequence[Call]) -> list[Answer]:
+            self.sent += calls
+            return [Answer(404, {}, b"")] * len(calls)
+
+    runs: list[list[Call]] = []
+    monkeypatch.setattr("loadtest.fuzz.frames.time", SimpleNamespace(monotonic=lambda: 0.0))  # frames name a deadline
+    for hour in (1e9, 2e9):
+        monkeypatch.setattr(time, "time", lambda hour=hour: hour)
+        every = sources({}, 1, loaded(FakeEngine()).checkpoint.manifest, TOKEN)
+        calls = {name: call for name, call in every.items() if name not in SLOW}
+        target, ticks = Noting(), partial(next, itertools.count())
+        asyncio.run(fuzz(target, calls, lambda: 0, requests=2048, seconds=math.inf, clock=ticks))
+        runs.append(target.sent)
+    assert len(runs[0]) == 2048
+    assert [place for place, pair in enumerate(zip(*runs, strict=True)) if pair[0] != pair[1]] == []
 
 
 def test_the_corpus_is_good(run: Run) -> None:

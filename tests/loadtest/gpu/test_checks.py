@@ -232,6 +232,15 @@ def test_the_compiled_kernels_are_packed_beside_the_summary(tmp_path: Path, monk
     assert json.loads((out / "gpu-1.json").read_text()) == {"ok": True}
 
 
+def test_a_warm_start_reads_what_a_cold_one_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    code, (cold, warm) = phase("starts", tmp_path)
+    assert code == 0
+    assert cold["binaries"] == warm["binaries"] > 0
+    assert warm["processor_seconds"] < cold["processor_seconds"]
+    assert (cold["start"], cold["readings"], cold["sizes"]) == ("cold", warm["readings"], warm["sizes"])
+
+
 def test_a_floor_counts_all_bytes_of_a_weight_and_one_real_request(tmp_path: Path) -> None:
     code, records = phase("kernel_times", tmp_path)
     assert code == 0
@@ -281,6 +290,9 @@ def test_without_a_card_nothing_is_claimed() -> None:
     assert (report["ok"], report["measured_on"], report["phases"]) == (False, None, {})
 
 
+@pytest.mark.filterwarnings(
+    "ignore:flex_attention called without:UserWarning"
+)  # compiled on cards alone; here are its numbers
 def test_the_peers_compute_what_the_engine_computes() -> None:
     ranker = random_ranker(small_config(width=64, layers=2, head_width=16))
     item = Item(*random_request(ranker.config, 30, 17))
@@ -315,8 +327,8 @@ def test_wrong_scores_fail_the_parity_check(monkeypatch: pytest.MonkeyPatch) -> 
 class Rounded(PortableKernels):
     """Tokens as exact as bf16 products leave them."""
 
-    def embed(self, step: Any, tables: Any, tokens: Any, residual: Any, rows: int) -> None:
-        super().embed(step, tables, tokens, residual, rows)
+    def embed(self, step: Any, tables: Any, tokens: Any, residual: Any) -> None:
+        super().embed(step, tables, tokens, residual)
         residual.copy_(residual.bfloat16())
 
 
@@ -333,9 +345,9 @@ def test_tokens_are_held_to_the_dtype_of_the_engine() -> None:
 class Neighbourly(PortableKernels):
     """Every row takes a little of the one before it."""
 
-    def multiply(self, step: Any, x: Any, weight: Any, out: Any, rows: int, *, tail: bool = False) -> None:
-        super().multiply(step, x, weight, out, rows, tail=tail)
-        out[1:rows] += 1e-3 * out[: rows - 1]
+    def multiply(self, step: Any, x: Any, weight: Any, out: Any) -> None:
+        super().multiply(step, x, weight, out)
+        out[1 : step.rows] += 1e-3 * out[: step.rows - 1]
 
 
 def test_bits_that_depend_on_neighbours_are_found() -> None:

@@ -109,12 +109,11 @@ time.sleep(600)
 @pytest.mark.skipif(not WITH_US, reason="setpriv of util-linux is not here")
 @pytest.mark.parametrize("how", ["with us", "bare"])
 def test_a_server_ends_with_a_killed_starter_and_not_with_the_thread_that_asked(how):
-    starter = start_process([sys.executable, "-c", STARTING, how], cwd=ROOT, stdout=subprocess.PIPE)
-    started = int(starter.stdout.readline())
-    time.sleep(0.2)  # the thread that asked has ended
-    assert is_alive(started)
-    starter.kill()
-    starter.wait()
+    with start_process([sys.executable, "-c", STARTING, how], cwd=ROOT, stdout=subprocess.PIPE) as starter:
+        started = int(starter.stdout.readline())
+        time.sleep(0.2)  # the thread that asked has ended
+        assert is_alive(started)
+        starter.kill()
     if how == "bare":  # the control
         assert is_alive(started)
         os.kill(started, signal.SIGKILL)

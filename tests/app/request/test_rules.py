@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
 from app.request.body import request_rule
-from app.request.explain import array_of, check, rule
+from app.request.rules import array_of, check, rule
 from app.request.schema import MAX_TIME, MAX_WEIGHT
 from loadtest.fuzz import bodies
 from tests.app.serving import VOCABULARY, checked, good

@@ -108,8 +108,10 @@ def rules_of(struct: type[Struct], vocabulary: Vocabulary | None = None) -> dict
 def rule(*steps: tuple[Fit, str], path: str = "", bounds: tuple[float, float] | None = None) -> Rule:
     """Of values that pass each step: its `fit` says whether all of several do. The first step that a value fails is told."""
 
-    def fits(values: Values) -> bool:
+    def every(values: Values) -> bool:
         return all(fit(values) for fit, _ in steps)
+
+    fits = steps[0][0] if len(steps) == 1 else every
 
     def wrong(values: Values) -> Problems:
         return () if not values or (len(values) <= BLOCKS[0] and fits(values)) else told(values)
@@ -180,8 +182,9 @@ def then(*rules: Rule) -> Rule:
 
     def wrong(values: Values) -> Problems:
         for rule in rules:
-            if problems := [*islice(rule.wrong(values), MAX_PROBLEMS)]:
-                return problems
+            problems = rule.wrong(values)
+            if problems and (found := [*islice(problems, MAX_PROBLEMS)]):
+                return found
         return ()
 
     return Rule(wrong)

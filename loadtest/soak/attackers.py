@@ -1,0 +1,182 @@
+"""B15: the callers who crowd: for each path of HTTP and each method of gRPC one that asks again as soon as it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import orjson
+
+from app.request import protobuf
+from loadtest.generate.payload import post, rank_body
+from loadtest.servers.launch import HOST
+from loadtest.soak.hostile import DEAR
+from loadtest.soak.oracle import TOKEN
+
+DEMO = Path(__file__).parents[2] / "weights" / "demo"
+LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+
+Ports = Mapping[str, int]
+Act = Callable[[Ports, "Counter[int]"], Awaitable[None]]
+"""One client, until it is cancelled or cut off; it counts the statuses of its replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attacker:
+    """`route` is the server's name of the path, `expected` a status without which nothing was attacked."""
+
+    route: str
+    act: Act
+    expected: int = 200
+
+
+def asks(request: bytes, port: str = "main") -> Act:
+    """The same request again and again on one connection, each as soon as the one before is answered."""
+
+    async def act(ports: Ports, seen: Counter[int]) -> None:
+        reader, writer = await asyncio.open_connection(HOST, ports[port], limit=2**22)
+        with contextlib.closing(writer):
+            while True:
+                writer.write(request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = LENGTH.search(head)
+                if length is not None and not request.startswith(b"HEAD"):
+                    await reader.readexactly(int(length[1]))
+                seen[int(head[9:12])] += 1
+
+    return act
+
+
+def once(request: bytes) -> Act:
+    """A connection for each request."""
+
+    async def act(ports: Ports, seen: Counter[int]) -> None:
+        while True:
+            reader, writer = await asyncio.open_connection(HOST, ports["main"])
+            with contextlib.closing(writer):
+                writer.write(request.replace(b"Host", b"Connection: close\r\nHost"))
+                seen[int((await reader.read())[9:12])] += 1
+
+    return act
+
+
+def _get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+
+
+def _gets(*routes: str) -> dict[str, Attacker]:
+    return {f"GET {route}": Attacker(route, asks(_get(route))) for route in routes}
+
+
+def _posts(route: str, content: Any, path: str = "", expected: int = 200) -> Attacker:
+    return Attacker(route, asks(post("localhost", path or route, orjson.dumps(content))), expected)
+
+
+def _admin(route: str, content: Any, expected: int, token: str = TOKEN) -> Attacker:
+    request = post("localhost", route, orjson.dumps(content) if content else b"", {"Authorization": f"Bearer {token}"})
+    return Attacker(route, asks(request, "admin"), expected)
+
+
+SMALL = orjson.loads(rank_body(7))
+ASKED = orjson.loads(rank_body(8, history=16)) | {"explain": [80_001, 80_002]}
+INFER = f"/{protobuf.SERVICE}/ModelInfer"
+MODEL, VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+EXAMPLE = orjson.loads((DEMO / "example.json").read_bytes())
+DEMO_EXPLAINED = "/explain of the demo"
+EXPLAINED = EXAMPLE | {"explain": [each["post_id"] for each in EXAMPLE["candidates"]]}
+TENSORS = {
+    "inputs": [
+        {"name": name, "datatype": "UINT64", "shape": [1], "data": [7]}
+        for name in ("user_id", "candidates.post_id", "candidates.author_id")
+    ]
+}
+
+
+def calls(method: str, message: bytes, at_once: int = 1) -> Act:
+    """The same call again and again without a key, so many at once on a connection of its own; codes of gRPC but for 200."""
+
+    async def act(ports: Ports, seen: Counter[int]) -> None:
+        async def again(ask: Callable[..., Any]) -> None:
+            while True:
+                try:
+                    await ask(message, timeout=20)
+                    seen[200] += 1
+                except grpc.aio.AioRpcError as error:
+                    seen[error.code().value[0]] += 1
+
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(f"{HOST}:{ports['grpc']}", options=own) as channel:
+            ask = channel.unary_unary(f"/{protobuf.SERVICE}/{method}")
+            await asyncio.gather(*(again(ask) for _ in range(at_once)))
+
+    return act
+
+
+def _calls(method: str, message: bytes = b"", expected: int = 200) -> dict[str, Attacker]:
+    route = f"/{protobuf.SERVICE}/{method}"
+    return {
+        f"{method}{told}": Attacker(route, calls(method, message, number), expected)
+        for told, number in (("", 1), (", 16 at once", 16))
+    }
+
+
+def _tensors() -> bytes:
+    made = protobuf.CLASSES["ModelInferRequest"](model_name="fake")
+    for tensor in TENSORS["inputs"]:
+        made.inputs.add(name=tensor["name"], datatype=tensor["datatype"], shape=tensor["shape"])
+        made.raw_input_contents.append((7).to_bytes(8, "little"))
+    return bytes(made.SerializeToString())
+
+
+NAMED = protobuf.CLASSES["ModelReadyRequest"](name="fake", version="v1").SerializeToString()
+ATTACKERS: dict[str, Attacker] = {
+    **_gets(
+        "/", "/docs", "/explore", "/explore/checkpoint.json", "/info", "/livez", "/metrics", "/openapi.json", "/readyz"
+    ),
+    **_gets("/startupz", "/v2", "/v2/health/live", "/v2/health/ready"),
+    "GET /": Attacker("/", asks(_get("/")), 307),
+    "GET an asset": Attacker("/assets/{name}", asks(_get("/assets/explore.js"))),
+    "GET the largest asset": Attacker("/assets/{name}", asks(_get("/assets/swagger-ui-bundle.js"))),
+    "GET an asset that is not there": Attacker("/assets/{name}", asks(_get("/assets/none.js")), 404),
+    "GET a model": Attacker(MODEL, asks(_get("/v2/models/fake"))),
+    "GET a model's state": Attacker(f"{MODEL}/ready", asks(_get("/v2/models/fake/ready"))),
+    "GET a version": Attacker(VERSION, asks(_get("/v2/models/fake/versions/v1"))),
+    "GET a version's state": Attacker(f"{VERSION}/ready", asks(_get("/v2/models/fake/versions/v1/ready"))),
+    "GET /livez, a connection each": Attacker("/livez", once(_get("/livez"))),
+    "GET nothing": Attacker("unmatched", asks(_get("/nothing")), 404),
+    "GET /rank": Attacker("/rank", asks(_get("/rank")), 405),
+    "POST /info": Attacker("/info", asks(post("localhost", "/info", b"{}")), 405),
+    "HEAD /openapi.json": Attacker("/openapi.json", asks(_get("/openapi.json").replace(b"GET", b"HEAD"))),
+    "/rank": _posts("/rank", SMALL),
+    "/rank, refused": _posts("/rank", {}, expected=422),
+    "/rank, dear": Attacker("/rank", asks(DEAR), 422),
+    "/rank/batch": _posts("/rank/batch", [SMALL] * 3),
+    "/explain": _posts("/explain", ASKED),
+    "/explain, refused": _posts("/explain", SMALL, expected=422),
+    "/retrieve": _posts("/retrieve", {"user_id": 7, "k": 20}),
+    "/recommend": _posts("/recommend", {"user_id": 7, "k": 20}),
+    "infer": _posts(f"{MODEL}/infer", TENSORS, "/v2/models/fake/infer"),
+    "infer by a version": _posts(f"{VERSION}/infer", TENSORS, "/v2/models/fake/versions/v1/infer"),
+    "a stranger at /admin/reload": _admin("/admin/reload", {}, 401, "nobody"),
+    "a stranger at /admin/posts": _admin("/admin/posts", {}, 401, "nobody"),
+    "a stranger at /admin/posts/compact": _admin("/admin/posts/compact", {}, 401, "nobody"),
+    "/admin/reload": _admin("/admin/reload", {"checkpoint": "none"}, 404),
+    "/admin/posts": _admin("/admin/posts", {"delete": [1]}, 200),
+    **_calls("ServerLive"),
+    **_calls("ServerReady"),
+    **_calls("ServerMetadata"),
+    **_calls("ModelReady", NAMED),
+    **_calls("ModelMetadata", NAMED),
+    **_calls("ModelInfer", _tensors()),
+    "ModelInfer, refused": Attacker(INFER, calls("ModelInfer", b""), grpc.StatusCode.NOT_FOUND.value[0]),
+}
+
+
+BESIDE_THE_DEMO = {DEMO_EXPLAINED: _posts("/explain", EXPLAINED)}
