@@ -18,7 +18,8 @@ class FieldProblem(NamedTuple):
 class ServiceError(Exception):
     """A request that gets no scores. `detail` is a sentence for people and holds nothing that the caller sent.
 
-    `status`, `code` and `title` belong to the class, so that a code always means one status.
+    `status`, `code` and `title` belong to the class, so that a code always means one status; the title follows from the code unless the
+    class has another one.
     `retry_after_seconds` is an honest guess of when a retry can succeed, None where a retry is pointless. `may_wait`: a caller who
     sends again at once need not be told at once.
     """
@@ -30,6 +31,10 @@ class ServiceError(Exception):
     headers: ClassVar[Mapping[str, str]] = {}
     is_general: ClassVar[bool] = True
     """Whether every endpoint that ranks may answer so; `/docs` shows it at each of them."""
+
+    def __init_subclass__(cls) -> None:
+        if "code" in vars(cls) and "title" not in vars(cls):
+            cls.title = cls.code.replace("_", " ").capitalize()
 
     def __init__(
         self, detail: str | None = None, *, retry_after_seconds: float | None = None, may_wait: bool = False
@@ -74,7 +79,6 @@ class BadRequest(ServiceError):
 
     status = 400
     code = "bad_request"
-    title = "Bad request"
     default_detail = "The request cannot be read."
 
 
@@ -93,7 +97,6 @@ class Unauthorized(ServiceError):
 
     status = 401
     code = "unauthorized"
-    title = "Unauthorized"
     default_detail = "A valid API key is required: Authorization: Bearer KEY."
     headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
 
@@ -103,7 +106,6 @@ class NotFound(ServiceError):
 
     status = 404
     code = "not_found"
-    title = "Not found"
     is_general = False
     default_detail = "There is nothing at this path."
 
@@ -113,7 +115,6 @@ class RequestMethod(ServiceError):
 
     status = 405
     code = "method_not_allowed"
-    title = "Method not allowed"
     is_general = False
     default_detail = "This path does not take this method."
 
@@ -123,7 +124,6 @@ class NotAcceptable(ServiceError):
 
     status = 406
     code = "not_acceptable"
-    title = "Not acceptable"
     default_detail = "The reply to this request is of a media type that its Accept header rules out."
 
 
@@ -132,7 +132,6 @@ class TooLarge(ServiceError):
 
     status = 413
     code = "too_large"
-    title = "Too large"
     default_detail = "The request is larger than the limits allow."
 
 
@@ -141,7 +140,6 @@ class UnsupportedMediaType(ServiceError):
 
     status = 415
     code = "unsupported_media_type"
-    title = "Unsupported media type"
     default_detail = "The body is of a media type that this path does not take, such as application/json in UTF-8."
 
 
@@ -157,7 +155,6 @@ class InvalidRequest(ServiceError):
 
     status = 422
     code = "invalid_request"
-    title = "Invalid request"
     default_detail = "The request is not valid."
 
     def __init__(self, problems: Sequence[tuple[str, str]], *, found: int | None = None) -> None:
@@ -172,7 +169,6 @@ class Overloaded(ServiceError):
 
     status = 429
     code = "overloaded"
-    title = "Overloaded"
     default_detail = "The queue is full."
 
 
@@ -181,7 +177,6 @@ class NotReady(ServiceError):
 
     status = 503
     code = "not_ready"
-    title = "Not ready"
     default_detail = "The service is starting."
 
 
@@ -190,7 +185,6 @@ class Draining(ServiceError):
 
     status = 503
     code = "draining"
-    title = "Draining"
     default_detail = "The service is shutting down."
 
 
@@ -199,7 +193,6 @@ class EngineDown(ServiceError):
 
     status = 503
     code = "engine_down"
-    title = "Engine down"
     default_detail = "The engine cannot compute scores."
 
 
@@ -208,7 +201,6 @@ class ChangeNotStored(ServiceError):
 
     status = 503
     code = "not_stored"
-    title = "Not stored"
     is_general = False
 
 
@@ -217,7 +209,6 @@ class CorpusNotLoaded(ServiceError):
 
     status = 503
     code = "corpus_not_loaded"
-    title = "Corpus not loaded"
     is_general = False
     default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
 
@@ -227,7 +218,6 @@ class DeadlineExceeded(ServiceError):
 
     status = 504
     code = "deadline_exceeded"
-    title = "Deadline exceeded"
     default_detail = "The deadline passed before the scores were computed."
 
 
@@ -236,7 +226,6 @@ class ReloadRefused(ServiceError):
 
     status = 422
     code = "checkpoint_refused"
-    title = "Checkpoint refused"
     is_general = False
 
 
@@ -263,7 +252,6 @@ class ReloadBusy(ServiceError):
 
     status = 409
     code = "reload_in_progress"
-    title = "Reload in progress"
     is_general = False
     default_detail = "Another checkpoint is being loaded."
 
