@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from app.engine.batching import Job, chunk_count, forwards_of
+from app.engine.batching import Full, Job, chunk_count, forwards_of
 from app.engine.forecast import ForwardTime, Offered, Running
 from app.loop_lag import Clock
 from app.settings import Batching, Queue
@@ -81,6 +81,7 @@ class Admission:
         self.requests = 0
         self.candidates = 0
         self.context_tokens = 0
+        self._full, self._most_context_tokens = Full.of(batching), queue.max_context_tokens
         self._running = running
         self._held: dict[str | None, _Held] = {}  # of keys with unfinished work
         self._rate_used_until: dict[str, float] = {}  # when a key's candidates so far are within its rate
@@ -106,7 +107,7 @@ class Admission:
         """None when the job may join now. `again`: it was refused before, so it is no more work than was offered then."""
         now = self.clock()
         if not again:
-            self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self.batching))
+            self.offered.observe(now, forwards_of(1, job.candidates, job.context_tokens, self._full))
         if job.deadline <= now:
             return Refusal("deadline", "the deadline had passed on arrival", 0.0)
         if limited := self._over_key_rate(job):
@@ -144,7 +145,7 @@ class Admission:
             self.requests - now.requests,
             self.candidates - now.candidates,
             self.context_tokens - now.context_tokens,
-            self.batching,
+            self._full,
         )
         if forwards < 1:  # whatever is before the job, they share a forward
             return Wait(left, 0)
@@ -165,7 +166,7 @@ class Admission:
         queue = self.queue
         excess = max(
             self.candidates + job.candidates - queue.max_candidates,
-            self.context_tokens + job.context_tokens - queue.max_context_tokens,
+            self.context_tokens + job.context_tokens - self._most_context_tokens,
             self.cost // self.requests if self.requests >= queue.max_requests else 0,
             self._over_share(job),
         )
@@ -188,7 +189,7 @@ class Admission:
         times = queue.max_share_per_key / (1 - queue.max_share_per_key)
         return max(
             held.candidates + job.candidates - int(times * (queue.max_candidates - self.candidates)),
-            held.context_tokens + job.context_tokens - int(times * (queue.max_context_tokens - self.context_tokens)),
+            held.context_tokens + job.context_tokens - int(times * (self._most_context_tokens - self.context_tokens)),
         )
 
     def _fills_without_it(self) -> bool:
@@ -214,7 +215,7 @@ class Admission:
 
     def _seconds_of(self, cost: int) -> float:
         """How long that much of the queue takes at the observed rate of full forwards."""
-        full = min(self.cost, self.batching.max_candidates + self.batching.max_context_tokens)
+        full = min(self.cost, self._full.candidates + self._full.context_tokens)
         seconds = self.forward_time.seconds(full)
         return NO_RATE_RETRY_SECONDS if seconds is None else seconds * cost / max(full, 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -61,13 +61,22 @@ def chunk_count(candidates: int, batching: Batching) -> int:
     return 1 if candidates <= most else -(-candidates // most)
 
 
-def forwards_of(requests: int, candidates: int, context_tokens: int, batching: Batching) -> float:
+class Full(NamedTuple):
+    """What fills a forward: any of these."""
+
+    requests: int
+    candidates: int
+    context_tokens: int
+
+    @classmethod
+    def of(cls, batching: Batching) -> Full:
+        """By the settings, some of which follow from others."""
+        return cls(batching.max_requests, batching.max_candidates, batching.max_context_tokens)
+
+
+def forwards_of(requests: int, candidates: int, context_tokens: int, full: Full) -> float:
     """How many full forwards this much work makes."""
-    return max(
-        requests / batching.max_requests,
-        candidates / batching.max_candidates,
-        context_tokens / batching.max_context_tokens,
-    )
+    return max(requests / full.requests, candidates / full.candidates, context_tokens / full.context_tokens)
 
 
 class Batcher(Generic[JobT]):
@@ -80,6 +89,7 @@ class Batcher(Generic[JobT]):
     def __init__(self, batching: Batching) -> None:
         self.batching = batching
         self.candidates = 0
+        self._full = Full.of(batching)
         self._queues: dict[str | None, dict[JobT, None]] = {}  # dicts keep order and forget a cancelled job at once
         self._served: dict[str | None, int] = {}
         self._floor = 0
@@ -137,7 +147,7 @@ class Batcher(Generic[JobT]):
 
     def _fill(self) -> list[Chunk[JobT]]:
         chunks: list[Chunk[JobT]] = []
-        candidates, tokens = self.batching.max_candidates, self.batching.max_context_tokens
+        _, candidates, tokens = self._full
         while self._queues and len(chunks) < self.batching.max_requests:
             key = min(self._queues, key=self._served.__getitem__)
             chunk = self._next_chunk(next(iter(self._queues[key])))
