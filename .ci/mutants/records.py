@@ -145,9 +145,8 @@ class Tests:
 
     def close(self) -> None:
         """End the process."""
-        assert self.server.stdin is not None
-        self.server.stdin.close()
-        self.server.wait()
+        with self.server:
+            pass  # its pipes are closed, and it is waited for
 
     def run(
         self, tree: Path, file: str, limit_seconds: float, chosen: Iterable[str] = (), recording: str = ""

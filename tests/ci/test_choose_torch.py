@@ -53,9 +53,14 @@ def index_with_status(status: int) -> Iterator[str]:
 @contextmanager
 def socket_that(answer: Callable[[socket.socket], None] | None) -> Iterator[str]:
     """An index whose connections are handed to `answer`; with None they wait to be accepted for ever."""
+
+    def serve() -> None:
+        with listener.accept()[0] as connection:
+            answer(connection)
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if answer is not None:
-            threading.Thread(target=lambda: answer(listener.accept()[0]), daemon=True).start()
+            threading.Thread(target=serve, daemon=True).start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/whl/cpu"
 
 

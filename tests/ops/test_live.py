@@ -80,7 +80,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
             time.sleep(0.5)
         yield server
         stop.set()
-        load.join(10)
+        load.join(60)  # its server is stopped afterwards
 
 
 @pytest.mark.parametrize("name", ["service", "engine", "model", "capacity", "retrieval", "second"])
