@@ -5,6 +5,8 @@ What follows from a setting is a property beside it. `app.settings` holds the ot
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 MIB = 2**20
@@ -31,35 +33,35 @@ class Limits(Group):
     """Most posts that one request may retrieve; it may exclude five times as many. Default: twice what the published service ranks."""
 
     @computed_field  # type: ignore[prop-decorator]
-    @property
+    @cached_property
     def max_values(self) -> int:
         """Most JSON values in one request; each list, object and escaped character counts too. Bounds the time of reading it to 10 ms."""
         return max(30_000, 7 * self.max_candidates)
 
     @computed_field  # type: ignore[prop-decorator]
-    @property
+    @cached_property
     def max_batch_requests(self) -> int:
         """Most requests in one call of /rank/batch."""
         return 64
 
     @computed_field  # type: ignore[prop-decorator]
-    @property
+    @cached_property
     def max_batch_candidates(self) -> int:
         """Most candidates in one call of /rank/batch."""
         return 4 * self.max_candidates
 
     @computed_field  # type: ignore[prop-decorator]
-    @property
+    @cached_property
     def max_excluded(self) -> int:
         """Most post ids that one request may exclude."""
         return 5 * self.max_retrieved
 
-    @property
+    @cached_property
     def batch_candidates(self) -> int:
         """Most candidates in all calls of /rank/batch that are being answered."""
         return 4 * self.max_batch_candidates
 
-    @property
+    @cached_property
     def buffered_bytes(self) -> int:
         """Most bytes of all bodies that are being read, and of all replies that clients have not read."""
         return 64 * self.max_body_bytes
@@ -92,7 +94,7 @@ class Queue(Group):
     stall_exit_seconds: float = Field(default=30.0, gt=0)
     """After this long, waiting callers get 503 and the process exits, to be started again. Default: a hung device rarely recovers."""
 
-    @property
+    @cached_property
     def max_context_tokens(self) -> int:
         """Most context tokens (user and history) waiting."""
         return 8 * self.max_candidates
@@ -110,7 +112,7 @@ class Batching(Group):
     window_seconds: float = Field(default=0.0, ge=0, le=1)
     """How long a busy engine lets the next forward grow; an idle one never waits. Default: none. Try 0.001 on CUDA under load."""
 
-    @property
+    @cached_property
     def max_context_tokens(self) -> int:
         """Context tokens in one forward."""
         return 8 * self.max_candidates
@@ -122,7 +124,7 @@ class Cache(Group):
     bytes: int | None = Field(default=None, ge=0)
     """Its size on the engine's device; 0 turns it off. Default: 256 MiB on a CPU, an eighth of a GPU's memory."""
 
-    @property
+    @cached_property
     def host_bytes(self) -> int:
         """The most that it takes where it is on the CPU."""
         return 256 * MIB if self.bytes is None else self.bytes
