@@ -31,7 +31,7 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
     gone: set[str] = set()  # acknowledged as deleted, never to come back
     stop, faults = threading.Event(), []
     chance = random.Random(1)
-    with serving(DEMO, **settings) as server:
+    with serving(DEMO, **settings) as server, admin:
 
         def searching(user: int) -> None:
             with httpx.Client(base_url=server.url, timeout=30) as client:
