@@ -100,11 +100,11 @@ class Supervisor:
     def _listen(self) -> bool:
         numbers = range(1, self.settings.fronts + 1)
         self._listening = {number: [] for number in numbers}
-        grpc = self.settings.host, self.settings.grpc.port or 0
-        for host, port in [*self.settings.addresses(), *([grpc] if grpc[1] else [])]:
+        shared, grpc = self.settings.addresses(), self.settings.grpc.port
+        for host, port in [*shared, *([(self.settings.host, grpc)] if grpc else [])]:
             try:
                 found = _free(host, port)
-                if (host, port) == grpc:
+                if (host, port) not in shared:
                     continue  # gRPC takes no socket that is there already: each front listens by itself
                 for number in numbers:
                     self._listening[number].append(_listener(host, found, BACKLOG))

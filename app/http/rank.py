@@ -120,14 +120,12 @@ class Ranking:
 
     def open(self, headers: Headers, exchange: Exchange, wires: Wires, wanted: tuple[str, str] = ANY) -> Terms:
         """The terms of a request over HTTP whose path names this model. Refusals that need no body come here."""
-        exchange.key = self.keys.caller(headers)
+        self.enter(headers, exchange)
         wire, compressed = wire_of(headers, wires), is_compressed(headers)
         check_length(headers, self.limits.max_body_bytes)
         seconds = timeout_seconds_of(headers)
         deadline = None if seconds is None else self.deadline(seconds)
-        terms = Terms(wire, deadline, compressed, self.wanted(headers, *wanted))
-        self.service.check_open(exchange.key)
-        return terms
+        return Terms(wire, deadline, compressed, self.wanted(headers, *wanted))
 
     def wanted(self, headers: Headers, name: str = "", version: str = "") -> tuple[str, str]:
         """Name and version of the model that a request asks for: a version beside the name comes before the header's. Raises NotFound."""

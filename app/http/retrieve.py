@@ -68,8 +68,8 @@ class PostsCall(Call):
 
     def _open(self) -> None:
         ranking, service = self.ranking, self.ranking.service
-        check_accept(self.headers, JSON)
         self._terms = ranking.open(self.headers, self.exchange, BATCH)
+        check_accept(self.headers, JSON)
         now, deadline = service.clock(), self._endpoint.deadline
         wanted = now + deadline.default_seconds if self._terms.deadline is None else self._terms.deadline
         self._deadline = min(wanted, now + deadline.max_seconds)  # one for both stages

@@ -109,7 +109,7 @@ class Reader:
     def on_message_begin(self) -> None:
         """As httptools calls it."""
         self._target, self._headers = b"", []
-        self._field_bytes = self._count = 0
+        self._field_bytes, self._count = 0, 1  # the target counts as one
         self._hearer.on_begin()
 
     def on_url(self, url: bytes) -> None:

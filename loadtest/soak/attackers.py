@@ -174,8 +174,10 @@ ATTACKERS: dict[str, Attacker] = {
     **_calls("ServerMetadata"),
     **_calls("ModelReady", NAMED),
     **_calls("ModelMetadata", NAMED),
-    **_calls("ModelInfer", _tensors()),
-    "ModelInfer, refused": Attacker(INFER, calls("ModelInfer", b""), grpc.StatusCode.NOT_FOUND.value[0]),
+    "ModelInfer": Attacker(
+        INFER, calls("ModelInfer", _tensors())
+    ),  # 16 at once are 16 rankings: fair shares are per key
+    "ModelInfer, refused": Attacker(INFER, calls("ModelInfer", b""), grpc.StatusCode.INVALID_ARGUMENT.value[0]),
 }
 
 

@@ -17,7 +17,7 @@ def bounded(settings: Some, **bounds: Any) -> Some:
     """The same settings with these bounds. Raises AttributeError for a bound that does not exist."""
     kind = type(settings)
     for name in bounds:
-        assert isinstance(getattr(kind, name), cached_property), name
+        assert isinstance(getattr(kind, name), property | cached_property), name
     chosen = {name: property(lambda _, value=value: value) for name, value in bounds.items()}
     return type(kind.__name__, (kind,), chosen)(**{name: getattr(settings, name) for name in kind.model_fields})
 

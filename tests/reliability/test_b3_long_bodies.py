@@ -124,6 +124,12 @@ def test_every_other_early_refusal_is_read_too(opened: Live, ask: Client, monkey
         assert outcomes(ask, opened.port, 2) == {"415": 2}
     with monkeypatch.context() as patched:
         patched.setattr(LoopLag, "refuses", lambda lag, turn_seconds: True)
+        patched.setattr(
+            LoopLag,
+            "overrun",
+            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
+            raising=False,
+        )
         assert outcomes(ask, opened.port, 2) == {"429": 2}
     with monkeypatch.context() as patched:
         patched.setattr(opened.service, "_refusing", True)

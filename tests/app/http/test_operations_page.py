@@ -24,6 +24,6 @@ def defaults(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
 
 def test_every_setting_is_listed_with_its_default() -> None:
     listed = dict(re.findall(r"^\| `([A-Z0-9_]+)` \| `?([^|`]*?)`? \|", PAGE, re.M))
-    shown = {name: "none" if value in (None, {}) else str(value) for name, value in defaults(Settings).items()}
+    shown = {name: "none" if value in (None, {}, "") else str(value) for name, value in defaults(Settings).items()}
     shown = {name: value.lower() if value in ("True", "False") else value for name, value in shown.items()}
     assert listed == shown
