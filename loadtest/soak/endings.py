@@ -108,7 +108,9 @@ def _stuck(runs: int, what: str, request: Callable[[int], bytes], settings: Mapp
                     time.sleep(0.05)
                 slowest = max(slowest, time.monotonic() - began)
             code = _exit_code(server, began + STALL_EXIT_SECONDS + LATE_EXIT_SECONDS - time.monotonic())
-            failed += {reply.status for reply in callers.replies} != {504} or code != EXIT_ENGINE_LOST
+            # A request that came before the one that hangs was answered, and its caller has asked again.
+            statuses = sorted(reply.status for reply in callers.replies if reply.status != 200)
+            failed += statuses != [504] * 4 or code != EXIT_ENGINE_LOST
     what = f"{what} stuck: 504 at the deadline, then exit {EXIT_ENGINE_LOST}"
     return Row("F5", what, runs, failed, slowest, STUCK_SECONDS, "s until readyz 503")
 
