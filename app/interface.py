@@ -22,7 +22,7 @@ from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ServedModel:
     """One model version that this process serves, by identity: loading the same checkpoint again makes another one."""
 
@@ -49,7 +49,7 @@ class Ranked(msgspec.Struct, frozen=True, eq=False):
     forward_seconds: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ServedRetrieval:
     """One retrieval checkpoint with one corpus, as they are served, by identity. `hidden`: rows that no search returns, `duplicates`
     of them for a post id that came before. `notes` say what runs, as plain JSON values."""

@@ -37,9 +37,16 @@ class Context:
         return len(self.post_ids)
 
     def check(self, config: ModelConfig) -> None:
-        """Raises ValueError for a history that is longer than the model's, and for rows that its tables lack: engines look at neither."""
-        if len(self) > config.history_length or not _are_rows(self.surfaces, config.product_surfaces):
+        """Raises ValueError for columns of other lengths, a history that is longer than the model's, and numbers that its tables lack:
+        engines look at none of these."""
+        events = len(self)
+        sizes = {len(column) for column in (self.author_ids, self.surfaces, self.dwell_seconds)}
+        if sizes != {events} or self.actions.shape != (events, config.actions):
+            raise ValueError("a context with columns of different lengths")
+        if events > config.history_length or not _are_rows(self.surfaces, config.product_surfaces):
             raise ValueError("a context beyond the model's history or surfaces")
+        if not 0 <= self.user_id < 2**64:
+            raise ValueError("a user id beyond 64 bits")
 
     def first(self, length: int) -> Context:
         """The same user with the oldest `length` items alone, as views."""
@@ -93,6 +100,8 @@ class Candidates:
         surfaces, ages = config.product_surfaces, config.post_age_buckets
         if not _are_rows(self.surfaces, surfaces) or not _are_rows(self.age_buckets, ages):
             raise ValueError("candidates beyond the model's surfaces or ages")
+        if not 0 <= self.first_slot < 2**31:
+            raise ValueError("candidates beyond the model's slots")
 
     def rows(self, places: NDArray[np.int64]) -> Candidates:
         """Some of them, as a list of their own: their slots are forgotten."""

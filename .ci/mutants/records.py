@@ -34,7 +34,7 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
     "model/native/": "model/native/kernel.py",
 }
 ALSO = {  # what looks at a folder besides the tests of its modules
-    "app/fronts/": tuple(f"tests/app/fronts/test_{name}.py" for name in ("host", "remote", "retrieval", "second")),
+    "app/fronts/": tuple(f"tests/app/fronts/test_{name}.py" for name in ("host", "remote", "retrieval", "second", "wire")),
     "app/http/": ("tests/app/http/test_faults.py", "tests/app/http/test_log_lines.py"),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",

@@ -9,8 +9,7 @@ import signal
 import socket
 from types import FrameType
 
-from app.fronts.reload import RemoteReloads
-from app.fronts.remote import RemoteService
+from app.fronts.remote import RemoteReloads, RemoteService
 from app.fronts.role import Role
 from app.ports import build_server
 from app.server.process import Handler, RankingServer, serve

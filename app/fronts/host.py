@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import structlog
 
-from app.errors import ServiceError
+from app.engine.worker import Worker
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
-from app.fronts import frames
+from app.fronts import wire
+from app.fronts.answers import Answers, Front, keep
 from app.fronts.link import Link
-from app.fronts.models import Front, Models
-from app.fronts.requests import Requests, fail
-from app.fronts.retrieval import change_of
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Settings
 from app.telemetry.metrics import Scrapes
 from app.telemetry.sums import Sums
-from model.retrieval.inputs import PostChange
 
 LOOK_SECONDS = 0.005  # how often it is looked whether a queue that is full still is
 IDLE_LOOK_SECONDS = 0.05  # the same for everything else that fronts are told
@@ -47,30 +44,24 @@ class EngineHost:
         self.exit_code = 0
         self._fronts: dict[Link, Front] = {}
         self._links: set[Link] = set()  # those without a Hello too
-        self._models = Models(service, self._fronts.values())
-        requests = Requests(service, self._models, self._keep, self._look)
-        self._state: frames.State | None = None
+        self._kept: dict[int, Worker[Any]] = {}  # what serves, and what a front may still ask for, held
+        self._numbers = itertools.count(1)
+        self._state: wire.State | None = None
         self._told = 0.0  # when fronts were last told how it is
         self._sums = Sums()
         self._scrapes = Scrapes(self._exposition)
-        self._flushes = 0
+        self._flushes = itertools.count(1)
         self._ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._take: dict[type, Any] = {
-            frames.Rank: requests.rank,
-            frames.Attend: requests.attend,
-            frames.Cancel: requests.cancel,
-            frames.Search: requests.search,
-            frames.Left: lambda front, frame: self._models.leave(front, frame.model),
-            frames.Counts: self._count,
-            frames.Refused: self._refused,
-            frames.Scrape: lambda front, frame: self._keep(self._scrape(front, frame)),
-            frames.Reload: lambda front, frame: self._keep(self._tell(front, frame, self._reload(frame))),
-            frames.Change: lambda front, frame: self._keep(
-                self._tell(front, frame, self._change(frame, change_of(frame)))
-            ),
-            frames.Compact: lambda front, frame: self._keep(self._tell(front, frame, self._compact(frame))),
+        answers = Answers(service, reloads, self._kept, self._scrapes, self._look, self._flush)
+        self._take: dict[type, Callable[[Front, Any], object]] = {
+            **answers.by_question,
+            wire.Cancel: lambda front, cancel: front.release(cancel.id),
+            wire.Left: lambda front, left: self._leave(front, left.number),
+            wire.Counts: self._count,
+            wire.Refused: self._refused,
         }
+        self._answers = answers
         service.on_fatal = self._fatal
 
     async def serve(self, path: str) -> int:
@@ -91,7 +82,7 @@ class EngineHost:
         if self.settings.reload.watch_seconds:
             self.reloads.watch(self.settings.reload.watch_seconds)
         server = await asyncio.get_running_loop().create_unix_server(self._link, path)
-        self._keep(self._look_on())
+        keep(self._tasks, self._look_on())
         return server
 
     async def stop(self) -> None:
@@ -103,14 +94,14 @@ class EngineHost:
         for link in self._links:
             link.close()
         await _until(lambda: not self._links, LAST_WORDS_SECONDS)
-        for task in self._tasks:
+        for task in self._tasks | self._answers.tasks:
             task.cancel()
 
     def drain(self) -> None:
         """Lose readiness, serve the fronts that are linked, and end with the last of them. A second time does nothing."""
         if not self.service.lifecycle.draining:
             self.service.begin_drain()
-            self._keep(self._end_with_fronts())
+            keep(self._tasks, self._end_with_fronts())
 
     async def _end_with_fronts(self) -> None:
         drain = self.settings.drain
@@ -127,21 +118,23 @@ class EngineHost:
     # links
 
     def _link(self) -> Link:
-        return Link(frames.from_front, self._receive, self._links.add, self._lose)
+        return Link(wire.from_front, self._receive, self._links.add, self._lose)
 
-    def _receive(self, link: Link, frame: Any) -> None:
+    def _receive(self, link: Link, message: Any) -> None:
         front = self._fronts.get(link)
-        if front is not None and type(frame) is not frames.Hello:
-            self._take[type(frame)](front, frame)
-        elif front is None and type(frame) is frames.Hello and frame.version == frames.VERSION:
-            self._welcome(Front(link, frame.front))
+        if front is not None and type(message) is not wire.Hello:
+            self._take[type(message)](front, message)
+        elif front is None and type(message) is wire.Hello and message.version == wire.VERSION:
+            self._welcome(Front(link, message.front))
         else:
             raise ValueError("a front says Hello first, once, and in this version")
 
     def _welcome(self, front: Front) -> None:
+        state = self._look()
+        for number in filter(None, (state.model, state.corpus, state.second)):
+            self._serve(front, number)
         self._fronts[front.link] = front
-        self._models.welcome(front)
-        front.link.send(self._look())
+        front.link.send(state)
         log.info("front_linked", front=front.number)
 
     def _lose(self, link: Link) -> None:
@@ -152,8 +145,8 @@ class EngineHost:
             return
         for ticket in front.tickets.values():
             ticket.release()
-        for model in list(front.models):
-            self._models.leave(front, model)
+        for number in list(front.served):
+            self._leave(front, number)
         self._sums.forget(front)
         log.info("front_gone", front=front.number, requests=len(front.tickets))
 
@@ -165,86 +158,83 @@ class EngineHost:
             is_closed = self._state is not None and self._state.closed
             await asyncio.sleep(LOOK_SECONDS if is_closed else IDLE_LOOK_SECONDS)
 
-    def _look(self) -> frames.State:
-        """Tell every front what has changed: the model that serves, health, whether there is room."""
-        self._models.look()
-        health, refusal = self.service.health(), self.service.admission.closed()
-        closed, retry_after = ("", 0.0) if refusal is None else (refusal.detail, refusal.retry_after_seconds)
-        state = frames.State(health.started, health.failed, health.draining, health.reason, closed, retry_after)
-        now = self.service.clock()
-        if _without_time(state) != _without_time(self._state) or now - self._told > (
-            CLOSED_SECONDS if closed else SIGN_OF_LIFE_SECONDS
+    def _look(self) -> wire.State:
+        """Tell every front what has changed: what serves, health, whether there is room."""
+        service, second, refusal = self.service, self.service.second, self.service.admission.closed()
+        state = wire.State(
+            service.health(),
+            *(("", 0.0) if refusal is None else (refusal.detail, refusal.retry_after_seconds)),
+            self._number(service.versions.current),
+            self._number(service.retrieval.versions.current),
+            0 if second is None else self._number(service.second_checkpoint.versions.current),
+            "" if second is None else second.reason,
+            second is not None and second.answers,
+        )
+        now, before = service.clock(), self._state
+        if _without_time(state) != _without_time(before) or now - self._told > (
+            CLOSED_SECONDS if state.closed else SIGN_OF_LIFE_SECONDS
         ):
             self._state, self._told = state, now
             for front in self._fronts.values():
                 front.link.send(state)
+            if before is not None:
+                for number in before.model, before.corpus, before.second:
+                    self._free(number)
         return state
 
-    # what fronts tell and ask
+    def _number(self, worker: Worker[Any] | None) -> int:
+        """By which fronts know what this worker serves, which they are told when it is new; 0 for none."""
+        if worker is None:
+            return 0
+        for number, kept in self._kept.items():
+            if kept is worker:
+                return number
+        worker.hold()
+        self._kept[number := next(self._numbers)] = worker
+        for front in self._fronts.values():
+            self._serve(front, number)
+        return number
 
-    def _count(self, front: Front, frame: frames.Counts) -> None:
-        self._sums.add(front, frame.families)
-        front.flushed = max(front.flushed, frame.id)
+    def _serve(self, front: Front, number: int) -> None:
+        front.served.add(number)
+        front.link.send(wire.Serve.of(number, self._kept[number].model.served))
 
-    def _refused(self, front: Front, frame: frames.Refused) -> None:
-        self.service.admission.offered.observe(self.service.clock(), requests=frame.requests)
+    def _leave(self, front: Front, number: int) -> None:
+        """This front will ask for that no more."""
+        front.served.discard(number)
+        self._free(number)
+
+    def _free(self, number: int) -> None:
+        state = self._state
+        serves = () if state is None else (state.model, state.corpus, state.second)
+        is_wanted = number in serves or any(number in front.served for front in self._fronts.values())
+        if number in self._kept and not is_wanted:
+            self._kept.pop(number).leave()
+
+    # what fronts tell
+
+    def _count(self, front: Front, counts: wire.Counts) -> None:
+        self._sums.add(front, counts.families)
+        front.flushed = max(front.flushed, counts.flush)
+
+    def _refused(self, front: Front, refused: wire.Refused) -> None:
+        self.service.admission.offered.observe(self.service.clock(), requests=refused.requests)
 
     async def _flush(self) -> None:
         """Return when every front has taken all that was sent to it, and told what it has counted; a stopped one is not waited for."""
-        self._flushes += 1
-        asked, number = list(self._fronts.values()), self._flushes
+        asked, number = list(self._fronts.values()), next(self._flushes)
         for front in asked:
-            front.link.send(frames.Flush(number))
+            front.link.send(wire.Flush(number))
         await _until(
             lambda: all(front.flushed >= number or front.link not in self._fronts for front in asked), FLUSH_SECONDS
         )
-
-    async def _scrape(self, front: Front, frame: frames.Scrape) -> None:
-        front.link.send(frames.Exposition(frame.id, await self._scrapes.get()))
 
     async def _exposition(self) -> bytes:
         await self._flush()
         return self._sums.render(self.service.metrics.registry)
 
-    async def _tell(self, front: Front, asked: Any, work: Coroutine[Any, Any, Any]) -> None:
-        """The answer to a question about models or posts, once every front has heard what has changed."""
-        try:
-            answer = await work
-            self._look()
-            await self._flush()
-            front.link.send(answer)
-        except ServiceError as error:
-            fail(front, asked.id, error)
-        except Exception as error:  # it has been logged
-            failure = next((name for name, kind in frames.RELOAD_FAILURES.items() if isinstance(error, kind)), "other")
-            front.link.send(frames.Reloaded(asked.id, failure, str(error)))
 
-    async def _reload(self, frame: frames.Reload) -> frames.Reloaded:
-        def found(name: str | None) -> Path | None:
-            return None if name is None else self.reloads.resolve(name)
-
-        if frame.retrieval is None:
-            await self.reloads.reload(found(frame.checkpoint), second=frame.second)
-        else:
-            await self.reloads.reload_retrieval(*map(found, frame.retrieval))
-        return frames.Reloaded(frame.id, "", "")
-
-    async def _change(self, frame: frames.Change, change: PostChange) -> frames.Changed:
-        changed = await self.service.retrieval.change(change)
-        return frames.Changed(frame.id, changed.posts, changed.changes, changed.deleted)
-
-    async def _compact(self, frame: frames.Compact) -> frames.Changed:
-        changed = await self.service.retrieval.compact()
-        return frames.Changed(frame.id, changed.posts, changed.changes, changed.deleted)
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-def _without_time(state: frames.State | None) -> frames.State | None:
+def _without_time(state: wire.State | None) -> wire.State | None:
     return None if state is None else msgspec.structs.replace(state, retry_after_seconds=0.0)
 
 

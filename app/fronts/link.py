@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from app.fronts.frames import LENGTH, MAX_BYTES, ToEngine, ToFront, encode
+from app.fronts.wire import LENGTH, MAX_BYTES, Message, encode
 
 JOINED_BYTES = 65_536  # more than the socket takes at once
 CREDENTIALS = struct.Struct("3i")  # of the peer: process, user, group
@@ -47,7 +47,7 @@ class Link(asyncio.Protocol):
         self._unwritten_bytes = 0
         self._transport: asyncio.Transport | None = None
 
-    def send(self, frame: ToEngine | ToFront) -> None:
+    def send(self, message: Message) -> None:
         """Write a frame; nothing on a link that has ended. Raises ValueError for one that is too long.
 
         A peer that has long taken nothing is cut off: what waits for it has a bound.
@@ -55,7 +55,7 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             if not self._unwritten:
                 self._loop.call_soon(self._write)
-            self._unwritten.append(data := encode(frame))
+            self._unwritten.append(data := encode(message))
             self._unwritten_bytes += len(data)
             if self._unwritten_bytes > JOINED_BYTES:
                 self._write()

@@ -1,39 +1,65 @@
-"""The service as a front sees it: `interface.Service` over a link to the engine process, which decides who is admitted."""
+"""The service as a front sees it: `app/interface.py` over a link to the engine process, which decides who is admitted."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from app.errors import DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
-from app.fronts import frames
-from app.fronts.places import ENDED, Place, Version
-from app.fronts.retrieval import RemoteRetrieval
-from app.fronts.uplink import Uplink
-from app.interface import Done, Health, Second, ServedModel, Ticket
+from app.errors import CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded, ServiceError
+from app.fronts import wire
+from app.fronts.uplink import Asked, Uplink
+from app.interface import Changed, Done, FoundDone, Health, Second, ServedModel, ServedRetrieval, Ticket
 from app.loop_lag import LoopClock, Work
 from app.settings import Settings
 from app.telemetry.metrics import Metrics
 from app.telemetry.sums import Deltas
 from model.inputs import Candidates, Context
-from weights.format.manifest import Manifest
+from model.retrieval.inputs import PostChange, Query
 
 RETRY_AFTER_SECONDS = 2.0  # while the engine process starts
 OVERRUN_RETRY_SECONDS = 1.0
-SILENT_SECONDS = 4.0  # without a sign of life, of which there is one a second
+SILENT_SECONDS = 4.0  # without a sign of life; there is one a second
 SCRAPE_SECONDS = 5.0
+STARTING = wire.State(Health(False, False, False, False, "The engine process is starting."))
+ENDED = wire.State(Health(False, False, True, False, "The engine process has ended."))
 
 log = structlog.get_logger("app.fronts.remote")
 
 
+class Place:
+    """`interface.Ticket`: a request that is first prepared, then sent, at last answered or released."""
+
+    __slots__ = ("again", "asked", "deadline", "key", "model", "used", "waits")
+
+    def __init__(self, model: ServedModel, deadline: float, key: str | None, again: bool, waits: bool) -> None:
+        self.model = model
+        self.deadline = deadline
+        self.key = key
+        self.again = again
+        self.waits = waits
+        self.used = False
+        self.asked: Asked | None = None
+
+    def release(self) -> None:
+        """Free the place and drop what is not computed; a second time does nothing."""
+        self.used = True
+        if self.asked is not None:
+            self.asked.release()
+
+
 class RemoteService:
-    """`interface.Service` of one front. All methods belong to the event loop."""
+    """`interface.Service` of one front. All methods belong to the event loop.
+
+    The engine process keeps a model until no front has it any more: a front says so when its own last reference is gone.
+    """
 
     def __init__(self, settings: Settings, path: str, front: int, metrics: Metrics) -> None:
         """`path`: of the engine process's socket."""
@@ -43,13 +69,11 @@ class RemoteService:
         self.on_fatal: Callable[[str], None] = lambda reason: None  # nothing here is fatal: the supervisor decides
         self.linked = asyncio.Event()  # the engine process has said how it is
         self.uplink = Uplink(path, front, Deltas(metrics.registry), self._receive, self._lose, self._down)
-        self.retrieval = RemoteRetrieval(self.uplink, is_wanted=settings.retrieval.checkpoint is not None)
-        self._versions: list[Version] = []  # that may still be asked for
-        self._first: Version | None = None
-        self._second: Version | None = None
-        self._second_state = frames.SecondState(0, "The engine process is starting.", False)
+        self.retrieval = RemoteRetrieval(self)
+        self.state = STARTING
+        self._serving: dict[int, wire.Served] = {}  # what new requests are for
+        self._numbers: weakref.WeakKeyDictionary[wire.Served, int] = weakref.WeakKeyDictionary()
         self._loop_clock = LoopClock(self.clock, self._work)
-        self._state = frames.State(False, False, False, "The engine process is starting.", "", 0.0)
         self._refused = 0
         self._draining = self._refusing = self._started = False
 
@@ -79,58 +103,58 @@ class RemoteService:
 
     # what the engine process says
 
-    def _receive(self, frame: Any) -> None:
-        if isinstance(frame, frames.Model):
-            served = ServedModel(Manifest.from_json(frame.manifest), frame.info())
-            version = Version(frame.model, served, self.uplink.link)
-            self._versions.append(version)
-            if frame.second:
-                self._second = version
-            else:
-                self._first = version
-            self._leave_all()
-        elif isinstance(frame, frames.SecondState):
-            self._second_state = frame
-            if not frame.model:
-                self._second = None
-                self._leave_all()
-        elif isinstance(frame, frames.Corpus):
-            self.retrieval.serve(frame)
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, wire.Serve):
+            served = self._serving[message.number] = message.served()
+            self._numbers[served] = message.number
+            if self.uplink.link is not None:
+                leave = weakref.finalize(served, self.uplink.link.send, wire.Left(message.number))
+                leave.atexit = False
         else:
-            self._state = frame
-            self._started = self._started or frame.started
+            self.state = message
+            self._started = self._started or message.health.started
+            for number in self._serving.keys() - {message.model, message.corpus, message.second}:
+                del self._serving[number]
             self.linked.set()
 
     def _lose(self) -> None:
         """The engine process has ended: whoever waits is told at once."""
         self.linked.clear()
-        self._versions.clear()
-        self._first = self._second = None
-        self.retrieval.lose()
-        self._state = frames.State(False, True, False, ENDED, "", 0.0)
+        self._serving.clear()
+        self._numbers.clear()
+        self.state = ENDED
         if not self._refusing:
             log.error("engine_process_lost", requests=len(self.uplink.asked))
 
     def _down(self) -> ServiceError:
-        kind = EngineDown if self._state.failed else NotReady
-        return kind(self._state.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+        health = self.state.health
+        return (EngineDown if health.failed else NotReady)(health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+
+    def serving(self, number: int) -> Any:
+        """What the engine process serves under this number; None where there is none."""
+        return self._serving.get(number)
+
+    def number(self, served: wire.Served) -> int | None:
+        """By which the engine process knows it; None where that has ended since."""
+        return self._numbers.get(served)
 
     # admission
 
     @property
     def model(self) -> ServedModel:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
-        if self._first is None:
+        served = self._serving.get(self.state.model)
+        if served is None:
             raise NotReady(self.health().reason, retry_after_seconds=RETRY_AFTER_SECONDS)
-        return self._first.served
+        return cast(ServedModel, served)
 
     @property
     def second(self) -> Second | None:
         """The second checkpoint, as the engine process told last; None where none is configured."""
         if self.settings.shadow.checkpoint is None:
             return None
-        state, held = self._second_state, self._second
-        return Second(None if held is None else held.served, state.reason, state.answers and held is not None)
+        held = self.serving(self.state.second)
+        return Second(held, self.state.second_reason, self.state.answers and held is not None)
 
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request would get now, as far as this front knows: NotReady, Draining, EngineDown or Overloaded."""
@@ -141,19 +165,12 @@ class RemoteService:
         under_way = len(self.uplink.asked)
         if self._loop_clock.lag.refuses(under_way):
             self._refuse("loop_overrun", "requests arrive faster than they can be answered", OVERRUN_RETRY_SECONDS)
-        if self._state.closed:
-            self._refuse("queue_full", self._state.closed, self._state.retry_after_seconds)
+        if self.state.closed:
+            self._refuse("queue_full", self.state.closed, self.state.retry_after_seconds)
         if under_way >= self.settings.queue.max_requests or (
             self.uplink.link is not None and self.uplink.link.congested
         ):
             self._refuse("queue_full", "the queue is full", OVERRUN_RETRY_SECONDS)
-
-    def _version(self, model: ServedModel) -> Version:
-        """The number of this very model. Raises NotReady where it is gone."""
-        version = next((version for version in self._versions if version.served is model), None)
-        if version is None:
-            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
-        return version
 
     def admit(
         self,
@@ -168,19 +185,25 @@ class RemoteService:
     ) -> Place:
         """Prepare a request on `model`; the engine process decides when it is sent. Raises NotReady, Draining or EngineDown."""
         self._check_able()
-        version = self._version(model)
+        self._check_served(model)
         deadline = self.clock() + self.settings.deadline.default_seconds if deadline is None else deadline
-        return Place(self.uplink, version, self._is_sent, deadline, key, again, waits)
+        return Place(model, deadline, key, again, waits)
 
     def _check_able(self) -> None:
         if self._refusing:
             self.metrics.rejected.labels("draining").inc()
             raise Draining(retry_after_seconds=RETRY_AFTER_SECONDS)
-        if self.uplink.link is None or self._state.failed:
+        if self.uplink.link is None or self.state.health.failed:
             raise self._down()
-        if self._first is None:
+        if self.state.model not in self._serving:
             self.metrics.rejected.labels("not_ready").inc()
-            raise NotReady(self._state.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+            raise NotReady(self.state.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+
+    def _check_served(self, model: ServedModel) -> int:
+        number = self._numbers.get(model)
+        if number is None:
+            raise NotReady("The model of this request was replaced.", retry_after_seconds=0.0)
+        return number
 
     def _work(self) -> Work:
         return Work(time.thread_time(), self.uplink.answered, self._refused, len(self.uplink.asked))
@@ -199,54 +222,118 @@ class RemoteService:
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
         """Send it; `done` is called once, later, unless the ticket is released before."""
         assert isinstance(ticket, Place)
-        ticket.send(context, candidates, done)
-
-    def _is_sent(self, version: Version) -> None:
-        """For a place: there is one request less to come on this model."""
-        version.unsent -= 1
-        self._leave(version)
-
-    def _leave(self, version: Version) -> None:
-        """Tell when the last request on a replaced model was sent: it may be freed once that is answered."""
-        if not version.unsent and version in self._versions and version not in (self._first, self._second):
-            self._versions.remove(version)
-            self.uplink.send(frames.Left(version.number))
-
-    def _leave_all(self) -> None:
-        for version in list(self._versions):
-            self._leave(version)
+        if ticket.used:
+            raise ValueError("this ticket was used before")
+        ticket.used = True
+        number = self._numbers.get(ticket.model)
+        if number is None:  # the engine process has ended since this was admitted
+            ticket.asked = Asked(self.uplink, wire.Answer, ticket.deadline, done)
+            error = EngineDown(ENDED.health.reason, retry_after_seconds=RETRY_AFTER_SECONDS)
+            asyncio.get_running_loop().call_soon(ticket.asked.end, error)
+            return
+        ticket.asked = self.uplink.begin(
+            "rank", ticket.deadline, done,
+            number, ticket.deadline, ticket.key, ticket.again, ticket.waits, context, candidates,
+        )  # fmt: skip
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
     ) -> NDArray[np.float32]:
-        """What the engine process says to this question."""
-        version = self._version(model)
-        words, floats = frames.columns_of(context, candidates)
-        told: frames.Attended = await self.uplink.ask(
-            frames.Attend, version.number, deadline, None, context.user_id, len(context), len(candidates), words, floats,
-            False, False, context.is_kept, candidates.first_slot, deadline=deadline,
-        )  # fmt: skip
-        return np.frombuffer(told.columns, np.float32).reshape(told.shape)
+        """As `interface.Service.attention`."""
+        number = self._check_served(model)
+        rows: NDArray[np.float32]
+        rows = await self.uplink.ask("attention", number, context, candidates, deadline, deadline=deadline)
+        return rows
 
     # health
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
-        state, failed, reason = self._state, self._state.failed, self._state.reason
+        told = self.state.health
+        failed, reason = told.failed, told.reason
         silent = self.clock() - self.uplink.heard
         if self.uplink.link is not None and silent > SILENT_SECONDS:
             failed, reason = True, f"The engine process has been silent for {silent:.1f} s."
         if self._draining and not failed:
             reason = "The process is shutting down."
-        draining = self._draining or state.draining
+        draining = self._draining or told.draining
         return Health(ready=not reason, started=self._started, failed=failed, draining=draining, reason=reason)
 
     async def exposition(self) -> bytes:
         """The metrics of all processes. Raises EngineDown while the engine process, which adds them up, is gone."""
         self.uplink.tell()
         try:
-            told: frames.Exposition = await self.uplink.ask(frames.Scrape, deadline=self.clock() + SCRAPE_SECONDS)
+            return cast(bytes, await self.uplink.ask("exposition", deadline=self.clock() + SCRAPE_SECONDS))
         except DeadlineExceeded:
             reason = self.health().reason or "The engine process has not told the metrics in time."
             raise EngineDown(reason, retry_after_seconds=RETRY_AFTER_SECONDS) from None
-        return told.text
+
+
+class RemoteRetrieval:
+    """`interface.Retrieval` of one front. All methods belong to the event loop."""
+
+    def __init__(self, service: RemoteService) -> None:
+        self._service = service
+        self._uplink = service.uplink
+
+    @property
+    def served(self) -> ServedRetrieval:
+        """What serves new requests. Raises CorpusNotLoaded."""
+        served = self._service.serving(self._service.state.corpus)
+        if served is None:
+            is_wanted = self._service.settings.retrieval.checkpoint is not None
+            detail, seconds = ("The corpus is being loaded.", 2.0) if is_wanted else (None, None)
+            raise CorpusNotLoaded(detail, retry_after_seconds=seconds)
+        return cast(ServedRetrieval, served)
+
+    def retrieve(
+        self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
+    ) -> Ticket:
+        """As `interface.Retrieval.retrieve`; whether there is room is decided by the engine process."""
+        number = self._service.number(served)
+        if number is None:
+            raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
+        return self._uplink.begin("retrieve", deadline, done, number, query, deadline, key)
+
+    async def change(self, change: PostChange) -> Changed:
+        """As `interface.Retrieval.change`."""
+        return cast(Changed, await self._uplink.ask("change", change))
+
+    async def compact(self) -> Changed:
+        """As `interface.Retrieval.compact`."""
+        return cast(Changed, await self._uplink.ask("compact"))
+
+
+class RemoteReloads:
+    """`interface.Reloads` of one front: names are resolved and directories watched by the engine process."""
+
+    def __init__(self, service: RemoteService) -> None:
+        self.service = service
+
+    def resolve(self, name: str) -> Path:
+        """The name as it is."""
+        return Path(name)
+
+    async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
+        """As `interface.Reloads.reload`, of a name below the root."""
+        await self.service.uplink.ask("reload", path, second)
+        held = self.service.second
+        if not second:
+            return self.service.model
+        if held is None or held.model is None:
+            raise NotReady("The second checkpoint was given up.", retry_after_seconds=0.0)
+        return held.model
+
+    async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
+        """As `interface.Reloads.reload_retrieval`, by names below the root."""
+        await self.service.uplink.ask("reload_retrieval", checkpoint, corpus)
+        return self.service.retrieval.served
+
+    def reload_soon(self) -> None:
+        """Nothing: SIGHUP is the engine process's."""
+
+    def watch(self, seconds: float) -> None:
+        """Nothing: the engine process watches."""
+
+    def stop(self) -> None:
+        """Nothing of its own is under way."""

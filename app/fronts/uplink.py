@@ -1,4 +1,4 @@
-"""Keeps a front linked to the engine process, and knows what that was asked and has not answered. Not for what is asked."""
+"""Keeps a front linked to the engine process, and knows what that was asked and has not answered. Does not know what is asked."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import contextlib
 import itertools
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
-from app.errors import DeadlineExceeded, ServiceError, error_class
-from app.fronts import frames
+from app.errors import DeadlineExceeded, ServiceError
+from app.fronts import wire
 from app.fronts.link import Link
 from app.telemetry.sums import Deltas
 
@@ -27,40 +26,34 @@ CLOSE_SECONDS = 1.0
 log = structlog.get_logger("app.fronts.uplink")
 
 
-class Asked(ABC):
-    """What the engine process was asked, until it answers. `deadline`: seconds of CLOCK_MONOTONIC."""
+class Asked:
+    """`interface.Ticket`: a question until it is answered or released. `deadline`: seconds of CLOCK_MONOTONIC; `answer`: the only type of
+    message that answers it, but for `Failed`; `done` is called once with the result or the error."""
 
-    __slots__ = ("deadline",)
+    __slots__ = ("answer", "deadline", "done", "number", "uplink")
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, uplink: Uplink, answer: type[Any], deadline: float, done: Callable[[Any], None]) -> None:
+        self.uplink = uplink
+        self.answer = answer
         self.deadline = deadline
+        self.done = done
+        self.number = next(uplink.numbers)
+        uplink.asked[self.number] = self
 
-    def read(self, frame: Any) -> Any:
-        """What an answer says. Raises ValueError for one that makes no sense, which ends the link."""
-        return frame
-
-    @abstractmethod
-    def end(self, result: Any) -> None:
-        """Called once, with what was read or with the ServiceError that it ended with."""
-
-
-class Question(Asked):
-    """One that a task waits for."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, deadline: float) -> None:
-        super().__init__(deadline)
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    def release(self) -> None:
+        """Nobody waits any more; a second time does nothing."""
+        if self.uplink.asked.pop(self.number, None) is not None:
+            self.uplink.send(wire.Cancel(self.number))
 
     def end(self, result: Any) -> None:
-        """Wake the task, unless it was cancelled."""
-        if self.future.done():
+        """Tell who asked, unless the question was released or has ended."""
+        if self.uplink.asked.pop(self.number, None) is None:
             return
-        if isinstance(result, ServiceError):
-            self.future.set_exception(result)
-        else:
-            self.future.set_result(result)
+        self.uplink.answered += 1
+        try:
+            self.done(result)
+        except Exception as error:  # a fault in one request must not end the link of all
+            log.error("fault", exc_info=error)
 
 
 class Uplink:
@@ -79,6 +72,7 @@ class Uplink:
     ) -> None:
         self.link: Link | None = None
         self.heard = 0.0  # seconds of the monotonic clock
+        self.numbers = itertools.count(1)
         self.asked: dict[int, Asked] = {}
         self.answered = 0
         self.refused = 0  # requests, unread, since the engine process was told of them
@@ -89,7 +83,6 @@ class Uplink:
         self._on_lost = lost
         self._down = down
         self._ended = asyncio.Event()
-        self._ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -108,68 +101,60 @@ class Uplink:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), CLOSE_SECONDS)
 
-    def send(self, frame: frames.ToEngine) -> None:
+    def send(self, message: wire.Message) -> None:
         """Nothing without a link."""
         if self.link is not None:
-            self.link.send(frame)
+            self.link.send(message)
 
-    def tell(self, number: int = 0) -> None:
+    def tell(self, flush: int = 0) -> None:
         """What was counted, as the answer to a `Flush` of that number."""
         if self.link is not None:
-            self.link.send(frames.Counts(number, self._deltas.take()))
+            self.link.send(wire.Counts(flush, self._deltas.take()))
 
     # questions and answers
 
-    async def ask(self, kind: Callable[..., Any], *fields: Any, deadline: float = math.inf) -> Any:
-        """The frame that answers a question. Raises `down` without a link, DeadlineExceeded, or the error that is the answer.
+    def begin(self, name: str, deadline: float, done: Callable[[Any], None], *arguments: Any) -> Asked:
+        """Ask for what this method of the interface does; the arguments in the order of `Method.arguments`."""
+        method = wire.METHODS[name]
+        asked = Asked(self, method.answer, deadline, done)
+        self.send(method.question(asked.number, *arguments))
+        return asked
+
+    async def ask(self, name: str, *arguments: Any, deadline: float = math.inf) -> Any:
+        """The result of a method of the interface. Raises `down` without a link, DeadlineExceeded, or the error that is the answer.
 
         Cancelling it tells the engine process.
         """
         if self.link is None:
             raise self._down()
-        question = Question(deadline)
-        number = self.expect(question)
-        self.link.send(kind(number, *fields))
+        ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def done(result: Any) -> None:
+            if not ended.done():  # a cancelled task has yet to release it
+                ended.set_result(result)
+
+        asked = self.begin(name, deadline, done, *arguments)
         try:
-            return await question.future
+            result = await ended
         finally:
-            self.forget(number)
-
-    def expect(self, asked: Asked) -> int:
-        """The number for the frame that asks."""
-        number = next(self._ids)
-        self.asked[number] = asked
-        return number
-
-    def forget(self, number: int) -> None:
-        """Its caller is gone: no answer is needed."""
-        if self.asked.pop(number, None) is not None:
-            self.send(frames.Cancel(number))
-
-    def end(self, number: int, result: Any) -> None:
-        """Give the answer to whoever asked, unless it was forgotten."""
-        asked = self.asked.pop(number, None)
-        if asked is None:
-            return
-        self.answered += 1
-        try:
-            asked.end(result)
-        except Exception as error:  # a fault in one request must not end the link of all
-            log.error("fault", exc_info=error)
+            asked.release()
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def _tend(self) -> None:
         """Tell what was refused and counted, and answer whom the engine process does not answer in time."""
         for turn in itertools.count(1):
             await asyncio.sleep(TURN_SECONDS)
             if self.refused:
-                self.send(frames.Refused(self.refused))
+                self.send(wire.Refused(self.refused))
                 self.refused = 0
             if turn % COUNTS_TURNS == 0:
                 self.tell()
             late = time.monotonic() - GRACE_SECONDS
-            for number in [number for number, asked in self.asked.items() if asked.deadline < late]:
-                self.send(frames.Cancel(number))
-                self.end(number, DeadlineExceeded())
+            for asked in [asked for asked in self.asked.values() if asked.deadline < late]:
+                self.send(wire.Cancel(asked.number))
+                asked.end(DeadlineExceeded())
 
     # the link
 
@@ -177,7 +162,7 @@ class Uplink:
         loop = asyncio.get_running_loop()
         while True:
             self._ended = asyncio.Event()
-            link = Link(frames.from_engine, self._receive, self._made, self._lose)
+            link = Link(wire.from_engine, self._receive, self._made, self._lose)
             try:
                 await loop.create_unix_connection(lambda link=link: link, self._path)  # type: ignore[misc]
             except OSError:  # it starts, or starts again
@@ -188,26 +173,31 @@ class Uplink:
     def _made(self, link: Link) -> None:
         self.link, self.heard = link, time.monotonic()
         self._deltas.tell_all()
-        link.send(frames.Hello(frames.VERSION, self._front))
+        link.send(wire.Hello(wire.VERSION, self._front))
 
     def _lose(self, link: Link) -> None:
         self.link = None
         self._on_lost()
-        for number in list(self.asked):
-            self.end(number, self._down())
+        for asked in list(self.asked.values()):
+            asked.end(self._down())
         self._ended.set()
 
-    def _receive(self, link: Link, frame: Any) -> None:
+    def _receive(self, link: Link, message: Any) -> None:
         self.heard = time.monotonic()
-        if isinstance(frame, frames.Told):
-            asked = self.asked.get(frame.id)
-            if asked is not None:
-                self.end(frame.id, _error(frame) if isinstance(frame, frames.Failed) else asked.read(frame))
-        elif isinstance(frame, frames.Flush):
-            self.tell(frame.id)
+        if isinstance(message, wire.Answer):
+            self._answer(message)
+        elif isinstance(message, wire.Flush):
+            self.tell(message.number)
         else:
-            self._receive_other(frame)
+            self._receive_other(message)
 
-
-def _error(frame: frames.Failed) -> ServiceError:
-    return error_class(frame.code)(frame.detail, retry_after_seconds=frame.retry_after_seconds)
+    def _answer(self, message: Any) -> None:
+        asked = self.asked.get(message.id)
+        if asked is None:
+            return
+        if type(message) is wire.Failed:
+            asked.end(message.error())
+        elif type(message) is asked.answer:
+            asked.end(message.result)
+        else:
+            raise ValueError("the answer to another question")

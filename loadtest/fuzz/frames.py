@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy as np
 import orjson
 
 from app.errors import NonFiniteScores, error_class
-from app.fronts import frames
+from app.fronts import wire
 from app.fronts.host import EngineHost
 from app.service.reload import Reloader
 from app.service.service import RankingService
@@ -24,18 +25,20 @@ from loadtest.fuzz.calls import REQUEST_ID, Answer, Call
 from loadtest.fuzz.mutate import Mutator
 from model.config import ModelConfig
 from model.inputs import Candidates, Context
+from model.retrieval.inputs import Filters, PostChange, PostRows, Query
 
 PATH = "a frame"
 SECONDS = 5.0  # for an answer
 NUMBERS = (-1, 0, 1, 2, 15, 16, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**31), -(2**63))
-FIRST, CHECK = 1, 2  # numbers of the corrupted frame and of the good one behind it
+FIRST, CHECK = 1, 2  # numbers of the corrupted message and of the good one behind it
 SERVED = 0  # stands for the number of the model, or corpus, that serves, which a link hears of first
 BROKEN = orjson.dumps({"status": 400, "code": "link_broken"})
 PROBLEM = (b"content-type", b"application/problem+json")
+NONE = np.empty(0, np.uint64)
 
 
 class FrameMutator:
-    """An endless, repeatable source of such calls for one model. A call's body is one frame, without its length."""
+    """An endless, repeatable source of such calls for one model. A call's body is one message, without its length."""
 
     def __init__(self, seed: int, config: ModelConfig) -> None:
         self.mutator = Mutator(seed, [b"{}"])
@@ -44,55 +47,56 @@ class FrameMutator:
     def call(self) -> Call:
         """The next one."""
         random = self.mutator.random
-        if random.random() < 0.1:
-            others = (
-                frames.Cancel(FIRST),
-                frames.Left(99),
-                frames.Counts(0, []),
-                frames.Refused(1),
-                frames.Reload(FIRST, "x"),
-            )
-            frame: Any = random.choice((*others, frames.Change(FIRST, b"12345678", b"", []), frames.Compact(FIRST)))
-        elif random.random() < 0.15:
-            frame = self._search()
-        else:
-            frame = self._odd_columns(
-                good(self.config, random.choice((frames.Rank, frames.Attend)), random.randint(0, 40))
-            )
+        message = self._others() if random.random() < 0.1 else self._question()
         if random.random() < 0.4:
-            name = random.choice([name for name in frame.__struct_fields__ if type(getattr(frame, name)) is int])
+            name = random.choice([name for name in message.__struct_fields__ if type(getattr(message, name)) is int])
             with contextlib.suppress(OverflowError):
-                frame = msgspec.structs.replace(frame, **{name: random.choice(NUMBERS)})
-        data = frames.encode(frame)[frames.LENGTH.size :]
+                message = msgspec.structs.replace(message, **{name: random.choice(NUMBERS)})
+        data = wire.encode(message)[wire.LENGTH.size :]
         return Call(self.mutator.cut(data) if random.random() < 0.3 else data, path=PATH, headers=())
 
-    def _odd_columns(self, frame: frames.Rank) -> frames.Rank:
-        random = self.mutator.random
-        words = np.frombuffer(frame.words, np.int64).copy()
-        if random.random() < 0.6:
-            words[random.randrange(len(words))] = random.choice(NUMBERS)
-        return msgspec.structs.replace(frame, words=words.tobytes())
-
-    def _search(self) -> frames.Search:
-        random = self.mutator.random
-        asked = good(self.config, frames.Rank, random.randint(0, 40))
-        return frames.Search(
-            FIRST, SERVED, asked.deadline, None, 1, asked.history, random.choice((1, 7, 2**31)),
-            asked.words[: 24 * asked.history], asked.floats, b"", None, random.choice((None, *NUMBERS[:7])),
-            random.choice((0.0, -1.0, float("nan"), float("inf"))),
+    def _others(self) -> Any:
+        """A message that asks for no scores."""
+        empty = PostRows(NONE, NONE, NONE.view(np.int64), [])
+        gone = PostChange(np.array([12345678], np.uint64), empty)
+        return self.mutator.random.choice(
+            (
+                wire.Cancel(FIRST), wire.Left(99), wire.Counts(0, []), wire.Refused(1), asked("reload", FIRST, Path("x"), False),
+                asked("reload_retrieval", FIRST, Path("x"), None), asked("change", FIRST, gone), asked("compact", FIRST),
+            )
         )  # fmt: skip
 
+    def _question(self) -> Any:
+        """A request, a search or a question about attention, one number of one column replaced."""
+        random = self.mutator.random
+        context, candidates = inputs(self.config, random.randint(0, 40))
+        column = random.choice((context.surfaces, candidates.surfaces, candidates.age_buckets, candidates.post_ids))
+        if len(column) and random.random() < 0.6:
+            column.view(np.int64)[random.randrange(len(column))] = random.choice(NUMBERS)
+        if random.random() < 0.1:
+            context.actions = context.actions[: random.randint(0, 2)]
+        soon = time.monotonic() + SECONDS
+        if random.random() < 0.15:
+            filters = Filters(NONE, None, random.choice((None, *NUMBERS[:7])))
+            least = random.choice((0.0, -1.0, float("nan"), float("inf")))
+            query = Query(context, random.choice((1, 7, 2**31)), filters, least)
+            return asked("retrieve", FIRST, SERVED, query, soon, None)
+        if random.random() < 0.5:
+            return asked("attention", FIRST, SERVED, context, candidates, soon)
+        return asked("rank", FIRST, SERVED, soon, None, False, False, context, candidates)
 
-def good(
-    config: ModelConfig, kind: type[frames.Rank] = frames.Rank, history: int = 3, number: int = FIRST
-) -> frames.Rank:
-    """A frame that is right, for any model of this shape."""
-    count = 5
-    ids, posts = np.arange(1, history + 1, dtype=np.uint64), np.arange(1, count + 1, dtype=np.uint64)
-    zeros, actions = np.zeros(history, np.int64), np.zeros((history, config.actions), np.float32)
-    context = Context(7, ids, ids, actions, zeros, np.zeros(history, np.float32))
-    columns = frames.columns_of(context, Candidates(posts, posts, np.zeros(count, np.int64), np.zeros(count, np.int64)))
-    return kind(number, SERVED, time.monotonic() + SECONDS, None, 7, history, count, *columns)
+
+def asked(name: str, number: int, *arguments: Any) -> Any:
+    """The question of that number for a method of the interface."""
+    return wire.METHODS[name].question(number, *arguments)
+
+
+def inputs(config: ModelConfig, history: int = 3) -> tuple[Context, Candidates]:
+    """A user's history and five candidates that are right for any model of this shape."""
+    ids, posts = np.arange(1, history + 1, dtype=np.uint64), np.arange(1, 6, dtype=np.uint64)
+    actions, zeros = np.zeros((history, config.actions), np.float32), np.zeros(5, np.int64)
+    context = Context(7, ids, ids.copy(), actions, np.zeros(history, np.int64), np.zeros(history, np.float32))
+    return context, Candidates(posts, posts.copy(), zeros, zeros.copy())
 
 
 @asynccontextmanager
@@ -108,20 +112,22 @@ async def linked(
 
 
 async def ask_frame(path: str, config: ModelConfig, call: Call) -> Answer:
-    """What becomes of a frame on a link of its own, said as HTTP would; a good one behind it must be answered, or the link has ended."""
+    """What becomes of a message on a link of its own, said as HTTP would; a good one behind it must be answered, or the link has ended."""
     reader, writer = await asyncio.open_unix_connection(path)
     told: dict[int, Any] = {}
     try:
         async with asyncio.timeout(SECONDS):
-            writer.write(frames.encode(frames.Hello(frames.VERSION, 9)))
+            writer.write(wire.encode(wire.Hello(wire.VERSION, 9)))
             served = await _served(reader)
-            behind = msgspec.structs.replace(good(config, number=CHECK), model=served["model"])
+            behind = asked(
+                "rank", CHECK, served["model"], time.monotonic() + SECONDS, None, False, False, *inputs(config)
+            )
             body = _for_served(call.body, served)
-            writer.write(frames.LENGTH.pack(len(body)) + body + frames.encode(behind))
+            writer.write(wire.LENGTH.pack(len(body)) + body + wire.encode(behind))
             while CHECK not in told:
-                frame = await _next(reader)
-                if isinstance(frame, frames.Told):
-                    told[frame.id] = frame
+                message = await _next(reader)
+                if isinstance(message, wire.Answer):
+                    told[message.id] = message
     except (asyncio.IncompleteReadError, ConnectionError):
         return Answer(400, dict([PROBLEM]), BROKEN, is_last=True)
     except TimeoutError:
@@ -129,7 +135,9 @@ async def ask_frame(path: str, config: ModelConfig, call: Call) -> Answer:
     finally:
         writer.close()
     name = (REQUEST_ID, dict(call.headers).get(REQUEST_ID, b""))  # a frame carries none
-    failed = next((each for each in told.values() if isinstance(each, frames.Failed)), None)
+    failed = next(
+        (each for each in told.values() if isinstance(each, wire.Failed) and each.code not in wire.FAILURES), None
+    )
     if failed is None:
         return Answer(200, dict([(b"content-type", b"application/protobuf"), name]))
     kind = error_class(failed.code)
@@ -140,25 +148,21 @@ async def ask_frame(path: str, config: ModelConfig, call: Call) -> Answer:
 
 
 def _for_served(body: bytes, served: dict[str, int]) -> bytes:
-    """The same frame for what serves, where it is a frame still, and for that at all."""
-    with contextlib.suppress(msgspec.MsgspecError, OverflowError, UnicodeDecodeError):
-        frame = frames.from_front.decode(body)
-        named = {name: number for name, number in served.items() if getattr(frame, name, None) == SERVED}
-        return frames.encode(msgspec.structs.replace(frame, **named))[frames.LENGTH.size :]
+    """The same message for what serves, where it is a message still, and for that at all."""
+    with contextlib.suppress(msgspec.MsgspecError, OverflowError, UnicodeDecodeError, ValueError):
+        message = wire.from_front.decode(body)
+        named = {name: number for name, number in served.items() if getattr(message, name, None) == SERVED}
+        return wire.encode(msgspec.structs.replace(message, **named))[wire.LENGTH.size :]
     return body
 
 
 async def _served(reader: asyncio.StreamReader) -> dict[str, int]:
-    """The numbers by which a new link hears of what serves, before it hears how all is."""
-    found = {}
-    while not isinstance(frame := await _next(reader), frames.State):
-        if isinstance(frame, frames.Model):
-            found["model"] = frame.model
-        elif isinstance(frame, frames.Corpus):
-            found["corpus"] = frame.corpus
-    return found
+    """The numbers of what serves, by the names that questions have for them."""
+    while not isinstance(message := await _next(reader), wire.State):
+        pass
+    return {"model": message.model, "served": message.corpus}
 
 
 async def _next(reader: asyncio.StreamReader) -> Any:
-    (length,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
-    return frames.from_engine.decode(await reader.readexactly(length))
+    (length,) = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
+    return wire.from_engine.decode(await reader.readexactly(length))

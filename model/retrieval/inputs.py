@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from model.config import ModelConfig
 from model.inputs import Context, Ids
 
 
@@ -31,6 +32,13 @@ class Query:
     k: int
     filters: Filters
     least: float = -np.inf
+
+    def check(self, config: ModelConfig) -> None:
+        """As `Context.check`, and ValueError for a `k`, a `least` or a time that is none."""
+        self.context.check(config)
+        after = self.filters.created_after
+        if not 0 < self.k < 2**31 or np.isnan(self.least) or not (after is None or -(2**63) <= after < 2**63):
+            raise ValueError("a query for no posts, or by no number")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +82,12 @@ class PostChange:
     delete: Ids
     upsert: PostRows
 
-    def check(self) -> None:
-        """Raises ValueError where nothing changes, for a post that comes twice or is none, and for a time before 1970."""
+    def check(self, config: ModelConfig | None = None) -> None:
+        """Raises ValueError where nothing changes or columns differ in length, for a post that comes twice or is none, and for a time
+        before 1970."""
         rows = self.upsert
+        if len({len(column) for column in (rows.post_ids, rows.author_ids, rows.created_at, rows.topics)}) > 1:
+            raise ValueError("a change with columns of different lengths")
         ids = np.concatenate((rows.post_ids, self.delete))
         if not len(ids) or len(np.unique(ids)) < len(ids) or not rows.post_ids.all() or (rows.created_at < 0).any():
             raise ValueError("no change of different posts")

@@ -13,8 +13,7 @@ from typing import Any
 from app.engine.loading import Loader, RetrievalLoader
 from app.errors import ServiceError
 from app.fronts.host import EngineHost
-from app.fronts.places import Place
-from app.fronts.remote import RemoteService
+from app.fronts.remote import Place, RemoteService
 from app.interface import Ranked
 from app.service.reload import Reloader
 from app.service.service import RankingService

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.exits import EXIT_ENGINE_LOST
-from app.fronts import frames, host
-from app.fronts.frames import Attend, Cancel, Counts, Hello, Left, Rank, encode
+from app.fronts import host, wire
+from app.fronts.wire import Cancel, Counts, Hello, Left, encode
 from app.settings import Queue
 from loadtest.soak.fake_engine import FakeEngine
 from model.engine import EngineError
+from model.retrieval.inputs import Filters, Query
 from tests.app.fakes import Gate, request, right, run, until
 from tests.app.fronts.linked import Linked, begin, linked
 
@@ -34,33 +37,67 @@ async def speak(found: Linked, *sent: Any, seconds: float = 5.0) -> bytes:
     return came
 
 
-def asked(kind: type[Rank] = Rank, *, surface: int = 0, age: int = 0, **changes: Any) -> Rank:
+RANK, ATTENTION, RETRIEVE = (wire.METHODS[name].question for name in ("rank", "attention", "retrieve"))
+
+
+def asked(
+    kind: Any = RANK, *, surface: int = 0, age: int = 0, count: int = 4, user: int = 1, slot: int = 0, **changes: Any
+) -> Any:
     context, candidates = request(1)
     candidates.surfaces[-1], candidates.age_buckets[-1] = surface, age
-    fields = {"id": 1, "model": 1, "deadline": time.monotonic() + 3600, "key": None, "user_id": 1}
-    words, floats = frames.columns_of(context, candidates)
-    columns = {"history": len(context), "candidates": len(candidates), "words": words, "floats": floats}
-    return kind(**fields | columns | changes)
+    fields = {"id": 1, "model": 1, "deadline": time.monotonic() + 3600, "context": replace(context, user_id=user)}
+    fields["candidates"] = replace(candidates.chunk(0, count), first_slot=slot)
+    if kind is RANK:
+        fields |= {"key": None, "again": False, "waits": False}
+    return kind(**fields | changes)
 
 
+def search(k: int = 5, least: float = 0.0, **changes: Any) -> Any:
+    query = Query(request(1)[0], k, Filters(np.empty(0, np.uint64)), least)
+    return RETRIEVE(
+        **{"id": 1, "served": 1, "query": query, "deadline": time.monotonic() + 3600, "key": None} | changes
+    )
+
+
+def short(name: str, context: Any = None) -> Any:
+    """A request whose column of that name lacks its last event."""
+    context = request(1)[0] if context is None else context
+    return asked(context=replace(context, **{name: getattr(context, name)[:-1]}))
+
+
+def bytes_of(message: Any, old: bytes, new: bytes) -> bytes:
+    body = encode(message)[4:].replace(old, new)
+    return wire.LENGTH.pack(len(body)) + body
+
+
+HELLO = Hello(wire.VERSION, 9)
 NONSENSE = {
     "no Hello": (asked(),),
-    "two Hellos": (Hello(frames.VERSION, 9), Hello(frames.VERSION, 9)),
-    "another version": (Hello(frames.VERSION + 1, 9),),
+    "two Hellos": (HELLO, HELLO),
+    "another version": (Hello(wire.VERSION + 1, 9),),
     "another protocol": (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",),
-    "an unknown model": (Hello(frames.VERSION, 9), asked(model=7)),
-    "columns too short": (Hello(frames.VERSION, 9), asked(words=b"1234")),
-    "more candidates than columns": (Hello(frames.VERSION, 9), asked(candidates=5)),
-    "a number twice": (Hello(frames.VERSION, 9), asked(), asked()),
-    "a surface of 2^40": (Hello(frames.VERSION, 9), asked(surface=2**40)),
-    "a negative surface": (Hello(frames.VERSION, 9), asked(surface=-1)),
-    "an age that no table has": (Hello(frames.VERSION, 9), asked(age=2**40)),
-    "attention by a surface of 2^40": (Hello(frames.VERSION, 9), asked(Attend, surface=2**40)),
-    "a slot of 2^62": (Hello(frames.VERSION, 9), asked(first_slot=2**62)),
-    "no candidates": (Hello(frames.VERSION, 9), asked(candidates=0, words=b"", floats=b"", history=0)),
-    "a deadline that is no number": (Hello(frames.VERSION, 9), asked(deadline=float("nan"))),
-    "attention of an unknown model": (Hello(frames.VERSION, 9), asked(Attend, model=7)),
-    "attention by a number that another has": (Hello(frames.VERSION, 9), asked(), asked(Attend)),
+    "another message": (HELLO, bytes_of(asked(), b"\xa4rank", b"\xa4rang")),
+    "an unknown model": (HELLO, asked(model=7)),
+    "a search of a model that ranks": (HELLO, search()),
+    "events without authors": (HELLO, short("author_ids")),
+    "events without surfaces": (HELLO, short("surfaces")),
+    "events without seconds": (HELLO, short("dwell_seconds")),
+    "events without actions": (HELLO, short("actions")),
+    "candidates without bytes": (HELLO, bytes_of(asked(), b"author_ids\xc4\x20", b"author_ids\xc4\x1f\x00\xc4")),
+    "a number twice": (HELLO, asked(), asked()),
+    "a surface of 2^40": (HELLO, asked(surface=2**40)),
+    "a negative surface": (HELLO, asked(surface=-1)),
+    "an age that no table has": (HELLO, asked(age=2**40)),
+    "attention by a surface of 2^40": (HELLO, asked(ATTENTION, surface=2**40)),
+    "a slot of 2^62": (HELLO, asked(slot=2**62)),
+    "a negative slot": (HELLO, asked(slot=-1)),
+    "a negative user": (HELLO, asked(user=-1)),
+    "no candidates": (HELLO, asked(count=0)),
+    "a deadline that is no number": (HELLO, asked(deadline=float("nan"))),
+    "a negative deadline": (HELLO, asked(deadline=-1.0)),
+    "a negative number": (HELLO, asked(id=-1)),
+    "attention of an unknown model": (HELLO, asked(ATTENTION, model=7)),
+    "attention by a number that another has": (HELLO, asked(), asked(ATTENTION)),
 }
 
 
@@ -86,15 +123,13 @@ def test_what_is_no_nonsense_gets_an_answer() -> None:
     async def main() -> None:
         async with linked(FakeEngine()) as found:
             reader, writer = await asyncio.open_unix_connection(found.path)
-            writer.write(
-                b"".join(map(encode, (Hello(frames.VERSION, 9), asked(), Cancel(77), Left(77), Counts(0, []))))
-            )
+            writer.write(b"".join(map(encode, (HELLO, asked(), Cancel(77), Left(77), Counts(0, [])))))
             kinds: list[type] = []
-            while frames.Answer not in kinds:
-                (length,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
-                kinds.append(type(frames.from_engine.decode(await reader.readexactly(length))))
+            while (ranked := wire.METHODS["rank"].answer) not in kinds:
+                (length,) = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
+                kinds.append(type(wire.from_engine.decode(await reader.readexactly(length))))
             writer.close()
-            assert [kind for kind in kinds if kind is not frames.State] == [frames.Model, frames.Answer]
+            assert [kind for kind in kinds if kind is not wire.State] == [wire.Serve, ranked]
 
     run(main())
 
@@ -124,7 +159,7 @@ def test_a_front_that_reads_nothing_delays_a_scrape_and_nothing_else(monkeypatch
         async with linked(FakeEngine()) as found:
             [front] = found.fronts
             _, writer = await asyncio.open_unix_connection(found.path)
-            writer.write(encode(Hello(frames.VERSION, 9)))
+            writer.write(encode(HELLO))
             await until(lambda: len(found.host._fronts) == 2)
             began = time.monotonic()
             await front.exposition()

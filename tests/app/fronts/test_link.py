@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import structlog
 
-from app.fronts import frames, link
-from app.fronts.frames import MAX_BYTES, Cancel, Hello, encode
+from app.fronts import link, wire
 from app.fronts.link import Link
+from app.fronts.wire import MAX_BYTES, Cancel, Hello, encode
 from tests.app.fakes import run, until
 
 HELLO, CANCEL = Hello(1, 2), Cancel(3)
@@ -28,7 +28,7 @@ class End:
     def __init__(self) -> None:
         self.taken: list[Any] = []
         self.made = self.lost = 0
-        self.link = Link(frames.from_front, self.take, self._made, self._lost)
+        self.link = Link(wire.from_front, self.take, self._made, self._lost)
 
     def take(self, link: Link, frame: Any) -> None:
         self.taken.append(frame)
@@ -132,7 +132,7 @@ def test_a_beginning_of_a_frame_holds_no_more_than_came() -> None:
 def test_a_peer_that_reads_nothing_is_known_as_congested() -> None:
     async def test(end: End, peer: socket.socket) -> None:
         while not end.link.congested:
-            end.link.send(frames.Reload(1, "x" * 100_000))
+            end.link.send(wire.Failed(1, "x", "x" * 100_000))
         loop = asyncio.get_running_loop()
         while end.link.congested:
             await loop.sock_recv(peer, 2**20)
@@ -143,7 +143,7 @@ def test_a_peer_that_reads_nothing_is_known_as_congested() -> None:
 def test_a_peer_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(end: End, peer: socket.socket) -> None:
         for _ in range(100):
-            end.link.send(frames.Reload(1, "x" * 100_000))
+            end.link.send(wire.Failed(1, "x", "x" * 100_000))
         await until(lambda: end.lost == 1)
 
     monkeypatch.setattr(link, "MAX_BYTES", 2**20)

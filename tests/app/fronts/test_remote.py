@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
+from typing import Any
 
+import httpx
 import pytest
 import structlog
 
 from app.engine.loading import LoadedModel
 from app.errors import CorpusNotLoaded, DeadlineExceeded, Draining, EngineDown, NotReady, Overloaded
-from app.fronts import frames, host, remote, uplink
-from app.fronts.reload import RemoteReloads
+from app.fronts import host, remote, uplink, wire
+from app.fronts.remote import RemoteReloads
 from app.http.application import create_app
-from app.interface import CheckpointNotFound
+from app.interface import CheckpointNotFound, Ranked
+from app.ports import build_server
 from app.settings import Batching, Queue
 from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loaded
 from tests.app.fakes import Gate, loader, request, right, run, until
 from tests.app.fronts.linked import begin, linked
-from tests.app.serving import ask, chunk, good, value_of
+from tests.app.serving import ask, chunk, good, port_of, value_of
 
 
 def test_scores_are_the_same_bits_as_without_a_link() -> None:
@@ -132,14 +136,14 @@ def test_the_engine_process_admits_for_all_fronts_together() -> None:
             with pytest.raises(Overloaded) as refused:
                 await begin(one, 3)[1]
             assert refused.value.retry_after_seconds is not None
-            await until(lambda: bool(other._state.closed))
+            await until(lambda: bool(other.state.closed))
             for front in (one, other):  # from now on unread
                 with pytest.raises(Overloaded):
                     front.check_open()
             gate.opened.set()
             assert right((await first).scores, 1)
             assert right((await second).scores, 2)
-            await until(lambda: not (one._state.closed or other._state.closed))
+            await until(lambda: not (one.state.closed or other.state.closed))
             one.check_open()
 
     run(main())
@@ -167,8 +171,8 @@ def test_each_refusal_is_told_once() -> None:
     async def main() -> None:
         async with linked(FakeEngine()) as found:
             [front], told = found.fronts, []
-            found.host._take[frames.Refused] = lambda front, frame: told.append(frame.requests)
-            front._state.closed = "planted"
+            found.host._take[wire.Refused] = lambda front, frame: told.append(frame.requests)
+            front.state.closed = "planted"
             for _ in range(7):
                 with pytest.raises(Overloaded):
                     front.check_open()
@@ -185,7 +189,7 @@ def test_what_is_refused_unread_counts_as_asked_for() -> None:
             [front], offered = found.fronts, found.service.admission.offered
             await begin(front, 1)[1]
             before = offered.forwards_per_second(found.service.clock())
-            front._state.closed = "planted"
+            front.state.closed = "planted"
             for _ in range(50):
                 with pytest.raises(Overloaded):
                     front.check_open()
@@ -217,9 +221,8 @@ def test_requests_end_on_the_model_that_they_began_with() -> None:
         old, new = FakeEngine(1, before=gate), FakeEngine(2)
         async with linked(old, fronts=2, load=loader(new, "v2")) as found:
             one, other = found.fronts
-            before = one.model
-            prepared = one.admit(before, candidates=4, history=2, deadline=None)
-            _, sent = begin(other, 5)
+            prepared = one.admit(one.model, candidates=4, history=2, deadline=None)
+            sent = begin(other, 5)[1]
             await gate.reached()
             after = await RemoteReloads(one).reload()
             assert after.manifest.version == "v2"
@@ -237,9 +240,8 @@ def test_requests_end_on_the_model_that_they_began_with() -> None:
             one.rank(prepared, *request(7), late.set_result)
             ranked = await late
             assert right(ranked.scores, 7, version=1)  # type: ignore[attr-defined]
+            del prepared
             await until(old.closed.is_set)
-            with pytest.raises(NotReady):
-                one.admit(before, candidates=4, history=2, deadline=None)
 
     run(main())
 
@@ -253,12 +255,22 @@ def test_a_model_that_was_replaced_is_kept_for_what_is_prepared_and_not_for_what
             await RemoteReloads(front).reload()
             dropped.release()
             dropped.release()  # does nothing
+            del dropped
             await front.exposition()  # the engine process has read all that was sent before
             assert not old.closed.is_set()
+            assert right((await answer(front, kept)).scores, 1, version=1)
             kept.release()
+            del kept
             await until(old.closed.is_set)
 
     run(main())
+
+
+async def answer(front: remote.RemoteService, place: remote.Place) -> Ranked:
+    ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    front.rank(place, *request(1), ended.set_result)
+    ranked: Ranked = await ended
+    return ranked
 
 
 def test_a_front_that_goes_keeps_no_model() -> None:
@@ -266,15 +278,39 @@ def test_a_front_that_goes_keeps_no_model() -> None:
         old = FakeEngine(1)
         async with linked(old, fronts=2, load=loader(FakeEngine(2), "v2")) as found:
             one, other = found.fronts
-            one.admit(one.model, candidates=4, history=2, deadline=None)
+            prepared = one.admit(one.model, candidates=4, history=2, deadline=None)
             await RemoteReloads(other).reload()
             for front in (one, other):
                 await front.exposition()
             assert not old.closed.is_set()
             one.uplink.link.close()  # type: ignore[union-attr]
             await until(old.closed.is_set)
+            prepared.release()
 
     run(main())
+
+
+def test_an_idle_connection_keeps_no_model_that_was_replaced() -> None:
+    async def main() -> None:
+        old = FakeEngine(1)
+        async with linked(old, load=loader(FakeEngine(2), "v2")) as found:
+            reloads = RemoteReloads(found.fronts[0])
+            server = build_server(found.settings.model_copy(update={"port": 0}), found.fronts[0], reloads)
+            await server.startup(None)
+            explain = good() | {"explain": [good()["candidates"][0]["post_id"]]}
+            bodies = {"/rank": good(), "/rank/batch": {"requests": [good()]}, "/explain": explain}
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
+                gc.disable()
+                for path, body in bodies.items():
+                    assert (await client.post(path, json=body)).status_code == 200
+                await reloads.reload()
+                await until(old.closed.is_set)
+            await server.shutdown()
+
+    try:
+        run(main())
+    finally:
+        gc.enable()
 
 
 def test_a_lost_link_answers_at_once_and_comes_back() -> None:
@@ -313,17 +349,16 @@ def test_a_question_ends_with_its_answer_its_deadline_or_whoever_asked(monkeypat
         async with linked(FakeEngine()) as found:
             [front], take = found.fronts, found.host._take
             cancelled: list[int] = []
-            take[frames.Cancel] = lambda front, frame: cancelled.append(frame.id)
-            take[frames.Scrape] = lambda front, frame: front.link.send(
-                frames.Failed(frame.id, "corpus_not_loaded", "planted", None)
-            )
+            scrape = wire.METHODS["exposition"].question
+            take[wire.Cancel] = lambda front, cancel: cancelled.append(cancel.id)
+            take[scrape] = lambda front, asked: front.link.send(wire.Failed(asked.id, "corpus_not_loaded", "planted"))
             with pytest.raises(CorpusNotLoaded, match="planted"):
                 await front.exposition()
-            take[frames.Scrape] = lambda front, frame: None
+            take[scrape] = lambda front, asked: None
             monkeypatch.setattr(remote, "SCRAPE_SECONDS", 0.01)
             with pytest.raises(EngineDown, match="has not told the metrics in time"):
                 await front.exposition()
-            asking = asyncio.ensure_future(front.uplink.ask(frames.Scrape))
+            asking = asyncio.ensure_future(front.uplink.ask("exposition"))
             await asyncio.sleep(0)
             asking.cancel()
             await until(lambda: len(cancelled) == 2)
@@ -336,7 +371,8 @@ def test_an_answer_to_something_else_ends_the_link_and_leaves_nobody_waiting() -
     async def main() -> None:
         async with linked(FakeEngine()) as found:
             take = found.host._take
-            take[frames.Rank] = lambda front, frame: front.link.send(frames.Reloaded(frame.id, "", ""))
+            rank, reload = wire.METHODS["rank"], wire.METHODS["reload"]
+            take[rank.question] = lambda front, asked: front.link.send(reload.answer(asked.id, None))
             with pytest.raises(EngineDown):
                 await begin(found.fronts[0], 1)[1]
 

@@ -7,22 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from app.engine.loading import RetrievalLoader
 from app.errors import CorpusNotLoaded, DeadlineExceeded, EngineDown
-from app.fronts import frames
+from app.fronts import wire
 from app.fronts.remote import RemoteService
-from app.fronts.retrieval import change_of, found_of, posts_frame, query_of, search_frame
 from app.http.application import create_app
 from app.interface import Found, Retrieval
 from app.service.retrieval import RetrievalService
 from app.settings import Settings
-from loadtest.soak.fake_engine import CONFIG, FakeEngine
+from loadtest.soak.fake_engine import FakeEngine
 from model.inputs import Context
-from model.retrieval.inputs import Filters, PostChange, PostRows, Query, Retrieved
+from model.retrieval.inputs import Filters, PostChange, PostRows, Query
 from tests.app import retrieving
 from tests.app.fakes import Gate, ended, run, until
 from tests.app.fronts.linked import Linked, linked
@@ -50,7 +48,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> RetrievalLoader:
 
 async def knows(front: RemoteService) -> None:
     """The front has been told what retrieves."""
-    await until(lambda: front.retrieval._served is not None)
+    await until(lambda: front.state.corpus != 0)
 
 
 async def found(service: Any, asked: Query, seconds: float = SOON) -> Found:
@@ -170,11 +168,12 @@ def test_a_change_whose_answer_is_lost_is_not_sent_again(load: RetrievalLoader) 
         async with linked(FakeEngine(), retrieval=load) as here:
             front, came = here.fronts[0], []
             await knows(front)
-            here.host._take[frames.Change] = lambda front, frame: (came.append(frame.id), here.cut())
+            change = wire.METHODS["change"].question
+            here.host._take[change] = lambda front, asked: (came.append(asked.id), here.cut())
             nothing = PostRows(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64), [])
             asking = asyncio.create_task(front.retrieval.change(PostChange(np.array([3], np.uint64), nothing)))
             await until(lambda: bool(came))
-            here.host._take[frames.Change] = lambda front, frame: came.append(frame.id)
+            here.host._take[change] = lambda front, asked: came.append(asked.id)
             await until(lambda: not front.health().ready)
             await here.mend()
             await until(lambda: front.health().ready)
@@ -196,12 +195,16 @@ def test_a_search_that_was_sent_before_a_swap_ends_on_what_it_began_with(load: R
             await retrieval.swap(retrieving.loader(tmp_path, seed=5, version="v2"))
             assert front.retrieval.served is old, "the front has not heard of it"
             assert told(await found(front, query(1))) == expected
-            await until(lambda: front.retrieval.served is not old)
-            assert front.retrieval.served.corpus.version == "v2"
+            await until(lambda: front.retrieval.served.corpus.version == "v2")
             assert told(await found(front, query(1))) == told(await found(here.service, query(1))) != expected
+            assert len(retrieval.versions.held) == 2
+            del old
             await until(lambda: retrieval.versions.held == [retrieval.versions.current])
+            lost = front.retrieval.served
+            here.cut()
+            await until(lambda: not front.health().ready)
             with pytest.raises(CorpusNotLoaded, match="was replaced"):
-                front.retrieval.retrieve(old, query(1), front.clock() + SOON, None, lambda result: None)
+                front.retrieval.retrieve(lost, query(1), front.clock() + SOON, None, lambda result: None)
 
     run(main())
 
@@ -223,72 +226,3 @@ def test_the_old_corpus_is_freed_when_a_front_that_knew_it_is_gone(load: Retriev
             await until(lambda: version not in service.versions.held)
 
     run(main())
-
-
-# frames
-
-
-def test_a_search_and_its_answer_arrive_as_they_were_sent() -> None:
-    for asked in ASKED:
-        frame = frames.from_front.decode(frames.encode(search_frame(7, 2, asked, 12.5, "feed"))[4:])
-        assert isinstance(frame, frames.Search)
-        assert (frame.id, frame.corpus, frame.deadline, frame.key) == (7, 2, 12.5, "feed")
-        came = query_of(frame, CONFIG)
-        assert (came.k, came.least, came.filters.topics) == (asked.k, asked.least, asked.filters.topics)
-        assert came.filters.created_after == asked.filters.created_after
-        assert came.filters.exclude.tobytes() == asked.filters.exclude.tobytes()
-        for name in ("post_ids", "author_ids", "actions", "surfaces", "dwell_seconds"):
-            sent, read = getattr(asked.context, name), getattr(came.context, name)
-            assert (read.dtype, read.shape, read.tobytes()) == (sent.dtype, sent.shape, sent.tobytes()), name
-    for count in (0, 1, 9):
-        ids = np.arange(2**63, 2**63 + count, dtype=np.uint64)
-        scores, topics = np.random.default_rng(1).random(count, np.float32), [None, "art"] * 5
-        posts = Retrieved(ids, ids + np.uint64(1), scores, ids.view(np.int64), topics[:count], 8, 7, True, 6, 5)
-        answer = frames.from_engine.decode(frames.encode(posts_frame(3, Found(posts, 0.1, 0.2, 0.3)))[4:])
-        assert isinstance(answer, frames.Posts)
-        assert told(found_of(answer)) == told(Found(posts, 0.1, 0.2, 0.3))
-
-
-@pytest.mark.parametrize(
-    "change", [{"words": b"1234567"}, {"history": 3}, {"floats": b""}, {"exclude": b"12"}, {"least": float("nan")}]
-)
-def test_a_search_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  # numpy has many words for it
-        query_of(msgspec.structs.replace(search_frame(7, 2, query(2), 12.5, None), **change), CONFIG)
-
-
-def test_columns_of_different_lengths_are_refused() -> None:
-    posts = frames.Posts(1, 0.0, 0.0, 0.0, b"\0" * 24, b"\0" * 8, [None], 1, 1, False, 1, 0)
-    for wrong in (posts, msgspec.structs.replace(posts, scores=b"\0" * 4, topics=[])):
-        with pytest.raises(ValueError, match="length"):
-            found_of(wrong)
-    with pytest.raises(ValueError, match="length"):
-        change_of(frames.Change(1, b"", b"\0" * 24, []))
-
-
-@pytest.mark.parametrize(
-    "change", [{"created_after": 2**70}, {"k": 0}, {"k": 2**40}, {"history": -1}, {"user_id": -1}], ids=str
-)
-def test_a_number_that_no_front_sends_is_no_search(change: dict[str, Any]) -> None:
-    sent = msgspec.structs.replace(search_frame(7, 2, query(2), 12.5, None), **change)
-    with pytest.raises((msgspec.MsgspecError, OverflowError)):  # the second: no such number can be written at all
-        frames.from_front.decode(frames.encode(sent)[4:])
-
-
-@pytest.mark.parametrize(
-    ("posts", "gone", "time"), [((1, 1), (), 0), ((1,), (1,), 0), ((0,), (), 0), ((), (), 0), ((1,), (), -1)]
-)
-def test_a_change_that_no_body_could_ask_for_is_refused(
-    posts: tuple[int, ...], gone: tuple[int, ...], time: int
-) -> None:
-    ids = np.array(posts, np.uint64)
-    words = frames.joined((ids, ids, np.full(len(ids), time, np.int64)))
-    with pytest.raises(ValueError, match="no change"):
-        change_of(frames.Change(1, np.array(gone, np.uint64).tobytes(), words, [None] * len(ids)))
-    some = np.array([5, 6], np.uint64)  # the negative control
-    assert (
-        len(
-            change_of(frames.Change(1, b"", frames.joined((some, some, some.view(np.int64))), [None] * 2)).upsert.topics
-        )
-        == 2
-    )

@@ -22,6 +22,7 @@ from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.engine.loading import RetrievalLoader
+from app.errors import NotReady
 from app.http.admin import create_admin_app
 from app.http.application import create_app
 from app.http.grpc_server import ROUTES
@@ -215,6 +216,11 @@ def test_a_check_of_frames_that_is_missing_is_found(run: Run, kind: type, monkey
         assert all(((each.surfaces >= 0) & (each.surfaces < 16)).all() for each in given), "read beyond a table"
 
     monkeypatch.setattr(kind, "check", lambda self, config: None)
+
+    async def attention(self: object, model: object, context: Context, candidates: Candidates, deadline: float) -> None:
+        raise NotReady  # what computes it would end this process
+
+    monkeypatch.setattr("app.service.service.RankingService.attention", attention)
     assert run(512, only="frames", engine=FakeEngine(before=look)).failed["status 503"]
 
 
