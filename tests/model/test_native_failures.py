@@ -153,7 +153,7 @@ def test_a_planted_counter_is_found() -> None:
 
 @pytest.mark.parametrize("column", ["surfaces", "age_buckets", "history", "first_slot", "a wish"])
 def test_a_build_with_checks_ends_where_it_is_given_what_no_table_has(column: str) -> None:
-    """What nobody hands over: model/inputs.py and app/fronts/frames.py look before. A fuzzer finds who does not."""
+    """What nobody hands over: model/inputs.py and app/fronts/answers.py look before. A fuzzer finds who does not."""
     done = subprocess.run(
         [sys.executable, "-c", CHECKED, column], cwd=ROOT, capture_output=True, text=True, timeout=110
     )
