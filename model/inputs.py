@@ -39,9 +39,13 @@ class Context:
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError for columns of other lengths, a history that is longer than the model's, and numbers that its tables lack:
         engines look at none of these."""
-        events = len(self)
-        sizes = {len(column) for column in (self.author_ids, self.surfaces, self.dwell_seconds)}
-        if sizes != {events} or self.actions.shape != (events, config.actions):
+        events = len(self.post_ids)
+        if not events == len(self.author_ids) == len(self.surfaces) == len(
+            self.dwell_seconds
+        ) or self.actions.shape != (
+            events,
+            config.actions,
+        ):
             raise ValueError("a context with columns of different lengths")
         if events > config.history_length or not _are_rows(self.surfaces, config.product_surfaces):
             raise ValueError("a context beyond the model's history or surfaces")

@@ -10,7 +10,7 @@ import inspect
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from app.errors import ServiceError, error_class
 from app.interface import (
@@ -217,25 +218,25 @@ _QUESTIONS = (Hello, Cancel, Left, Counts, Refused, *(method.question for method
 _ANSWERS = (Serve, State, Flush, Failed, *(method.answer for method in METHODS.values()))
 
 
-@cache
-def _scalar(kind: Any) -> Any:
-    """Of `NDArray[kind]`."""
-    return get_args(get_args(kind)[1])[0]
+_COLUMNS = NDArray[np.uint64], NDArray[np.int64], NDArray[np.float32]
+_DTYPES: dict[Any, np.dtype[Any]] = {kind: np.dtype(get_args(get_args(kind)[1])[0]) for kind in _COLUMNS}
 
 
 def _read(kind: Any, value: Any) -> Any:
     """What msgspec cannot read: columns, as views, and paths. Raises ValueError for bytes that are no such column."""
+    if type(value) is bytes:
+        return np.frombuffer(value, _DTYPES[kind])
     if kind is Path:
         return Path(value)
-    shape, data = ((-1,), value) if type(value) is bytes else value
-    return np.frombuffer(data, _scalar(kind)).reshape(shape)
+    shape, data = value
+    return np.frombuffer(data, _DTYPES[kind]).reshape(shape)
 
 
 def _write(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.ndim == 1 else (value.shape, value.tobytes())
+    if isinstance(value, Path):
+        return str(value)
     raise NotImplementedError(type(value))  # as msgspec asks for
 
 
