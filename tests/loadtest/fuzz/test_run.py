@@ -217,10 +217,11 @@ def test_a_check_of_frames_that_is_missing_is_found(run: Run, kind: type, monkey
 
     monkeypatch.setattr(kind, "check", lambda self, config: None)
 
-    async def attention(self: object, model: object, context: Context, candidates: Candidates, deadline: float) -> None:
-        raise NotReady  # what computes it would end this process
+    def native(*asked: object, **more: object) -> None:
+        raise NotReady  # what reads real tables would end this process
 
-    monkeypatch.setattr("app.service.service.RankingService.attention", attention)
+    monkeypatch.setattr("app.service.service.RankingService.attention", native)
+    monkeypatch.setattr("app.service.retrieval.RetrievalService.retrieve", native)
     assert run(512, only="frames", engine=FakeEngine(before=look)).failed["status 503"]
 
 
