@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from decisions import DROPS, ROOT, WORD, Mutant, changed_lines, decisions, digest
-from records import WORK, Tests, caller, concerns
+from records import READERS, WORK, Tests, caller, concerns
 
 GOAL = 0.95
 MUTANT_SECONDS = 60.0  # a mutant is tried by no more tests than took so long together, and by no more files than:
@@ -52,7 +52,8 @@ def verdict(tests: Tests, tree: Path, mutant: Mutant) -> str:
     found, left = "unreached", MUTANT_SECONDS
     for file in concerns(tree, mutant.file):
         record, chosen = tests.record(tree, file, {mutant.file, caller(mutant.file)}), []
-        for test in record.reaching(tree, mutant.file, mutant.reach or mutant.number):
+        reaching = record.reaching(tree, mutant.file, mutant.reach or mutant.number)
+        for test in sorted(record.seconds) if file in READERS else reaching:
             if left > 0 and test not in tests.unsound:
                 chosen.append(test)
                 left -= record.seconds[test]

@@ -33,6 +33,7 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
     "model/native/search.cpp": "model/native/search.py",
     "model/native/": "model/native/kernel.py",
 }
+READERS = ("tests/app/telemetry/test_events.py",)  # tests of app that read its source
 ALSO = {  # what looks at a folder besides the tests of its modules
     "app/fronts/": tuple(f"tests/app/fronts/test_{name}.py" for name in ("host", "remote", "retrieval", "second", "wire")),
     "app/http/": ("tests/app/http/test_faults.py", "tests/app/http/test_log_lines.py"),
@@ -61,6 +62,7 @@ def concerns(root: Path, file: str) -> list[str]:
         own,
         *(test for place, test in elsewhere.items() if rest == place or (place[-1] == "/" and rest.startswith(place))),
         *(test for folder, tests in ALSO.items() if file.startswith(folder) for test in tests),
+        *(READERS if package == "app" else ()),
     ]
     above, _, name = module.removesuffix(".py").replace("/", ".").removesuffix(".__init__").rpartition(".")
     naming = re.compile(rf"{re.escape(above)}\.{name}\b|from {re.escape(above)} import .*\b{name}\b")

@@ -96,12 +96,12 @@ class QueuedJob(Job):
         try:
             result = error or self.result()
         except Exception as fault:  # no memory, say
-            log.error("scores could not be joined", exc_info=fault)
+            log.error("scores_not_joined", exc_info=fault)
             result = told(fault)
         try:
             done(result)
         except Exception as fault:
-            log.error("a caller could not be told", exc_info=fault)
+            log.error("callback_failed", exc_info=fault)
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)

@@ -122,7 +122,7 @@ def checkpoint_loader(path: Path, settings: Settings, *, stands_back: bool = Fal
                 f"{path} cannot be loaded: {(str(error) or 'not enough memory').splitlines()[0]}"
             ) from error
         for step in engine.info.notes.get("steps_down", ()):
-            structlog.get_logger("app").warning("a faster way of computing failed its checks", **step)
+            structlog.get_logger("app").warning("fast_path_refused", **step)
         return LoadedModel(checkpoint, engine)
 
     return load

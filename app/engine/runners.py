@@ -132,7 +132,7 @@ class EngineThread:
         try:
             self._engine.close()
         except Exception as error:  # a device that is lost: whoever waits for the end is told all the same
-            structlog.get_logger("app").error("an engine could not be closed", exc_info=error)
+            structlog.get_logger("app").error("engine_not_closed", exc_info=error)
         self._engine = None
 
 

@@ -288,7 +288,7 @@ class Worker(Generic[J]):
 
     def _failed(self, chunks: Sequence[Chunk[J]], error: BaseException) -> list[Ended[J]]:
         """A batch that raises is split, so that only the job that is to blame fails."""
-        log.error("a forward failed", items=len(chunks), exc_info=error)
+        log.error("forward_failed", items=len(chunks), exc_info=error)
         if not isinstance(error, Exception):  # a bug of ours: say so, the process restarts
             self.failure = f"the engine thread died: {type(error).__name__}: {error}"
         elif isinstance(error, EngineError) and error.sticky:

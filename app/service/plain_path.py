@@ -41,7 +41,7 @@ class PlainPath:
         except TimeoutError:
             raise DeadlineExceeded from None
         except (MemoryError, RuntimeError) as error:  # the second is how torch says it
-            log.error("attention failed", error=type(error).__name__)
+            log.error("attention_failed", error=type(error).__name__)
             raise EngineDown("The plain path failed on this request.", retry_after_seconds=1.0) from error
 
     def stop(self) -> None:
