@@ -87,9 +87,80 @@ def test_one_file_declares_it_and_the_rest_follows(name: str, tmp_path: Path) ->
     assert run.returncode == 0, run.stderr
 
 
+ENDPOINT = {  # files that are new, or lines after a line that is there
+    "app/http/best.py": (
+        "",
+        """
+import orjson
+
+from app.http.rank import RankCall, RankEndpoint
+
+
+class BestCall(RankCall):
+    __slots__ = ()
+
+    def _render(self, job, ranked, pieces, done):
+        rows = zip(ranked.scores.probabilities.sum(1).tolist(), job.candidates.post_ids.tolist())
+        self.answer(200, [(b"content-type", b"application/json")], orjson.dumps({"best": max(rows)[1]}))
+
+
+class BestEndpoint(RankEndpoint):
+    def begin(self, headers, reply):
+        return BestCall(self, dict(headers), reply)
+""",
+    ),
+    "app/http/application.py": (
+        "    endpoints: dict[str, Endpoint] = {\n",
+        """        "/best": BestEndpoint(ranking, recorder, "/best"),\n""",
+    ),
+}
+BEHIND_FRONTS = """
+import asyncio, json
+from app.errors import Overloaded
+from app.http.application import create_app
+from app.settings import Queue
+from loadtest.soak.fake_engine import FakeEngine
+from tests.app.fakes import Gate, run, until
+from tests.app.fronts.linked import linked
+from tests.app.serving import ask, chunk, good
+
+async def main():
+    gate, body = Gate(), json.dumps(good()).encode()
+    async with linked(FakeEngine(before=gate), queue=Queue(max_requests=2, max_wait_seconds=0)) as found:
+        app = create_app(found.settings, found.fronts[0])
+        asked = [asyncio.create_task(ask(app, [chunk(body, False)], path="/best"))]
+        await gate.reached()
+        asked += [asyncio.create_task(ask(app, [chunk(body, False)], path="/best")) for _ in range(2)]
+        await until(lambda: found.service.admission.requests == 2 and asked[2].done())
+        gate.opened.set()
+        replies = [await each for each in asked]
+        assert [messages[0]["status"] for messages in replies] == [200, 200, 429], replies
+        assert json.loads(replies[0][1]["body"])["best"] in [each["post_id"] for each in good()["candidates"]]
+
+run(main())
+"""
+
+
+def test_an_endpoint_that_takes_a_place_is_two_files_and_works_behind_fronts(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "app", tmp_path / "app")
+    command, environment = [sys.executable, "-c", BEHIND_FRONTS], {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode != 0  # the control
+    for file, (after, added) in ENDPOINT.items():
+        path = tmp_path / file
+        text = path.read_text() if after else ""
+        assert text.count(after) == 1 or not after
+        path.write_text(text.replace(after, after + added) if after else added)
+    application = tmp_path / "app/http/application.py"
+    line = "from app.http.explain import"
+    application.write_text(application.read_text().replace(line, f"from app.http.best import BestEndpoint\n{line}"))
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_page_has_a_row_for_each() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    for name, (file, *_) in DRILLS.items():
+    files = {name: drill[0] for name, drill in DRILLS.items()} | {"endpoint": "app/http/application.py"}
+    for name, file in files.items():
         [row] = [
             line for line in page.splitlines() if line.startswith(f"| to add a{'n' * (name[0] in 'aeiou')} {name} ")
         ]
