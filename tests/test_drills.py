@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -128,6 +129,7 @@ async def main():
     gate, body = Gate(), json.dumps(good()).encode()
     async with linked(FakeEngine(before=gate), queue=Queue(max_requests=2, max_wait_seconds=0)) as found:
         app = create_app(found.settings, found.fronts[0])
+        assert "/best" in app.endpoints
         asked = [asyncio.create_task(ask(app, [chunk(body, False)], path="/best"))]
         await gate.reached()
         asked += [asyncio.create_task(ask(app, [chunk(body, False)], path="/best")) for _ in range(2)]
@@ -143,7 +145,7 @@ run(main())
 
 def test_an_endpoint_that_takes_a_place_is_two_files_and_works_behind_fronts(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "app", tmp_path / "app")
-    command, environment = [sys.executable, "-c", BEHIND_FRONTS], {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command, environment = [sys.executable, "-c", BEHIND_FRONTS], os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode != 0  # the control
     for file, (after, added) in ENDPOINT.items():
         path = tmp_path / file
