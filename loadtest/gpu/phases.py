@@ -19,7 +19,7 @@ from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
 from loadtest.gpu.checks import equal_bits, make_engine, parity, parity_cases, small_config, watch
 from loadtest.gpu.faults import hang
-from loadtest.gpu.table import BATCH_REQUESTS, Geometry, Row, tiny
+from loadtest.gpu.table import BATCH_REQUESTS, Geometry, Line, tiny
 from loadtest.timing import Figure
 from model.config import ModelConfig
 from model.engine import Item
@@ -267,7 +267,7 @@ def host(card: Card, geometry: str) -> Iterator[Record]:
             figure = Figure.of([_thread_ms(step) for _ in range(3 if card.tiny else 300)])
             target = HOST_TARGET_MS if name == "fill" and not card.tiny else None
             met = None if target is None else figure.median <= target
-            yield Row(label, figure.median, "ms", figure.low, figure.high, target, met).as_dict()
+            yield Line(label, figure.median, "ms", figure.low, figure.high, target, met).as_dict()
 
 
 def _thread_ms(work: Callable[[], object]) -> float:

@@ -45,7 +45,7 @@ PADDING_TARGET = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Line:
     """One line. Shares are of the card's own measured ceilings; `target` is in the figure's unit, None where there is none."""
 
     name: str
@@ -87,12 +87,12 @@ class Geometry:
         """The one that is timed."""
         return make_engine(self.ranker, self.card)
 
-    def peer_rows(self) -> Iterator[Row]:
+    def peer_rows(self) -> Iterator[Line]:
         """What else computes the same on this card."""
         for candidates in COUNTS[self.name]:
             yield from self._peer_rows(self.item(candidates))
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[Line]:
         """Everything that is measured of this geometry."""
         for candidates in COUNTS[self.name]:
             item = self.item(candidates)
@@ -102,11 +102,11 @@ class Geometry:
                     milliseconds += [row.figure] if row.unit == "ms" else []
                     yield row
             label = f"{self.name} C={len(item.candidates)}: cold over cached"
-            yield Row(label, milliseconds[0] / milliseconds[1], "x", beside=CACHE_BESIDE)
+            yield Line(label, milliseconds[0] / milliseconds[1], "x", beside=CACHE_BESIDE)
         if self.name == "mini":
             yield from self._batch_rows()
             yield self._padding_row()
-        yield Row(f"{self.name}: compiled or recorded after warm-up", self.engine.late_compilations(), "", target=0,
+        yield Line(f"{self.name}: compiled or recorded after warm-up", self.engine.late_compilations(), "", target=0,
                   met=self.engine.late_compilations() == 0)  # fmt: skip
 
     def item(self, candidates: int, seed: int = 0, history: int | None = None) -> Item:
@@ -119,7 +119,7 @@ class Geometry:
         """Equal bits on this architecture, with a cache of its own; shares nothing with what is timed but the weights."""
         return equal_bits(make_engine(self.ranker, self.card, cache_bytes=2**28), compositions)
 
-    def _forward_rows(self, item: Item, kind: str) -> Iterator[Row]:
+    def _forward_rows(self, item: Item, kind: str) -> Iterator[Line]:
         asked = self._cached(item) if kind == "cached" else item
         candidates = len(item.candidates)
         time = self.card.device_time(self.engine.rehearse([asked]), repeats=1 if self.card.tiny else 10)
@@ -132,14 +132,14 @@ class Geometry:
         per_second = candidates / time.median * 1e3
         wanted = CANDIDATES_PER_SECOND.get(key)
         met = None if wanted is None else per_second >= wanted
-        yield Row(f"{label}: candidates", per_second, "1/s", target=wanted, met=met)
+        yield Line(f"{label}: candidates", per_second, "1/s", target=wanted, met=met)
         mfu = work.flops / time.median / 1e9 / self.ceilings.tflops
-        yield Row(f"{label}: MFU, of the matrix rate measured here", 100 * mfu, "%", beside=MFU_BESIDE)
+        yield Line(f"{label}: MFU, of the matrix rate measured here", 100 * mfu, "%", beside=MFU_BESIDE)
 
     def _timed(
         self, name: str, time: Figure, work: Work, *, target: float | None, floor: float | None, wall_ms: float | None
-    ) -> Row:
-        return Row(
+    ) -> Line:
+        return Line(
             name, time.median, "ms", time.low, time.high, target, None if target is None else time.median <= target, floor,
             matrix_share=work.flops / time.median / 1e9 / self.ceilings.tflops,
             bandwidth_share=work.nbytes / time.median / 1e6 / self.ceilings.gigabytes_per_second,
@@ -149,7 +149,7 @@ class Geometry:
     def _cached(self, item: Item) -> Item:
         return Item(item.context, item.candidates, self.engine.forward([item])[0].state)
 
-    def _batch_rows(self) -> Iterator[Row]:
+    def _batch_rows(self) -> Iterator[Line]:
         requests = 3 if self.card.tiny else BATCH_REQUESTS
         items = [self.item(64, seed) for seed in range(requests)]
         for kind in ("cold", "cached"):
@@ -157,13 +157,13 @@ class Geometry:
             time = self.card.device_time(self.engine.rehearse(batch))
             per_second = requests / time.median * 1e3
             target = None if self.card.tiny else BATCH_REQUESTS_PER_SECOND
-            yield Row(
+            yield Line(
                 f"mini C=64 {kind}, {requests} requests a forward: requests", per_second, "1/s",
                 target=target, met=None if target is None else per_second >= target,
                 wall_ms=self.card.wall_time(lambda batch=batch: self.engine.forward(batch), 10).median,  # type: ignore[misc]
             )  # fmt: skip
 
-    def _padding_row(self) -> Row:
+    def _padding_row(self) -> Line:
         """Forwards of 64 requests of mixed lengths on an engine that has served nothing else."""
         generator = np.random.default_rng(5)
         engine = make_engine(self.ranker, self.card)
@@ -176,11 +176,11 @@ class Geometry:
             )
             engine.forward([self.item(int(c), seed, int(h)) for seed, (h, c) in enumerate(sizes)])
         waste = engine.padding_ratio()
-        return Row(
+        return Line(
             "mini, 64 mixed requests a forward: padding", waste, "", target=PADDING_TARGET, met=waste <= PADDING_TARGET
         )
 
-    def _peer_rows(self, item: Item) -> Iterator[Row]:
+    def _peer_rows(self, item: Item) -> Iterator[Line]:
         label = f"{self.name} C={len(item.candidates)}"
         ranker = in_dtype(random_ranker(self.config, device=self.card.device), torch.bfloat16)
         work = forward_work(self.config, 1 + len(item.context), len(item.candidates), cached=False)
@@ -208,4 +208,4 @@ class Geometry:
                 self.card.synchronize()
 
             build = self.card.wall_time(build_mask, 5)
-            yield Row(f"{label}: {name}: its mask, a request", build.median, "ms", build.low, build.high)
+            yield Line(f"{label}: {name}: its mask, a request", build.median, "ms", build.low, build.high)

@@ -104,7 +104,7 @@ class WatchedKernels:
 def _first(
     found: list[Tensor], again: list[Tensor], expected: list[Tensor], *, dtypes: list[torch.dtype], least: float
 ) -> tuple[int, float, bool] | None:
-    """Row, size, and whether a second call gave the same bits."""
+    """Line, size, and whether a second call gave the same bits."""
     for one, other, right, dtype in zip(found, again, expected, dtypes, strict=True):
         tolerance = max(least, 2 * PARITY[dtype].operation)
         wrong = ~torch.isclose(one.float(), right.float(), rtol=tolerance, atol=tolerance)  # NaN is close to nothing
