@@ -159,9 +159,64 @@ def test_an_endpoint_that_takes_a_place_is_two_files_and_works_behind_fronts(tmp
     assert run.returncode == 0, run.stderr
 
 
+ACTIVATION = {  # file → the line that is there, and what takes its place
+    "model/config.py": ('Literal["gelu_tanh", "gelu", "silu"]', 'Literal["gelu_tanh", "gelu", "silu", "relu2"]'),
+    "model/layers.py": (
+        '    if activation == "silu":\n',
+        '    if activation == "relu2":\n        return functional.relu(x).square()\n    if activation == "silu":\n',
+    ),
+    "model/split/kernels/rows.py": (
+        '    if ACTIVATION == "gelu":\n',
+        '    if ACTIVATION == "relu2":\n        return tl.maximum(g, 0.0) * tl.maximum(g, 0.0)\n    if ACTIVATION == "gelu":\n',
+    ),
+}
+EVERYWHERE = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import numpy as np, torch, triton, triton.language as tl
+from model.create import EngineOptions, create_engine
+from model.dense import DenseEngine
+from model.engine import Item
+from model.layers import activate
+from model.split.kernels.rows import activated
+from tests.model.builders import random_config, random_ranker, random_request
+
+@triton.jit
+def kernel(x, out):
+    places = tl.arange(0, 16)
+    tl.store(out + places, activated(tl.load(x + places), "relu2"))
+
+x, out = torch.linspace(-2, 2, 16), torch.empty(16)
+kernel[(1,)](x, out)
+assert torch.equal(out, activate(x, "relu2"))
+ranker = random_ranker(random_config(activation="relu2"))
+engine = create_engine(ranker, EngineOptions(dtype="float32"))
+assert "activation" in engine.info.notes["fallback"], engine.info.notes  # the native engine says that it declines it
+items = [Item(*random_request(ranker.config, history=9, candidates=5, seed=1))]
+(ours,), (plain,) = engine.forward(items), DenseEngine(ranker, "cpu", torch.float32).forward(items)
+np.testing.assert_allclose(ours.scores.logits, plain.scores.logits, atol=1e-4)
+"""
+
+
+def test_an_activation_is_three_files(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    shutil.copytree(ROOT / "model", tmp_path / "model")
+    command, environment = [sys.executable, "-c", EVERYWHERE], os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode != 0  # the control
+    for file, (before, after) in ACTIVATION.items():
+        text = (tmp_path / file).read_text()
+        assert text.count(before) == 1
+        (tmp_path / file).write_text(text.replace(before, after))
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_page_has_a_row_for_each() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    files = {name: drill[0] for name, drill in DRILLS.items()} | {"endpoint": "app/http/application.py"}
+    files = {name: drill[0] for name, drill in DRILLS.items()} | {
+        "endpoint": "app/http/application.py",
+        "activation of the trunk": "model/layers.py",
+    }
     for name, file in files.items():
         [row] = [
             line for line in page.splitlines() if line.startswith(f"| to add a{'n' * (name[0] in 'aeiou')} {name} ")
