@@ -193,7 +193,7 @@ ranker = random_ranker(random_config(activation="relu2"))
 engine = create_engine(ranker, EngineOptions(dtype="float32"))
 assert "activation" in engine.info.notes["fallback"], engine.info.notes  # the native engine says that it declines it
 items = [Item(*random_request(ranker.config, history=9, candidates=5, seed=1))]
-(ours,), (plain,) = engine.forward(items), DenseEngine(ranker, "cpu", torch.float32).forward(items)
+(ours,), (plain,) = engine.forward(items), DenseEngine(ranker, torch.float32).forward(items)
 np.testing.assert_allclose(ours.scores.logits, plain.scores.logits, atol=1e-4)
 """
 
