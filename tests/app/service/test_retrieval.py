@@ -551,8 +551,9 @@ def test_a_change_on_the_disk_that_fails_here_is_read_again(tmp_path: Path, monk
 
         with monkeypatch.context() as patch:
             patch.setattr(RetrievalEngine, "change", fails)
-            with pytest.raises(EngineDown, match="is on the disk and not served yet"):
+            with pytest.raises(EngineDown, match="is on the disk and not served yet") as late:
                 await service.change(change([1], []))
+            assert late.value.retry_after_seconds == 5.0
         while 1 in await posts_of(service):  # noqa: ASYNC110  # nobody is told
             await asyncio.sleep(0.02)
         await service.stop(5.0)
@@ -691,7 +692,8 @@ def test_a_change_beside_the_end_of_a_compaction_is_kept(tmp_path: Path, monkeyp
         stopping = loop.create_task(service.stop(5.0))
         await asyncio.wait([changing], timeout=0.3)
         gate.opened.set()
-        await asyncio.gather(stopping, compacting, return_exceptions=True)
+        _, compacted = await asyncio.gather(stopping, compacting)
+        assert compacted.corpus.version == "v1+1", "the end waits for what is being put in force"
         kept = [1]
         with suppress(CheckpointError, CorpusNotLoaded, asyncio.CancelledError):
             await changing
@@ -703,6 +705,30 @@ def test_a_change_beside_the_end_of_a_compaction_is_kept(tmp_path: Path, monkeyp
     posts = again.engine.retrieve([query(1, 500)]).retrieved[0].post_ids.tolist()
     assert not {*kept} & {*posts}
     again.engine.close()
+
+
+def test_a_change_beside_a_swap_is_made_in_what_the_swap_serves(tmp_path: Path) -> None:
+    gate = Gate()
+    second = retrieving.loader(tmp_path, seed=5, version="v2")
+
+    def slow() -> LoadedRetrieval:
+        loaded = second()
+        gate(None)
+        return loaded
+
+    async def scenario() -> None:
+        async with running(retrieving.loader(tmp_path), FakeClock()) as service:
+            swapping = asyncio.ensure_future(service.swap(slow))
+            await gate.reached()
+            changing = asyncio.ensure_future(service.change(change([1], [])))
+            await asyncio.wait([changing], timeout=0.1)
+            assert not changing.done()
+            gate.opened.set()
+            await swapping
+            assert (await changing).corpus.version == "v2"
+            assert 1 not in (await found(service, query(1, 500), DEADLINE)).posts.post_ids
+
+    asyncio.run(scenario())
 
 
 def test_a_swap_that_fails_changes_nothing(load: RetrievalLoader) -> None:
@@ -726,8 +752,9 @@ def test_the_end_waits_for_what_was_begun(load: RetrievalLoader) -> None:
         gate = Gate()
         wrapped, engines = watched(load, gate)
         service = RetrievalService(wrapped, Settings(), Metrics(), FakeClock())
-        with pytest.raises(CorpusNotLoaded, match="is being loaded"):
+        with pytest.raises(CorpusNotLoaded, match="is being loaded") as early:
             _ = service.served
+        assert early.value.retry_after_seconds == 2.0
         await service.load()
         begun = search(service, 1)
         await gate.reached()
@@ -763,8 +790,9 @@ def test_without_a_loader_there_is_nothing() -> None:
     async def scenario() -> None:
         service = RetrievalService(None, Settings(), Metrics(), FakeClock())
         await service.load()
-        with pytest.raises(CorpusNotLoaded, match="serves no corpus"):
+        with pytest.raises(CorpusNotLoaded, match="serves no corpus") as none:
             _ = service.served
+        assert none.value.retry_after_seconds is None
         assert await service.stop(1.0)
 
     asyncio.run(scenario())
