@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 LONG = (  # the files that take longest, the longest first
@@ -40,6 +41,10 @@ LONG = (  # the files that take longest, the longest first
     "loadtest/test_locustfile.py",
     "e2e/test_client_package.py",
 )
+
+
+hypothesis.settings.register_profile("shared machine", deadline=None)  # a neighbour's load is no fault of an example
+hypothesis.settings.load_profile("shared machine")
 
 
 @pytest.fixture(autouse=True, scope="module")

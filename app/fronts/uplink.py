@@ -26,6 +26,10 @@ CLOSE_SECONDS = 1.0
 log = structlog.get_logger("app.fronts.uplink")
 
 
+def _nobody(result: Any) -> None:
+    """Hears the result of a question that has ended."""
+
+
 class Asked:
     """`interface.Ticket`: a question until it is answered or released. `deadline`: seconds of CLOCK_MONOTONIC; `answer`: the only type of
     message that answers it, but for `Failed`; `done` is called once with the result or the error."""
@@ -43,6 +47,7 @@ class Asked:
     def release(self) -> None:
         """Nobody waits any more; a second time does nothing."""
         if self.uplink.asked.pop(self.number, None) is not None:
+            self.done = _nobody
             self.uplink.send(wire.Cancel(self.number))
 
     def end(self, result: Any) -> None:
@@ -50,8 +55,9 @@ class Asked:
         if self.uplink.asked.pop(self.number, None) is None:
             return
         self.uplink.answered += 1
+        done, self.done = self.done, _nobody  # whoever asked holds this: without a circle both go at once
         try:
-            self.done(result)
+            done(result)
         except Exception as error:  # a fault in one request must not end the link of all
             log.error("fault", exc_info=error)
 
