@@ -17,7 +17,7 @@ DEMO = $(filter weights/demo,$(CHECKPOINT))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo test test-changed test-long test-light test-lowest test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom clean
+.PHONY: help install serve demo test test-quick test-changed test-long test-light test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -60,15 +60,15 @@ test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no 
 	@.ci/debian wrk haproxy nginx-light g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; .ci/fetch-types envoy $(BIN)/python
 	@$(BIN)/python .ci/suite $(WORKERS)
 
+test-quick: $(VENV)/.installed ## all but the files and folders that take longest, for between two edits: a minute and a half
+	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
 test-long: $(VENV)/.installed ## the long forms of properties that no other target runs: a quarter of an hour
 	@.ci/debian wrk haproxy nginx-light
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
 	$(PYTHON) .ci/test-light
-
-test-lowest: $(VENV)/.installed ## the lowest direct versions start, rank, import and train, in an environment of their own
-	$(BIN)/python .ci/test-lowest
 
 # Ray beside what is installed: an environment of its own that sees the other one, since Ray is a fifth of a gigabyte.
 .cache/ray/.installed: pyproject.toml $(LOCKS) | $(VENV)/.installed

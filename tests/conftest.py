@@ -9,37 +9,54 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+WHOLE = ("reliability", "e2e", "docker", "ops", "ci")  # folders of whole processes, images and rules
 LONG = (  # the files that take longest, the longest first
+    "reliability/test_rows.py",
+    "reliability/test_posts.py",
     "reliability/test_endings.py",
     "reliability/test_fronts.py",
-    "reliability/test_f8_logs.py",
-    "app/fronts/test_supervisor.py",
-    "reliability/test_cluster.py",
-    "model/test_kernels_build.py",
-    "reliability/test_posts.py",
-    "reliability/test_f9_excess.py",
-    "weights/training/test_processes.py",
-    "e2e/test_watch.py",
     "model/test_sanitizers.py",
+    "model/test_kernels_build.py",
+    "reliability/test_cluster.py",
+    "model/test_engines.py",
+    "model/test_parity.py",
+    "reliability/test_b15_crowds.py",
+    "model/test_kernels.py",
+    "app/request/test_codec_sanitizers.py",
+    "loadtest/gpu/test_checks.py",
+    "reliability/test_f8_logs.py",
+    "app/http/test_asgi.py",
+    "ci/test_suite.py",
+    "model/test_emulated.py",
+    "app/fronts/test_supervisor.py",
+    "loadtest/fuzz/test_run.py",
+    "weights/scoring/test_job.py",
+    "e2e/test_client_package.py",
+    "weights/test_excessive_checkpoints.py",
+    "test_project.py",
+    "app/request/test_rules.py",
+    "weights/training/test_processes.py",
+    "weights/commands/test_explain.py",
+    "reliability/test_f9_excess.py",
+    "app/request/test_schema.py",
+    "model/test_native_failures.py",
+    "model/test_fusion.py",
+    "e2e/test_watch.py",
     "ops/test_live.py",
     "weights/commands/test_training.py",
     "test_distribution.py",
-    "test_project.py",
+    "test_drills.py",
     "weights/training/test_towers.py",
-    "model/test_emulated.py",
-    "model/test_native_failures.py",
-    "model/test_engines.py",
     "e2e/test_explore.py",
-    "loadtest/gpu/test_checks.py",
     "weights/training/test_demo_taste.py",
     "weights/training/test_demo_retrieval.py",
     "weights/training/test_world.py",
     "weights/training/test_evaluate.py",
     "ci/test_mutants.py",
     "ops/test_rules.py",
-    "weights/test_excessive_checkpoints.py",
     "loadtest/test_locustfile.py",
-    "e2e/test_client_package.py",
+    "loadtest/report/test_pages.py",
+    "weights/explain/test_panels.py",
 )
 
 
@@ -62,7 +79,16 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the files and folders that take longest")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Workers take files in this order: none of them is left with a long one at the end."""
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+    if config.getoption("--quick"):
+        long = [item for item in items if item.path in places or item.path.relative_to(here).parts[0] in WHOLE]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in set(long)]

@@ -37,6 +37,7 @@ READERS = ("tests/app/telemetry/test_events.py",)  # tests of app that read its 
 ALSO = {  # what looks at a folder besides the tests of its modules
     "app/fronts/": tuple(f"tests/app/fronts/test_{name}.py" for name in ("host", "remote", "retrieval", "second", "wire")),
     "app/http/": ("tests/app/http/test_faults.py", "tests/app/http/test_log_lines.py"),
+    "app/service/": ("tests/app/service/test_bookkeeping.py",),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",
     ),
