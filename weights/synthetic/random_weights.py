@@ -87,6 +87,6 @@ def random_ranker(config: ModelConfig, seed: int) -> Ranker:
 
 
 def retrieval_config(config: ModelConfig, *, linear_projection: bool = True) -> RetrievalConfig:
-    """The two towers beside a ranker: the same sizes, actions and window."""
+    """The two towers with the sizes of a ranker."""
     features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0, "context_attention": "causal"}
     return RetrievalConfig.from_dict(config.to_dict() | features | {"linear_projection": linear_projection})

@@ -17,14 +17,13 @@ from weights.checkpoint import Encoder, load_encoder, save_checkpoint
 from weights.corpus.importer import encode
 from weights.corpus.store import CorpusLabels, write_corpus
 from weights.format.manifest import Manifest
-from weights.synthetic.random_weights import retrieval_config
 from weights.training.demo_example import example_request
 from weights.training.evaluate.evaluation import evaluate
 from weights.training.evaluate.report import figures, write_report
 from weights.training.evaluate.retrieval import evaluate_retrieval, newest_posts
 from weights.training.run import train
 from weights.training.settings import TrainSettings, demo_config
-from weights.training.towers import TowerSettings, train_towers
+from weights.training.towers import TowerSettings, towers_config, train_towers
 from weights.training.trainer import Status
 from weights.training.world.names import topic_name
 from weights.training.world.settings import WorldSettings
@@ -103,7 +102,7 @@ def make_towers(
     log = world.log
     towers = train_towers(
         log,
-        retrieval_config(ranker.config),
+        towers_config(ranker.config),
         settings,
         until_ts=world.settings.test_ts,
         report=lambda done, all_, loss: progress(f"towers, loss {loss:.3f}", done, all_),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.batch import collate
-from model.config import RetrievalConfig
+from model.config import ModelConfig, RetrievalConfig
 from model.hashing import hash_rows
 from model.inputs import Ids
 from model.retrieval.towers import NO_CANDIDATES, Towers
@@ -43,6 +43,12 @@ class TowerSettings:
     fresh_user_share: float = 0.3  # users shown under no id: what is held out must be read off the history
     fresh_post_share: float = 0.85  # posts shown under an id never seen, as most are when served
     threads: int = 1
+
+
+def towers_config(ranker: ModelConfig) -> RetrievalConfig:
+    """The towers beside a ranker: the same sizes, actions and window."""
+    features = {"has_dwell": False, "has_post_age": False, "continuous_actions": 0}
+    return RetrievalConfig.from_dict(ranker.to_dict() | features)
 
 
 class Pairs:

@@ -18,11 +18,11 @@ from weights.checkpoint import load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.checkpoints import app
 from weights.corpus.importer import check_corpus
 from weights.corpus.store import load_corpus
-from weights.synthetic.random_weights import random_ranker, retrieval_config
+from weights.synthetic.random_weights import random_ranker
 from weights.training.demo import make_towers
 from weights.training.evaluate.retrieval import newest_posts, true_values
 from weights.training.examples import Examples
-from weights.training.towers import Pairs, TowerSettings, batch_loss, initial_towers, train_towers
+from weights.training.towers import Pairs, TowerSettings, batch_loss, initial_towers, towers_config, train_towers
 from weights.training.world.simulate import World
 
 SETTINGS = TowerSettings(steps=120, batch_requests=32, warmup_steps=10, learning_rate=1e-2)
@@ -32,7 +32,7 @@ def trained(world: World, settings: TowerSettings = SETTINGS) -> tuple[Towers, l
     losses: list[float] = []
     towers = train_towers(
         world.log,
-        retrieval_config(small_config()),
+        towers_config(small_config()),
         settings,
         until_ts=world.settings.test_ts,
         report=lambda step, steps, loss: losses.append(loss),
@@ -50,14 +50,14 @@ def test_it_learns_and_gives_the_same_bits(world: World) -> None:
 
 def test_fifteen_steps_of_the_default_settings_lead_where_they_always_led(world: World) -> None:
     settings = TowerSettings(steps=15)
-    before = initial_towers(retrieval_config(small_config()), torch.Generator().manual_seed(settings.seed))
+    before = initial_towers(towers_config(small_config()), torch.Generator().manual_seed(settings.seed))
     towers, losses = trained(world, settings)
     ends = {"first loss": losses[0], "last loss": losses[-1]}
     assert_unchanged("towers", ends | moved(before.state_dict(), towers.state_dict()))
 
 
 def test_pairs_are_what_was_liked_and_what_was_left(world: World) -> None:
-    examples = Examples(world.log, retrieval_config(small_config()))
+    examples = Examples(world.log, towers_config(small_config()))
     pairs = Pairs(examples)
     requests, rows = pairs.draw(50, np.random.default_rng(1))
     liked, left = rows[:50], rows[50:]
@@ -74,8 +74,8 @@ def test_another_post_of_the_same_author_is_no_negative(world: World) -> None:
     """With one author alone nothing is left to tell apart, so the loss is exactly 0."""
     log = world.log
     one = log.take(log.author_id == log.author_id[0])
-    pairs = Pairs(Examples(one, retrieval_config(small_config())))
-    towers = initial_towers(retrieval_config(small_config()), torch.Generator().manual_seed(1))
+    pairs = Pairs(Examples(one, towers_config(small_config())))
+    towers = initial_towers(towers_config(small_config()), torch.Generator().manual_seed(1))
     assert batch_loss(towers, pairs, SETTINGS, np.random.default_rng(1)).item() == 0
 
 
