@@ -19,7 +19,7 @@ from model.retrieval.towers import Towers
 from weights.errors import CheckpointError
 from weights.format.layout import model_for
 from weights.format.manifest import ContinuousOutput, Manifest
-from weights.format.reader import MappedFiles, Progress, open_directory, read_manifest, read_tensors
+from weights.format.reader import MappedFiles, Progress, opened, read_manifest, read_tensors
 from weights.format.writer import Labels, TableDtype, write_checkpoint
 
 __all__ = [
@@ -62,7 +62,7 @@ def load_checkpoint(path: str | Path, progress: Progress | None = None, *, threa
     """`load_any` for a checkpoint that ranks; raises CheckpointError for one that retrieves."""
     loaded = load_any(path, progress, threads=threads)
     if isinstance(loaded, Encoder):
-        raise _refusal(loaded.path, CheckpointError("it is a retrieval model (two towers), which cannot rank"))
+        raise CheckpointError(f"Checkpoint {path} is refused: it is a retrieval model (two towers), which cannot rank.")
     return loaded
 
 
@@ -70,7 +70,7 @@ def load_encoder(path: str | Path, progress: Progress | None = None, *, threads:
     """`load_any` for a checkpoint that retrieves; raises CheckpointError for one that ranks."""
     loaded = load_any(path, progress, threads=threads)
     if isinstance(loaded, Checkpoint):
-        raise _refusal(loaded.path, CheckpointError("it is a ranker, which has no towers to retrieve with"))
+        raise CheckpointError(f"Checkpoint {path} is refused: it is a ranker, which has no towers to retrieve with.")
     return loaded
 
 
@@ -83,13 +83,10 @@ def load_any(path: str | Path, progress: Progress | None = None, *, threads: int
     version, manifest, digests, tensor names, shapes, dtypes, NaN or infinity, links, or a file that changes while it is read.
     """
     path, mapped = Path(path), MappedFiles()
-    try:
-        with open_directory(path) as directory:
-            manifest = read_manifest(directory, Manifest.from_json)
-            model = model_for(manifest)
-            tensors = read_tensors(directory, manifest, progress, threads, mapped=mapped)
-    except (CheckpointError, OSError, MemoryError) as error:
-        raise _refusal(path, error) from error
+    with opened("Checkpoint", path) as directory:
+        manifest = read_manifest(directory, Manifest.from_json)
+        model = model_for(manifest)
+        tensors = read_tensors(directory, manifest, progress, threads, mapped=mapped)
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False).eval()
     kept = path, manifest
@@ -98,19 +95,8 @@ def load_any(path: str | Path, progress: Progress | None = None, *, threads: int
 
 def load_manifest(path: str | Path) -> Manifest:
     """The manifest alone, checked in itself; the files it lists are not opened. Raises CheckpointError."""
-    path = Path(path)
-    try:
-        with open_directory(path) as directory:
-            return read_manifest(directory, Manifest.from_json)
-    except (CheckpointError, OSError) as error:
-        raise _refusal(path, error) from error
-
-
-def _refusal(path: Path, error: Exception) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return CheckpointError(f"Checkpoint {path} is refused: {error}.")
-    reason = getattr(error, "strerror", None) or str(error) or "not enough memory"
-    return CheckpointError(f"Checkpoint {path} cannot be read: {reason}.")
+    with opened("Checkpoint", Path(path)) as directory:
+        return read_manifest(directory, Manifest.from_json)
 
 
 def save_checkpoint(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from dataclasses import asdict
 from functools import partial
@@ -13,15 +12,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
 from weights.actions import default_score_weights
 from weights.checkpoint import CheckpointError
 from weights.commands import corpus, explain, scoring, training
-from weights.commands.console import label_of, progress_bar, read_json, refusals, say
+from weights.commands.console import label_of, progress_bar, read_json, refusals, say, show_manifest
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
@@ -156,19 +153,14 @@ def inspect(
     """Show the manifest of a checkpoint. `verify` also reads the weights."""
     with refusals():
         manifest = checkpoint.load_manifest(directory)
-    if as_json:
-        print(manifest.to_json().decode(), end="")
-        return
-    table = Table(show_header=False, title=f"{manifest.name} {manifest.version}")
-    table.add_row("digest", manifest.digest)
-    for key, value in manifest.config.to_dict().items():
-        table.add_row(key, json.dumps(value))
-    table.add_row("action names", ", ".join(manifest.action_names))
-    table.add_row("continuous", json.dumps([asdict(output) for output in manifest.continuous]))
-    table.add_row("score weights", json.dumps(manifest.score_weights))
-    for name, entry in manifest.files.items():
-        table.add_row(name, f"{entry.bytes / 2**20:.2f} MiB, sha256 {entry.sha256}")
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    rows = {
+        "digest": manifest.digest,
+        **{key: json.dumps(value) for key, value in manifest.config.to_dict().items()},
+        "action names": ", ".join(manifest.action_names),
+        "continuous": json.dumps([asdict(output) for output in manifest.continuous]),
+        "score weights": json.dumps(manifest.score_weights),
+    }
+    show_manifest(manifest, rows, as_json=as_json)
 
 
 @app.command()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,13 +21,34 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 
+from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
+from weights.format.manifest import Manifest
 
 
 def say(text: str) -> None:
     """One plain line on standard output, flushed: results are for pipes too."""
     print(text, flush=True)
+
+
+def show(what: RenderableType, width: int = 200) -> None:
+    """Print a table on standard output, as wide as the terminal, or `width` in a pipe."""
+    Console(width=None if sys.stdout.isatty() else width).print(what)
+
+
+def show_manifest(manifest: Manifest | CorpusManifest, rows: Mapping[str, str], *, as_json: bool) -> None:
+    """Print a manifest as its JSON, or as a table of `rows` and its files."""
+    if as_json:
+        print(manifest.to_json().decode(), end="")
+        return
+    table = Table(show_header=False, title=f"{manifest.name} {manifest.version}")
+    for key, value in rows.items():
+        table.add_row(key, value)
+    for name, entry in manifest.files.items():
+        table.add_row(name, f"{entry.bytes / 2**20:.2f} MiB, sha256 {entry.sha256}")
+    show(table)
 
 
 @contextmanager

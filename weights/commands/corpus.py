@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from weights.checkpoint import load_encoder
-from weights.commands.console import label_of, progress_bar, refusals, say
+from weights.commands.console import label_of, progress_bar, refusals, say, show_manifest
 from weights.corpus.importer import PostsFile, check_corpus, make_corpus
 from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
@@ -107,13 +104,5 @@ def inspect(
     """Show the manifest of a corpus. `verify` also reads the vectors."""
     with refusals():
         manifest = load_corpus_manifest(directory)
-    if as_json:
-        print(manifest.to_json().decode(), end="")
-        return
-    table = Table(show_header=False, title=f"{manifest.name} {manifest.version}")
-    for key in ("digest", "encoder_name", "encoder", "posts", "width"):
-        table.add_row(key, str(getattr(manifest, key)))
-    table.add_row("topics", ", ".join(manifest.topics))
-    for name, entry in manifest.files.items():
-        table.add_row(name, f"{entry.bytes / 2**20:.2f} MiB, sha256 {entry.sha256}")
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    rows = {key: str(getattr(manifest, key)) for key in ("digest", "encoder_name", "encoder", "posts", "width")}
+    show_manifest(manifest, rows | {"topics": ", ".join(manifest.topics)}, as_json=as_json)

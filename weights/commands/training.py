@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
 from weights.actions import continuous_outputs, default_score_weights
 from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, save_checkpoint
-from weights.commands.console import progress_bar, read_json, refusals, say
+from weights.commands.console import progress_bar, read_json, refusals, say, show
 
 if TYPE_CHECKING:
     from model.ranker import Ranker
@@ -198,7 +197,7 @@ def eval_retrieval(
             world = simulate(WorldSettings(seed=seed), partial(bar, "sessions"))
         posts = newest_posts(world, CORPUS_DAYS)
         found = evaluate_retrieval(world, encoder.towers, ranker.ranker, posts, ranker.manifest.score_weights)
-    Console(width=None if sys.stdout.isatty() else 120).print(as_table(found))
+    show(as_table(found), 120)
     say(json.dumps(found))
 
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from model.retrieval.corpus import ROWS_PER_STEP, Corpus
 from model.retrieval.inputs import Change
 from weights.corpus.changes import ChangeLog
-from weights.corpus.manifest import COLUMNS, VECTORS, CorpusManifest, file_of
-from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus, write_files
+from weights.corpus.manifest import VECTORS, CorpusManifest, corpus_tensors, file_of
+from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus
 from weights.errors import CheckpointError, kind_of
-from weights.format.manifest import MANIFEST_NAME, Manifest, TensorEntry
+from weights.format.manifest import MANIFEST_NAME, Manifest
 from weights.format.reader import MappedFiles, check_length, open_directory, read_manifest
-from weights.format.writer import write_file
+from weights.format.writer import write_file, write_files
 
 LEFT_BEHIND = re.compile(
     rf"(vectors|posts)(-[0-9a-f]{{8}})?\.safetensors|changes-[0-9a-f]{{16}}\.log|\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{8}}\.partial"
@@ -129,9 +129,7 @@ class Compaction:
             columns.append("created_at")
         if topics:
             columns.append("topics")
-        tensors = {name: TensorEntry(file_of(name, self.mark), COLUMNS[name], (posts,)) for name in columns}
-        dtype = old.tensors[VECTORS].dtype
-        tensors[VECTORS] = TensorEntry(file_of(VECTORS, self.mark), dtype, (posts, old.width))
+        tensors = corpus_tensors(columns, posts, old.width, old.tensors[VECTORS].dtype, self.mark)
 
         def chunks(name: str) -> Iterator[Tensor]:
             for corpus, rows in parts:

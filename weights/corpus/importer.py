@@ -170,7 +170,9 @@ def make_corpus(
 
 def encoded(source: PostsFile, encoder: Encoder) -> Iterator[Tensor]:
     """The candidate tower's vectors of every post, in order."""
-    for posts, authors in _in_step(source):
+    # two arrays with rows of one size come in chunks of one length
+    for chunks in zip(source.column("post_ids"), source.column("author_ids"), strict=True):
+        posts, authors = (chunk.numpy().view(np.uint64) for chunk in chunks)
         for start in range(0, len(posts), ENCODED_ROWS):
             rows = slice(start, start + ENCODED_ROWS)
             yield encode(encoder, posts[rows], authors[rows])
@@ -186,12 +188,6 @@ def encode(encoder: Encoder, post_ids: Ids, author_ids: Ids) -> Tensor:
             padded[:count] = given[start : start + count]
         steps.append(encoder.towers.encode_posts(*ids)[:count])
     return torch.cat(steps)
-
-
-def _in_step(source: PostsFile) -> Iterator[tuple[Ids, Ids]]:
-    """Post and author ids side by side; the two arrays have rows of one size, hence chunks of one length."""
-    for posts, authors in zip(source.column("post_ids"), source.column("author_ids"), strict=True):
-        yield posts.numpy().view(np.uint64), authors.numpy().view(np.uint64)
 
 
 def check_rows(source: PostsFile, encoder: Encoder) -> None:

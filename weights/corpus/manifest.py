@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from weights.errors import CheckpointError
 from weights.format.manifest import (
+    FORMAT_VERSION,
     FileEntry,
     TensorEntry,
+    check_format_version,
     check_keys,
     check_label,
+    check_written,
     content_digest,
-    file_entry,
+    entries,
+    entries_content,
     parse_json_object,
     signed,
-    tensor_entry,
 )
 
-FORMAT_VERSION = 1
 KIND = "corpus"
 MAX_POSTS = 2**31 - 1
 MAX_TOPICS = 10_000
@@ -38,6 +40,14 @@ def mark_of(file: str) -> str:
     """The mark in a file's name, empty where it has none."""
     found = re.fullmatch(r"(?:vectors|posts)-([0-9a-f]{8})\.safetensors", file)
     return found[1] if found else ""
+
+
+def corpus_tensors(
+    columns: Iterable[str], posts: int, width: int, dtype: str, mark: str = ""
+) -> dict[str, TensorEntry]:
+    """The tensors of a corpus: these columns, and vectors of `dtype`."""
+    tensors = {name: TensorEntry(file_of(name, mark), COLUMNS[name], (posts,)) for name in columns}
+    return tensors | {VECTORS: TensorEntry(file_of(VECTORS, mark), dtype, (posts, width))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +98,8 @@ class CorpusManifest:
             raise CheckpointError(f"does not list all tensors of a corpus: {', '.join(sorted(missing)) or 'topics'}")
 
     def _content(self) -> dict[str, Any]:
-        return {
-            "format_version": FORMAT_VERSION,
-            "kind": KIND,
-            "name": self.name,
-            "version": self.version,
-            "encoder": self.encoder,
-            "encoder_name": self.encoder_name,
-            "posts": self.posts,
-            "width": self.width,
-            "topics": list(self.topics),
-            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
-            "tensors": {name: asdict(entry) for name, entry in sorted(self.tensors.items())},
-        }
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return {"format_version": FORMAT_VERSION, "kind": KIND, **values, **entries_content(self.files, self.tensors)}
 
     def to_json(self) -> bytes:
         """The exact content of `manifest.json`."""
@@ -112,25 +111,13 @@ class CorpusManifest:
         values: Mapping[str, Any] = parse_json_object(raw)
         if values.get("kind") != KIND:
             raise CheckpointError("describes no corpus, but a checkpoint or something else")
-        if values.get("format_version") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"has format version {str(values.get('format_version'))[:40]}, this build reads {FORMAT_VERSION}"
-            )
+        check_format_version(values)
         texts = dict.fromkeys(("kind", "name", "version", "encoder", "encoder_name", "digest"), str)
         numbers = dict.fromkeys(("format_version", "posts", "width"), int)
         check_keys(values, {**texts, **numbers, "topics": list, "files": dict, "tensors": dict}, "")
-        dtypes = ("float32", "bfloat16", *COLUMNS.values())
-        manifest = cls(
-            name=values["name"],
-            version=values["version"] or "-",  # refused as a label: a written manifest always has a version
-            encoder=values["encoder"],
-            encoder_name=values["encoder_name"],
-            posts=values["posts"],
-            width=values["width"],
-            topics=tuple(values["topics"]),
-            files={name: file_entry(name, item) for name, item in values["files"].items()},
-            tensors={name: tensor_entry(name, item, dtypes) for name, item in values["tensors"].items()},
-        )
-        if values["digest"] != manifest.digest or raw != manifest.to_json():
-            raise CheckpointError("is not what was written: its digest or its form is another")
+        given = {one.name: values[one.name] for one in fields(cls) if one.init}
+        given |= entries(values, ("float32", "bfloat16", *COLUMNS.values()))
+        given["version"] = given["version"] or "-"  # refused as a label: a written manifest always has a version
+        manifest = cls(**given | {"topics": tuple(given["topics"])})
+        check_written(raw, values["digest"], manifest)
         return manifest

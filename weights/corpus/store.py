@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from model.retrieval.corpus import Corpus, worst_norm
 from weights.checkpoint import Encoder
-from weights.corpus.manifest import COLUMNS, VECTORS, CorpusManifest, file_of
+from weights.corpus.manifest import VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError
-from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry
-from weights.format.reader import MappedFiles, Progress, open_directory, read_manifest, read_tensors
-from weights.format.tensorfile import write_tensors
-from weights.format.writer import TableDtype, check_target, write_file, written_beside
+from weights.format.manifest import MANIFEST_NAME, Manifest
+from weights.format.reader import MappedFiles, Progress, opened, read_manifest, read_tensors
+from weights.format.writer import TableDtype, check_target, refused_writing, write_file, write_files, written_beside
 
 LENGTH_OFF = {"float32": 1e-3, "bfloat16": 1e-2}
 """How far the length of a vector may be from 1."""
@@ -41,14 +40,11 @@ def load_corpus(
     that are not of unit length, and where `encoder` is given for vectors that another one made.
     """
     path, mapped = Path(path), MappedFiles()
-    try:
-        with open_directory(path) as directory:
-            manifest = read_manifest(directory, CorpusManifest.from_json)
-            if encoder is not None:
-                check_encoder(manifest, encoder)
-            return StoredCorpus(path, manifest, read_corpus(directory, manifest, mapped, progress, threads), mapped)
-    except (CheckpointError, OSError, MemoryError) as error:
-        raise _refusal(path, error) from error
+    with opened("Corpus", path) as directory:
+        manifest = read_manifest(directory, CorpusManifest.from_json)
+        if encoder is not None:
+            check_encoder(manifest, encoder)
+        return StoredCorpus(path, manifest, read_corpus(directory, manifest, mapped, progress, threads), mapped)
 
 
 def read_corpus(
@@ -86,12 +82,8 @@ def read_corpus(
 
 def load_corpus_manifest(path: str | Path) -> CorpusManifest:
     """The manifest alone, checked in itself; the files it lists are not opened. Raises CheckpointError."""
-    path = Path(path)
-    try:
-        with open_directory(path) as directory:
-            return read_manifest(directory, CorpusManifest.from_json)
-    except (CheckpointError, OSError) as error:
-        raise _refusal(path, error) from error
+    with opened("Corpus", Path(path)) as directory:
+        return read_manifest(directory, CorpusManifest.from_json)
 
 
 def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:
@@ -128,17 +120,16 @@ def write_corpus(
     `topics` is asked for the names once the column has been written. Written beside and renamed: a reader sees all or nothing.
     Raises CheckpointError for values that are not finite or not as many as `posts`, and for a path in use.
     """
-    path, width = Path(path).absolute(), encoder.manifest.config.width
-    try:
+    path, made_by = Path(path).absolute(), encoder.manifest
+    width = made_by.config.width
+    with refused_writing(f"Corpus {path}"):
         check_target(path, replace=replace)
         if path.is_dir() and (path / MANIFEST_NAME).exists():
             load_corpus_manifest(path)  # a checkpoint is never replaced by a corpus
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: TensorEntry(file_of(name), COLUMNS[name], (posts,)) for name in columns}
-        tensors[VECTORS] = TensorEntry(file_of(VECTORS), dtype, (posts, width))
+        tensors = corpus_tensors(columns, posts, width, dtype)
         with written_beside(path) as partial:
             files = write_files(partial, tensors, chunks)
-            made_by = encoder.manifest
             manifest = CorpusManifest(
                 name=labels.name,
                 version=labels.version,
@@ -152,25 +143,3 @@ def write_corpus(
             )
             write_file(partial / MANIFEST_NAME, manifest.to_json())
         return manifest
-    except OSError as error:
-        raise CheckpointError(f"Corpus {path} is not written: {error.strerror or error}.") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"Corpus {path} is not written: {str(error).rstrip('.')}.") from error
-
-
-def write_files(
-    directory: Path, tensors: Mapping[str, TensorEntry], chunks: Callable[[str], Iterable[Tensor]]
-) -> dict[str, FileEntry]:
-    """Write the files of these tensors, which are on the disk when this returns; `chunks` as in `write_corpus`."""
-    files = {}
-    for file in sorted({entry.file for entry in tensors.values()}):
-        inside = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
-        files[file] = write_tensors(directory / file, inside, chunks)
-    return files
-
-
-def _refusal(path: Path, error: Exception) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return CheckpointError(f"Corpus {path} is refused: {error}.")
-    reason = getattr(error, "strerror", None) or str(error) or "not enough memory"
-    return CheckpointError(f"Corpus {path} cannot be read: {reason}.")

@@ -60,16 +60,6 @@ class Figures:
     history: int
     chosen: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values of every field."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: plain(below) for name, below in value.items()}
-            return value.tolist() if isinstance(value, np.ndarray) else value
-
-        return {name: plain(getattr(self, name)) for name in self.__slots__}
-
 
 @torch.inference_mode()
 def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,11 +12,12 @@ from matplotlib.figure import Figure
 
 from weights.explain.figures import DRAWN_TOKENS, Figures
 from weights.explain.retrieval import RetrievalFigures
+from weights.report import BLUE, GREY, YELLOW, png
 
 SHADES = "Blues"
 SIGNS = "RdBu"
 LETTERS = 28
-COLOURS = ("#b8b8b8", "#2f6f9f", "#e0a458")
+COLOURS = (GREY, BLUE, YELLOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +296,4 @@ def _names(axes: Axes, names: Sequence[str], which: str) -> None:
 
 
 def _panel(name: str, title: str, caption: str, figure: Figure) -> Panel:
-    image = BytesIO()
-    figure.savefig(image, format="png", dpi=100, metadata={"Software": None})
-    plt.close(figure)
-    return Panel(name, title, caption, image.getvalue())
+    return Panel(name, title, caption, png(figure))

@@ -41,11 +41,6 @@ class RetrievalFigures:
     edges: Array
     final_ranks: Array
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; ids as text."""
-        values = {name: getattr(self, name) for name in self.__slots__} | {"best": self.best.astype(str)}
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
-
 
 @torch.inference_mode()
 def retrieval_of(towers: Towers, corpus: Corpus, ranker: Ranker, request: Request, k: int = 200) -> RetrievalFigures:

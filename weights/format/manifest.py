@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
@@ -101,8 +101,7 @@ class Manifest:
             "action_names": list(self.action_names),
             "continuous": [asdict(output) for output in self.continuous],
             "score_weights": self.score_weights,
-            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
-            "tensors": {name: asdict(entry) for name, entry in sorted(self.tensors.items())},
+            **entries_content(self.files, self.tensors),
         }
 
     def to_json(self) -> bytes:
@@ -113,10 +112,7 @@ class Manifest:
     def from_json(cls, raw: bytes) -> Manifest:
         """Parse what `to_json` wrote. Raises CheckpointError for anything else: unknown keys, wrong types, one changed byte."""
         values = parse_json_object(raw)
-        if values.get("format_version") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"has format version {str(values.get('format_version'))[:40]}, this build reads {FORMAT_VERSION}"
-            )
+        check_format_version(values)
         expected = {
             "format_version": int, "name": str, "version": str, "architecture": dict, "action_names": list,
             "continuous": list, "score_weights": dict, "files": dict, "tensors": dict, "digest": str,
@@ -139,16 +135,9 @@ class Manifest:
             action_names=tuple(values["action_names"]),
             continuous=tuple(_continuous(item) for item in values["continuous"]),
             score_weights=values["score_weights"],
-            files={name: file_entry(name, item) for name, item in values["files"].items()},
-            tensors={name: tensor_entry(name, item) for name, item in values["tensors"].items()},
+            **entries(values),
         )
-        if values["digest"] != manifest.digest:
-            raise CheckpointError(
-                f"says its digest is {values['digest'][:64]!r}, but its content has {manifest.digest}: it was changed after "
-                "it was written"
-            )
-        if raw != manifest.to_json():
-            raise CheckpointError("differs from the form in which it was written: it was changed afterwards")
+        check_written(raw, values["digest"], manifest)
         return manifest
 
     def relabelled(self, **changes: Any) -> Manifest:
@@ -159,6 +148,34 @@ class Manifest:
 def signed(content: Mapping[str, Any]) -> bytes:
     """A manifest's content with its digest, as it is written: UTF-8, one line per tensor and file."""
     return (_render({**content, "digest": content_digest(content)}) + "\n").encode()
+
+
+class Signed(Protocol):
+    """A manifest of any kind."""
+
+    @property
+    def digest(self) -> str:
+        """Its identity."""
+
+    def to_json(self) -> bytes:
+        """The exact content of `manifest.json`."""
+
+
+def check_written(raw: bytes, digest: str, manifest: Signed) -> None:
+    """Raises CheckpointError where `raw`, which gives this digest, is not what `manifest` would be written as."""
+    if digest != manifest.digest:
+        raise CheckpointError(
+            f"says its digest is {digest[:64]!r}, but its content has {manifest.digest}: it was changed after it was written"
+        )
+    if raw != manifest.to_json():
+        raise CheckpointError("differs from the form in which it was written: it was changed afterwards")
+
+
+def check_format_version(values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a manifest of another format."""
+    found = values.get("format_version")
+    if found != FORMAT_VERSION:
+        raise CheckpointError(f"has format version {str(found)[:40]}, this build reads {FORMAT_VERSION}")
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -246,8 +263,23 @@ def check_label(what: str, label: str) -> None:
         )
 
 
-def file_entry(name: str, item: Any) -> FileEntry:
-    """The entry of one file, from JSON. Raises CheckpointError."""
+def entries_content(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Files and tensors as a manifest's content has them, by name."""
+    return {
+        "files": {name: asdict(entry) for name, entry in sorted(files.items())},
+        "tensors": {name: asdict(entry) for name, entry in sorted(tensors.items())},
+    }
+
+
+def entries(values: Mapping[str, Any], dtypes: Sequence[str] = TENSOR_DTYPES) -> dict[str, Any]:
+    """`files` and `tensors` of a manifest, from JSON. Raises CheckpointError."""
+    return {
+        "files": {name: _file_entry(name, item) for name, item in values["files"].items()},
+        "tensors": {name: _tensor_entry(name, item, dtypes) for name, item in values["tensors"].items()},
+    }
+
+
+def _file_entry(name: str, item: Any) -> FileEntry:
     if not _FILE.fullmatch(name):
         raise CheckpointError(
             f"names a file {name[:100]!r}, which is not a plain *.safetensors name inside the directory"
@@ -260,8 +292,7 @@ def file_entry(name: str, item: Any) -> FileEntry:
     return FileEntry(**item)
 
 
-def tensor_entry(name: str, item: Any, dtypes: Sequence[str] = TENSOR_DTYPES) -> TensorEntry:
-    """The entry of one tensor, from JSON. Raises CheckpointError."""
+def _tensor_entry(name: str, item: Any, dtypes: Sequence[str]) -> TensorEntry:
     where = f"tensors.{name[:100]}"
     if not isinstance(item, dict):
         raise CheckpointError(f"{where} must be an object")

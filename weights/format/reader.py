@@ -85,6 +85,19 @@ def open_directory(path: Path) -> Iterator[int]:
         os.close(directory)
 
 
+@contextmanager
+def opened(what: str, path: Path) -> Iterator[int]:
+    """`open_directory`; `what` is said to be refused, or unreadable, in the CheckpointError for whatever goes wrong within."""
+    try:
+        with open_directory(path) as directory:
+            yield directory
+    except CheckpointError as error:
+        raise CheckpointError(f"{what} {path} is refused: {error}.") from error
+    except (OSError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "not enough memory"
+        raise CheckpointError(f"{what} {path} cannot be read: {reason}.") from error
+
+
 def read_manifest(directory: int, parse: Callable[[bytes], T]) -> T:
     """`manifest.json` of an open directory, checked in itself by `parse`. Raises CheckpointError."""
     with _open_file(directory, MANIFEST_NAME) as file:

@@ -50,45 +50,43 @@ def write_checkpoint(
     Raises CheckpointError for values that are not finite or not as many as the shape says, and for a path in use.
     """
     path = Path(path).absolute()
-    try:
+    with refused_writing(f"Checkpoint {path}"):
         check_target(path, replace=replace)
         _manifest(config, labels, {}, {})  # refuses bad names before gigabytes are written
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _write_beside(path, config, chunks, labels, table_dtype, extras or {})
-    except OSError as error:
-        raise CheckpointError(f"Checkpoint {path} is not written: {error.strerror or error}.") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"Checkpoint {path} is not written: {str(error).rstrip('.')}.") from error
+        tensors = {
+            name: TensorEntry(file_of(name), table_dtype if is_table(name) else "float32", shape)
+            for name, shape in expected_shapes(config).items()
+        }
+        with written_beside(path) as partial:
+            manifest = _manifest(config, labels, write_files(partial, tensors, chunks), tensors)
+            for name, content in {**(extras or {}), MANIFEST_NAME: manifest.to_json()}.items():
+                write_file(partial / name, content)
+        return manifest
 
 
 def replace_manifest(path: str | Path, manifest: Manifest) -> None:
     """Give the checkpoint at `path` another manifest, in one step; its weights stay. Raises CheckpointError."""
     path = Path(path)
     partial = path / f".{MANIFEST_NAME}.{secrets.token_hex(4)}.partial"
-    try:
+    with refused_writing(f"Checkpoint {path}"):
         try:
             write_file(partial, manifest.to_json())
             partial.replace(path / MANIFEST_NAME)
             sync_directory(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def refused_writing(what: str) -> Iterator[None]:
+    """Whatever goes wrong within becomes a CheckpointError which says that `what` is not written."""
+    try:
+        yield
     except OSError as error:
-        raise CheckpointError(f"Checkpoint {path} is not written: {error.strerror or error}.") from error
-
-
-def _write_beside(
-    path: Path,
-    config: ModelConfig,
-    chunks: Callable[[str], Iterable[Tensor]],
-    labels: Labels,
-    table_dtype: TableDtype,
-    extras: Mapping[str, bytes],
-) -> Manifest:
-    with written_beside(path) as partial:
-        manifest = _write_files(partial, config, chunks, labels, table_dtype)
-        for name, content in {**extras, MANIFEST_NAME: manifest.to_json()}.items():
-            write_file(partial / name, content)
-    return manifest
+        raise CheckpointError(f"{what} is not written: {error.strerror or error}.") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{what} is not written: {str(error).rstrip('.')}.") from error
 
 
 @contextmanager
@@ -120,22 +118,15 @@ def check_target(path: Path, *, replace: bool) -> None:
         raise CheckpointError("it is a symbolic link; name the directory itself to replace it")
 
 
-def _write_files(
-    partial: Path,
-    config: ModelConfig,
-    chunks: Callable[[str], Iterable[Tensor]],
-    labels: Labels,
-    table_dtype: TableDtype,
-) -> Manifest:
-    tensors = {
-        name: TensorEntry(file_of(name), table_dtype if is_table(name) else "float32", shape)
-        for name, shape in expected_shapes(config).items()
-    }
-    files: dict[str, FileEntry] = {}
+def write_files(
+    directory: Path, tensors: Mapping[str, TensorEntry], chunks: Callable[[str], Iterable[Tensor]]
+) -> dict[str, FileEntry]:
+    """Write the files of these tensors, which are on the disk when this returns; `chunks` as in `write_checkpoint`."""
+    files = {}
     for file in sorted({entry.file for entry in tensors.values()}):
-        content = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
-        files[file] = write_tensors(partial / file, content, chunks)
-    return _manifest(config, labels, files, tensors)
+        inside = {name: (entry.dtype, entry.shape) for name, entry in tensors.items() if entry.file == file}
+        files[file] = write_tensors(directory / file, inside, chunks)
+    return files
 
 
 def _manifest(

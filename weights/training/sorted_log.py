@@ -85,9 +85,7 @@ def sort_log(
     work = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    kind = np.dtype(
-        [(name, column.to_pandas_dtype()) for name, column in COLUMNS.items()] + [("actions", "?", len(names))]
-    )
+    kind = _row_type(names)
     time_cuts, user_cuts = _cuts(dataset, rows)
     by_time = Ranges(work / "by-time", kind, "impression_ts", time_cuts)
     done = 0
@@ -110,15 +108,20 @@ def open_sorted(directory: Path) -> Log:
     try:
         facts = json.loads((directory / FACTS_NAME).read_bytes())
         names = tuple(facts["actions"])
-        kind = np.dtype(
-            [(name, column.to_pandas_dtype()) for name, column in COLUMNS.items()] + [("actions", "?", len(names))]
-        )
+        kind = _row_type(names)
         events = _log_of(_mapped(directory / "events.bin", kind), names)
         per_request = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in PER_REQUEST}
         index = Index(**per_request, events=events, surfaces=facts["surfaces"], fingerprint=facts["fingerprint"])
         return _log_of(_mapped(directory / "impressions.bin", kind), names, index)
     except (OSError, ValueError, KeyError) as error:
         raise LogError(f"{directory} is not a log that sort-log wrote: {error}") from error
+
+
+def _row_type(names: tuple[str, ...]) -> np.dtype[Any]:
+    """A row on disk: the columns of a log and its actions."""
+    return np.dtype(
+        [(name, column.to_pandas_dtype()) for name, column in COLUMNS.items()] + [("actions", "?", len(names))]
+    )
 
 
 def _cuts(dataset: ds.FileSystemDataset, rows: int) -> list[NDArray[Any]]:

@@ -148,17 +148,8 @@ def test_a_ranker_of_every_preset_trains_saves_verifies_serves_and_isolates(
     name: str, log: Path, examples: Examples, tmp_path: Path
 ) -> None:
     run, out = CliRunner(), str(tmp_path / "out")
-    arguments = [
-        "train",
-        "--log",
-        str(log),
-        "--config",
-        str(log.with_name("config.json")),
-        "--preset",
-        name,
-        "--out",
-        out,
-    ]
+    arguments = ["train", "--log", str(log), "--config", str(log.with_name("config.json"))]
+    arguments += ["--preset", name, "--out", out]
     trained = run.invoke(app, [*arguments, *settings([*RUN_SETTINGS[1:], "epochs=0.15", "warmup_steps=1"])])
     assert trained.exit_code == 0, trained.output
     assert run.invoke(app, ["verify", out]).exit_code == 0

@@ -176,6 +176,6 @@ def test_an_edited_manifest_is_refused(
         assert load_corpus(tmp_path / "corpus").manifest.digest == content_digest(values | changes) != digest
         values |= changes
         manifest.write_text(json.dumps(values | {"digest": digest}))
-        sentence = "is not what was written"
+        sentence = "it was changed after"
     with pytest.raises(CheckpointError, match=sentence):
         load_corpus(tmp_path / "corpus")

@@ -103,6 +103,6 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pyte
 
 
 def test_bad_names_are_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_write_files", lambda *_: pytest.fail("weights were written"))
+    monkeypatch.setattr(writer, "write_files", lambda *_: pytest.fail("weights were written"))
     with pytest.raises(CheckpointError, match="needs 19 different action names"):
         write_checkpoint(tmp_path / "c", CONFIG, random_chunks(CONFIG, 0), labels_for(CONFIG, "x", "", ["only"]))

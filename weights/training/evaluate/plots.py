@@ -1,22 +1,17 @@
-"""The pictures of an evaluation report, as PNG files."""
+"""The pictures of an evaluation report, as PNG."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.figure import Figure
 
+from weights.report import BLUE, DARK, GREY, YELLOW, png
 from weights.training.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, Evaluation
 
-COLOURS = {POPULARITY: "#b8b8b8", AFFINITY: "#e0a458", MODEL: "#2f6f9f", OPTIMUM: "#333333"}
+COLOURS = {POPULARITY: GREY, AFFINITY: YELLOW, MODEL: BLUE, OPTIMUM: DARK}
 
 
-def plot_auc(evaluation: Evaluation, path: Path) -> None:
+def plot_auc(evaluation: Evaluation) -> bytes:
     """AUC of every action by source, most frequent action first."""
     names = sorted(evaluation.actions, key=lambda name: -evaluation.shares[name])
     figure, axes = plt.subplots(figsize=(9, 4), dpi=90)
@@ -33,10 +28,11 @@ def plot_auc(evaluation: Evaluation, path: Path) -> None:
     axes.axhline(0.5, color="black", linewidth=0.5)
     axes.set_ylabel("AUC, test period")
     axes.legend(ncols=4, fontsize=8, loc="upper right")
-    _save(figure, path)
+    figure.tight_layout()
+    return png(figure)
 
 
-def plot_reliability(evaluation: Evaluation, path: Path) -> None:
+def plot_reliability(evaluation: Evaluation) -> bytes:
     """Observed share against predicted probability of the frequent actions, both axes logarithmic."""
     names = evaluation.frequent
     columns = 5
@@ -48,7 +44,7 @@ def plot_reliability(evaluation: Evaluation, path: Path) -> None:
         curve = evaluation.reliability[name]
         shown = curve.observed > 0
         low = max(min(curve.predicted.min(), curve.observed[shown].min()), 1e-4)
-        axes.plot([low, 1], [low, 1], color="#b8b8b8", linewidth=1)
+        axes.plot([low, 1], [low, 1], color=GREY, linewidth=1)
         axes.plot(
             curve.predicted[shown], curve.observed[shown], ".-", color=COLOURS[MODEL], markersize=4, linewidth=0.8
         )
@@ -58,10 +54,11 @@ def plot_reliability(evaluation: Evaluation, path: Path) -> None:
         axes.tick_params(labelsize=6)
     figure.supxlabel("predicted probability", fontsize=8)
     figure.supylabel("observed share", fontsize=8)
-    _save(figure, path)
+    figure.tight_layout()
+    return png(figure)
 
 
-def plot_ablations(evaluation: Evaluation, path: Path) -> None:
+def plot_ablations(evaluation: Evaluation) -> bytes:
     """Mean AUC over the frequent actions with something taken away."""
     figure, axes = plt.subplots(figsize=(6, 2.4), dpi=90)
     names = list(evaluation.ablations)
@@ -71,10 +68,5 @@ def plot_ablations(evaluation: Evaluation, path: Path) -> None:
     axes.set_xlim(0.5, max(values) + 0.05)
     axes.invert_yaxis()
     axes.set_xlabel("mean AUC, frequent actions")
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
     figure.tight_layout()
-    figure.savefig(path, metadata={"Software": ""})
-    plt.close(figure)
+    return png(figure)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
 
+from weights.report import markdown_table, write_figures
 from weights.training.evaluate.evaluation import AFFINITY, MODEL, OPTIMUM, POPULARITY, TRUE_AFFINITY, Evaluation
 from weights.training.evaluate.plots import plot_ablations, plot_auc, plot_reliability
 
@@ -22,10 +22,9 @@ EXPLANATIONS = {
 def write_report(evaluation: Evaluation, directory: Path, title: str, command: str) -> None:
     """Write `report.md`, `figures.json` and three PNG files into `directory`, which may exist."""
     directory.mkdir(parents=True, exist_ok=True)
-    plot_auc(evaluation, directory / "auc.png")
-    plot_reliability(evaluation, directory / "reliability.png")
-    plot_ablations(evaluation, directory / "ablations.png")
-    (directory / "figures.json").write_text(json.dumps(figures(evaluation), indent=1) + "\n")
+    for name, draw in (("auc", plot_auc), ("reliability", plot_reliability), ("ablations", plot_ablations)):
+        (directory / f"{name}.png").write_bytes(draw(evaluation))
+    write_figures(directory, figures(evaluation))
     sections = [
         f"# {title}",
         f"{evaluation.requests} requests with {evaluation.impressions} impressions of the test period. "
@@ -67,16 +66,18 @@ def _number(value: float) -> float | None:
 
 
 def _headline(evaluation: Evaluation) -> str:
+    head = ["ranking by", "mean AUC", "of the way from 0.5 to the optimum", "NDCG of the score", "what it is"]
     rows = [
-        "| ranking by | mean AUC | of the way from 0.5 to the optimum | NDCG of the score | what it is |",
-        "|---|---|---|---|---|",
+        [
+            source,
+            f"{evaluation.mean_auc(source):.4f}",
+            f"{evaluation.way(source):.3f}" if OPTIMUM in evaluation.figures else "–",
+            f"{evaluation.ndcg[source]:.4f}",
+            EXPLANATIONS[source],
+        ]
+        for source in evaluation.figures
     ]
-    for source in evaluation.figures:
-        way = f"{evaluation.way(source):.3f}" if OPTIMUM in evaluation.figures else "–"
-        rows.append(
-            f"| {source} | {evaluation.mean_auc(source):.4f} | {way} | {evaluation.ndcg[source]:.4f} | {EXPLANATIONS[source]} |"
-        )
-    text = "\n".join(rows)
+    text = markdown_table(head, rows)
     text += f"\n\nMean calibration error over the frequent actions: {evaluation.calibration_error(MODEL):.4f}."
     if evaluation.dwell_error_seconds:
         ours, mean = evaluation.dwell_error_seconds
@@ -89,7 +90,7 @@ def _actions(evaluation: Evaluation) -> str:
     head = ["action", "share", *(f"AUC {source}" for source in sources), "log-loss"]
     head += ["log-loss optimum"] if OPTIMUM in sources else []
     head += ["normalised entropy", "calibration error"]
-    rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = []
     for name in sorted(evaluation.actions, key=lambda action: -evaluation.shares[action]):
         own = evaluation.figures[MODEL][name]
         cells = [name, f"{evaluation.shares[name]:.2%}"]
@@ -97,26 +98,23 @@ def _actions(evaluation: Evaluation) -> str:
         cells.append(f"{own.log_loss:.4f}")
         cells += [f"{evaluation.figures[OPTIMUM][name].log_loss:.4f}"] if OPTIMUM in sources else []
         cells += [f"{own.normalised_entropy:.4f}", f"{own.calibration_error:.4f}"]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "## Actions\n\n" + "\n".join(rows)
+        rows.append(cells)
+    return "## Actions\n\n" + markdown_table(head, rows)
 
 
 def _ablations(evaluation: Evaluation) -> str:
-    rows = ["| taken away | mean AUC | mean log-loss | NDCG of the score |", "|---|---|---|---|"]
-    for name, (auc, loss, ndcg) in evaluation.ablations.items():
-        rows.append(f"| {'nothing' if name == 'none' else name} | {auc:.4f} | {loss:.4f} | {ndcg:.4f} |")
+    rows = [
+        ["nothing" if name == "none" else name, *(f"{value:.4f}" for value in values)]
+        for name, values in evaluation.ablations.items()
+    ]
+    table = markdown_table(["taken away", "mean AUC", "mean log-loss", "NDCG of the score"], rows)
     note = (
         "Shuffled history deals the histories out among the requests; shuffled order keeps a history and mixes its events; "
         "no user is user id 0, which is padding."
     )
-    return (
-        "## What the model uses\n\nOn a sample of the requests.\n\n"
-        + "\n".join(rows)
-        + f"\n\n{note}\n\n![Ablations](ablations.png)"
-    )
+    return f"## What the model uses\n\nOn a sample of the requests.\n\n{table}\n\n{note}\n\n![Ablations](ablations.png)"
 
 
 def _groups(evaluation: Evaluation) -> str:
-    rows = ["| rows | mean AUC model | mean AUC optimum |", "|---|---|---|"]
-    rows += [f"| {name} | {model:.4f} | {best:.4f} |" for name, (model, best) in evaluation.groups.items()]
-    return "## Who is new\n\n" + "\n".join(rows)
+    rows = [[name, f"{model:.4f}", f"{best:.4f}"] for name, (model, best) in evaluation.groups.items()]
+    return "## Who is new\n\n" + markdown_table(["rows", "mean AUC model", "mean AUC optimum"], rows)
