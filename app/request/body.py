@@ -24,21 +24,17 @@ class Typed(Protocol):
     @property
     def timeout_seconds(self) -> float | None:
         """How long the caller waits, where the body says it."""
-        ...
 
     @property
     def reply(self) -> Any:
         """As in `Request`; UNSET is the same as objects."""
-        ...
 
     @property
     def user_id(self) -> int | str:
         """As it was sent: it may still be none."""
-        ...
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

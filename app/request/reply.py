@@ -64,12 +64,10 @@ class Asked(Protocol):
     @property
     def history_length(self) -> int:
         """Items of the history as it was sent."""
-        ...
 
     @property
     def request_id(self) -> str | None:
         """Where the body names one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
