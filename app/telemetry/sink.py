@@ -9,8 +9,9 @@ from collections import deque
 
 import structlog
 
+from app.budgets import BUFFER_BYTES
+
 BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all
-BUFFER_BYTES = 2**20  # of lines that wait: three thousand, or seconds of full load
 LINE_OVERHEAD_BYTES = 64  # of a waiting line, beside its characters
 GATHER_SECONDS = 0.02  # the lines of this time share a turn of this thread, for which others wait
 RETRY_SECONDS = 0.2
