@@ -62,6 +62,11 @@ class Body:
         k = self.value.get("k")
         return k if type(k) is int else DEFAULT_K
 
+    @property
+    def history_length(self) -> int:
+        """Items of the history."""
+        return self.count("history")
+
     def count(self, name: str) -> int:
         """Items of a field that holds posts or ids."""
         return count_of(self.value.get(name))

@@ -118,20 +118,20 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
     if "weights" in columns:
         weights = _spread(columns["weights"], checks.actions, (width,), "f8")
     return Request(
-        user_id=int(columns["user_id"][0]),
-        history_length=len(history),
-        history=history,
-        actions=_spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
-        dwell_seconds=columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
-        candidates=candidates,
-        numbers={name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
-        quoted=None,
-        impression_ts=parameters.get("impression_ts", 0),
-        weights=weights,
-        top_k=parameters.get("top_k"),
-        wanted=checks.wanted,
-        request_id=tensors.request_id,
-        reply=tensors.reply,
+        int(columns["user_id"][0]),
+        history,
+        _spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
+        columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
+        len(history),
+        candidates,
+        None,
+        weights,
+        parameters.get("top_k"),
+        checks.wanted,
+        tensors.request_id,
+        tensors.reply,
+        {name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
+        parameters.get("impression_ts", 0),
     )
 
 
