@@ -256,12 +256,17 @@ class Packed:
             np.ndarray(count, _INT64, data, start + 2 * size),
             np.ndarray(count, _INT64, data, start + 3 * size),
         )
+        weights, top_k, wanted, request_id, reply = self.wishes
         request = Request(
             self.user_id,
             *NO_HISTORY,
             self.events,
             Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
             np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
-            *self.wishes,
+            weights,
+            top_k,
+            wanted,
+            request_id,
+            reply,
         )
         return request, context, candidates

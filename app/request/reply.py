@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
@@ -70,20 +70,18 @@ class Asked(Protocol):
         """Where the body names one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """What a reply says of its candidates, in the order in which it says it.
 
-    `ids` as they came, or uint64 `[n]`. `scores` float64 `[n]`, `ranks` int64 `[n]`, `probabilities` float32 `[n, W]` of the
-    actions in `names`, `continuous` float32 `[n, Z]` in their units.
+    `post_id` as they came, or uint64 `[n]`. `score` float64 `[n]`, `rank` int64 `[n]`, `probabilities` float32 `[n, W]` of the
+    actions in the reply, `continuous` float32 `[n, Z]` in their units.
     """
 
-    ids: list[int | str] | NDArray[np.uint64]
-    scores: NDArray[np.float64]
-    ranks: NDArray[np.int64]
+    post_id: list[int | str] | NDArray[np.uint64]
+    score: NDArray[np.float64]
+    rank: NDArray[np.int64]
     probabilities: NDArray[np.float32]
     continuous: NDArray[np.float32]
-    names: tuple[str, ...]
 
 
 def names_of(request: Request, form: ReplyFormat) -> tuple[str, ...]:
@@ -110,7 +108,6 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
     combined, order, ranks = ranked(scores.probabilities, request.weights, form.codec)
     ids: Any = request.candidates.post_ids if request.quoted is None else request.echo_ids
     probabilities, continuous = scores.probabilities, scores.continuous * form.scales
-    names = names_of(request, form)
     if request.wanted is not None:
         probabilities = probabilities[:, request.wanted]
     if request.top_k is not None:
@@ -118,7 +115,7 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
         ids = ids[best] if request.quoted is None else [ids[index] for index in best]
         combined, ranks = combined[best], ranks[best]
         probabilities, continuous = probabilities[best], continuous[best]
-    return Rows(ids, combined, ranks, np.ascontiguousarray(probabilities), continuous, names)
+    return Rows(ids, combined, ranks, np.ascontiguousarray(probabilities), continuous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +172,7 @@ def render(
 
 def _objects(rows: Rows, form: ReplyFormat, head: bytes, end: bytes) -> Iterator[bytes]:
     before = head + b"["
-    for start in range(0, len(rows.scores), ROWS_IN_A_PIECE):
+    for start in range(0, len(rows.score), ROWS_IN_A_PIECE):
         yield before + _candidates(rows, slice(start, start + ROWS_IN_A_PIECE), form)
         before = b","
     yield b"]" + end
@@ -199,52 +196,19 @@ def tail_of(request: Asked, history_used: int, timings_ms: Mapping[str, float], 
     return b"," + orjson.dumps(tail)[1:]
 
 
-def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The wanted outputs, each with its name."""
-    arrays: dict[str, Any] = {
-        "post_id": rows.ids,
-        "score": rows.scores,
-        "rank": rows.ranks,
-        "probabilities": rows.probabilities,
-        "continuous": rows.continuous,
-    }
-    for name in wanted:
-        yield name, np.ascontiguousarray(arrays[name])
-
-
-def reply_parameters(
-    request: Request, rows: Rows, form: ReplyFormat, *, history_used: int, timings_ms: Mapping[str, float]
-) -> dict[str, str | int | float]:
-    """What a reply says besides its tensors: names of their columns, how much of the history was seen, where the time went."""
-    return {
-        "actions": ",".join(rows.names),
-        "continuous": ",".join(form.continuous_names),
-        "history_used": history_used,
-        "history_dropped": request.history_length - history_used,
-        **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
-    }
-
-
 def _columns(rows: Rows, form: ReplyFormat) -> bytes:
     """One object of arrays."""
-    continuous = np.ascontiguousarray(rows.continuous.T)
-    columns = {
-        "post_id": rows.ids,
-        "score": rows.scores,
-        "rank": rows.ranks,
-        "probabilities": rows.probabilities,
-        "continuous": dict(zip(form.continuous_names, continuous, strict=True)),
-    }
-    return orjson.dumps(columns, option=orjson.OPT_SERIALIZE_NUMPY)
+    continuous = dict(zip(form.continuous_names, np.ascontiguousarray(rows.continuous.T), strict=True))
+    return orjson.dumps(rows._asdict() | {"continuous": continuous}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _candidates(rows: Rows, cut: slice, form: ReplyFormat, further: Sequence[tuple[bytes, list[bytes]]] = ()) -> bytes:
     """One object a candidate, comma between them; `further` columns follow the rank."""
     keys, values = form.before_continuous, column(rows.continuous[cut].ravel())
     columns = [
-        (b'{"post_id":', column(rows.ids[cut])),
-        (b',"score":', column(rows.scores[cut])),
-        (b',"rank":', column(rows.ranks[cut])),
+        (b'{"post_id":', column(rows.post_id[cut])),
+        (b',"score":', column(rows.score[cut])),
+        (b',"rank":', column(rows.rank[cut])),
         *further,
         (b',"probabilities":[', _rows(rows.probabilities[cut])),
         *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),

@@ -110,6 +110,7 @@ def check_explain(body: Body, vocabulary: Vocabulary) -> tuple[Request, NDArray[
 
 def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
     viewer = viewer_of(body, vocabulary)
+    weights, top_k, wanted, request_id, reply = wishes_of(body, vocabulary)
     candidates = body["candidates"]
     quoted = np.array([type(value) is str for value in column_of(candidates, "post_id")])
     return Request(
@@ -117,7 +118,11 @@ def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
         len(viewer.history),
         _posts(candidates),
         quoted if quoted.any() else None,
-        *wishes_of(body, vocabulary),
+        weights,
+        top_k,
+        wanted,
+        request_id,
+        reply,
         numbers={name: _numbers("q", candidates, name) for name in NUMBERS},
         impression_ts=body.get("impression_ts", 0),
     )
