@@ -230,12 +230,12 @@ class RecommendCall(PostsCall):
         self._prepare()  # a short forward is over before it was done
         assert context is not None
         assert self._joined is not None
-        body = reply.render_joined(
+        pieces = reply.render(
             self._to_rank,
             scores,
             self.ranking.words_of(manifest)[1],
-            self._joined,
             history_used=len(context.post_ids),
             timings_ms=timings_ms(self.exchange.stages),
+            joined=self._joined,
         )
-        self._send(body, began, manifest.version, cached)
+        self._send(b"".join(pieces), began, manifest.version, cached)

@@ -27,7 +27,7 @@ class Typed(Protocol):
 
     @property
     def reply(self) -> Any:
-        """As in `Request`; UNSET is the same as objects."""
+        """As in `Request`."""
 
     @property
     def user_id(self) -> int | str:

@@ -61,14 +61,20 @@ RULE = struct_rule(InferRequest, None, "inputs", "outputs")
 Field = descriptor_pb2.FieldDescriptorProto
 
 
+def _entries(fields: str) -> Iterator[tuple[bool, str, str, int]]:
+    """Of each field whether it is repeated, its kind, its name and its number."""
+    for entry in filter(None, fields.split("; ")):
+        *label, kind, name, _, number = entry.split()
+        yield bool(label), kind, name, int(number)
+
+
 def _message_classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="ranker/inference.proto", package=PACKAGE, syntax="proto3")
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
-        for entry in filter(None, fields.split("; ")):
-            *label, kind, field_name, _, number = entry.split()
-            added = message.field.add(name=field_name, number=int(number))
-            added.label = Field.LABEL_REPEATED if label else Field.LABEL_OPTIONAL
+        for repeated, kind, field_name, number in _entries(fields):
+            added = message.field.add(name=field_name, number=number)
+            added.label = Field.LABEL_REPEATED if repeated else Field.LABEL_OPTIONAL
             if kind in MESSAGES:
                 added.type, added.type_name = Field.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
             else:
@@ -85,10 +91,9 @@ def _message_classes() -> dict[str, Any]:
 CLASSES = _message_classes()
 PARTS = {
     name: {
-        int(number): kind
-        for entry in filter(None, fields.split("; "))
-        for *label, kind, _, _, number in [entry.split()]
-        if kind in MESSAGES or (label and kind == "int64")
+        number: kind
+        for repeated, kind, _, number in _entries(fields)
+        if kind in MESSAGES or (repeated and kind == "int64")
     }
     for name, fields in MESSAGES.items()
 }

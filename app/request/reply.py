@@ -61,13 +61,8 @@ class ReplyFormat:
 class Asked(Protocol):
     """What the end of a reply needs to know of its request."""
 
-    @property
-    def history_length(self) -> int:
-        """Items of the history as it was sent."""
-
-    @property
-    def request_id(self) -> str | None:
-        """Where the body names one."""
+    history_length: int
+    request_id: str | None
 
 
 class Rows(NamedTuple):
@@ -124,58 +119,60 @@ class Joined:
     `scores` float32 `[C]` are what they were retrieved with, best first, in the order of the request."""
 
     head: bytes
-    tail: Mapping[str, Any]
+    tail: dict[str, Any]
     scores: NDArray[np.float32]
 
 
-def render_joined(
+def render(
     request: Request,
     scores: Scores,
     form: ReplyFormat,
-    joined: Joined,
     *,
     history_used: int,
-    timings_ms: dict[str, float],
-) -> bytes:
-    """The JSON reply of a request whose candidates were retrieved, of which there may be none, best first."""
-    head, tail = joined.head, tail_of(request, history_used, timings_ms, **joined.tail)
-    if form.codec is not None and (written := form.codec.write(request, scores, head, tail, joined.scores)) is not None:
-        return written
-    if not len(scores):
-        return head + b"[]" + tail
-    best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
-    further = [
-        (b',"retrieval_score":', column(joined.scores[best])),
-        (b',"retrieval_rank":', column(best + 1)),
-    ]
-    return b"%b[%b]%b" % (head, _candidates(rows_of(request, scores, form), slice(None), form, further), tail)
-
-
-def render(
-    request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, float]
+    timings_ms: Mapping[str, float],
+    joined: Joined | None = None,
 ) -> Iterator[bytes]:
     """The JSON reply: objects in pieces of at most `ROWS_IN_A_PIECE` candidates, so that other requests are served in between.
 
-    `timings_ms` is written as it is; the scores must be finite.
+    `timings_ms` is written as it is; the scores must be finite. `joined`: the candidates were retrieved, best first, and there may be
+    none.
     """
-    head = form.head
-    if request.wanted is not None:
+    head, found, tail, further = form.head, None, dict[str, Any](), list[tuple[bytes, Any]]()
+    if joined is not None:
+        head, found, tail = joined.head, joined.scores, joined.tail
+    elif request.wanted is not None:
         head = head_of(names_of(request, form), model=form.model)
-    end = tail_of(request, history_used, timings_ms)
-    if form.codec is not None and (written := form.codec.write(request, scores, head, end)) is not None:
+    end = tail_of(request, history_used, timings_ms, **tail)
+    if form.codec is not None and (written := form.codec.write(request, scores, head, end, found)) is not None:
         return iter((written,))
     rows = rows_of(request, scores, form)
     if request.reply == "columns":
         return iter((head + _columns(rows, form) + end,))
-    return _objects(rows, form, head, end)
+    if found is not None:
+        best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
+        further = [(b',"retrieval_score":', found[best]), (b',"retrieval_rank":', best + 1)]
+    return _objects(rows, form, head, end, further)
 
 
-def _objects(rows: Rows, form: ReplyFormat, head: bytes, end: bytes) -> Iterator[bytes]:
-    before = head + b"["
+def _objects(
+    rows: Rows, form: ReplyFormat, head: bytes, end: bytes, further: Sequence[tuple[bytes, Any]]
+) -> Iterator[bytes]:
+    """One object a candidate; `further` columns follow the rank."""
+    before, keys = head + b"[", form.before_continuous
     for start in range(0, len(rows.score), ROWS_IN_A_PIECE):
-        yield before + _candidates(rows, slice(start, start + ROWS_IN_A_PIECE), form)
+        cut = slice(start, start + ROWS_IN_A_PIECE)
+        values = column(rows.continuous[cut].ravel())
+        columns = [
+            (b'{"post_id":', column(rows.post_id[cut])),
+            (b',"score":', column(rows.score[cut])),
+            (b',"rank":', column(rows.rank[cut])),
+            *((key, column(each[cut])) for key, each in further),
+            (b',"probabilities":[', _rows(rows.probabilities[cut])),
+            *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),
+        ]
+        yield before + weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
         before = b","
-    yield b"]" + end
+    yield (b"]" if len(rows.score) else head + b"[]") + end
 
 
 def head_of(names: Sequence[str], **before: Any) -> bytes:
@@ -200,20 +197,6 @@ def _columns(rows: Rows, form: ReplyFormat) -> bytes:
     """One object of arrays."""
     continuous = dict(zip(form.continuous_names, np.ascontiguousarray(rows.continuous.T), strict=True))
     return orjson.dumps(rows._asdict() | {"continuous": continuous}, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _candidates(rows: Rows, cut: slice, form: ReplyFormat, further: Sequence[tuple[bytes, list[bytes]]] = ()) -> bytes:
-    """One object a candidate, comma between them; `further` columns follow the rank."""
-    keys, values = form.before_continuous, column(rows.continuous[cut].ravel())
-    columns = [
-        (b'{"post_id":', column(rows.post_id[cut])),
-        (b',"score":', column(rows.score[cut])),
-        (b',"rank":', column(rows.rank[cut])),
-        *further,
-        (b',"probabilities":[', _rows(rows.probabilities[cut])),
-        *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),
-    ]
-    return weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
 
 
 def weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:

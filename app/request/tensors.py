@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
 from app.request.reply import ReplyFormat, names_of, rows_of
-from app.request.rules import Rule, integer_rule, known_names, number_rule, parts_of, rule_of
+from app.request.rules import Rule, bounds_told, known_names, parts_of, rule_of
 from app.request.schema import Candidate, HistoryItem, Id, Weights
 from app.request.validate import NUMBERS, Posts, Request
 from app.request.vocabulary import Vocabulary
@@ -206,7 +206,7 @@ class _Checks:
         good = (values >= low) & (values <= high)
         if good.all():
             return
-        sentence = integer_rule(int(low), int(high)) if values.dtype.kind == "i" else number_rule(low, high)
+        sentence = bounds_told(low, high, whole=values.dtype.kind == "i")
         for place in np.argwhere(~good)[:MAX_PROBLEMS].tolist():
             self.problems.append((name + "".join(f"[{index}]" for index in place), sentence))
 

@@ -16,7 +16,7 @@ import pytest
 from app.errors import InvalidRequest, MalformedJson, ServiceError, TooLarge
 from app.request import strict_json
 from app.request.codec import Codec, load_library
-from app.request.reply import Joined, ReplyFormat, head_of, names_of, render_joined
+from app.request.reply import Joined, ReplyFormat, head_of, names_of, render
 from app.request.retrieval import PostsRequest, Reading, check_posts, read_compiled, read_posts
 from app.request.schema import RecommendRequest, RetrieveRequest
 from app.request.vocabulary import Vocabulary
@@ -265,7 +265,8 @@ def replies(library: ctypes.PyDLL, numbers: np.ndarray[Any, Any], wish: dict[str
     ranked = request.ranking(posts)
     joined = Joined(head_of(names_of(ranked, form), models=1), {"visible": 9}, posts.scores)
     forms = [replace(form, codec=models[1].vocabulary.codec), form]
-    return [render_joined(ranked, scores, one, joined, history_used=0, timings_ms={"parse": 0.5}) for one in forms]
+    told = {"history_used": 0, "timings_ms": {"parse": 0.5}, "joined": joined}
+    return [b"".join(render(ranked, scores, one, **told)) for one in forms]  # type: ignore[arg-type]
 
 
 WISHED = [
