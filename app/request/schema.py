@@ -305,9 +305,7 @@ class InferParameters(Strict):
     top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
     impression_ts: Annotated[Time | UnsetType, about("Unix seconds from which ages are counted.", default=0)] = UNSET
     timeout: Annotated[Size | UnsetType, about("Microseconds that the caller waits.")] = UNSET
-    binary_data_output: Annotated[bool | UnsetType, about("Whether all outputs are to be binary.", default=False)] = (
-        UNSET
-    )
+    binary_data_output: Annotated[bool | UnsetType, about("Whether all outputs are binary.", default=False)] = UNSET
 
 
 class InferRequest(Strict):
