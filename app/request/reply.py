@@ -137,12 +137,13 @@ def render(
     `timings_ms` is written as it is; the scores must be finite. `joined`: the candidates were retrieved, best first, and there may be
     none.
     """
-    head, found, tail, further = form.head, None, dict[str, Any](), list[tuple[bytes, Any]]()
+    head, found = form.head, None
+    further: tuple[tuple[bytes, Any], ...] = ()
     if joined is not None:
-        head, found, tail = joined.head, joined.scores, joined.tail
+        head, found = joined.head, joined.scores
     elif request.wanted is not None:
         head = head_of(names_of(request, form), model=form.model)
-    end = tail_of(request, history_used, timings_ms, **tail)
+    end = tail_of(request, history_used, timings_ms, **(joined.tail if joined is not None else {}))
     if form.codec is not None and (written := form.codec.write(request, scores, head, end, found)) is not None:
         return iter((written,))
     rows = rows_of(request, scores, form)
@@ -150,7 +151,7 @@ def render(
         return iter((head + _columns(rows, form) + end,))
     if found is not None:
         best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
-        further = [(b',"retrieval_score":', found[best]), (b',"retrieval_rank":', best + 1)]
+        further = ((b',"retrieval_score":', found[best]), (b',"retrieval_rank":', best + 1))
     return _objects(rows, form, head, end, further)
 
 
