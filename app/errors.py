@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as typed exceptions that carry their HTTP status and stable code. Not for replies."""
+"""What can go wrong with a request, as typed exceptions that carry their HTTP status and stable code."""
 
 from __future__ import annotations
 

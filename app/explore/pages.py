@@ -1,5 +1,4 @@
-"""Serves the pages from files of the packages, and the example and the names that a checkpoint may carry, each read once. Not for what a
-page shows."""
+"""Serves the pages from files of the packages, and the example and the names that a checkpoint may carry, each read once."""
 
 from __future__ import annotations
 

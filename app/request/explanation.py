@@ -1,4 +1,4 @@
-"""What an explanation leaves out of a request, and its reply as bytes: changes of scores and shares of attention. Not for HTTP."""
+"""What an explanation leaves out of a request, and its reply as bytes: changes of scores and shares of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's scores → the reply, as bytes. Not for HTTP.
+"""The model's scores → the reply, as bytes.
 
 A reply of 512 candidates holds over ten thousand numbers, so no candidate is touched in Python: each column is written by
 orjson in one go, and the columns are woven together. float32 values keep their shortest form, which reads back exactly.

@@ -1,4 +1,4 @@
-"""A request for posts → checked columns and what the search is asked; its reply as bytes. Not for HTTP."""
+"""A request for posts → checked columns and what the search is asked; its reply as bytes."""
 
 from __future__ import annotations
 

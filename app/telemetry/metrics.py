@@ -1,4 +1,4 @@
-"""Every Prometheus series of the service, in a registry that is handed in. Not for deciding anything."""
+"""Every Prometheus series of the service, in a registry that is handed in."""
 
 from __future__ import annotations
 

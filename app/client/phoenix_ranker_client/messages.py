@@ -1,4 +1,4 @@
-"""What goes to the service and what comes back, as plain dataclasses and errors. Not for sending anything."""
+"""What goes to the service and what comes back, as plain dataclasses and errors."""
 
 from __future__ import annotations
 
