@@ -1,4 +1,4 @@
-"""`python -m app`: settings from flags and environment, then serve. Not for anything that a test would want to call."""
+"""`python -m app`: settings from flags and environment, then serve."""
 
 from __future__ import annotations
 

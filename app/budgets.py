@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from app.settings import Settings
-from app.telemetry.sink import BUFFER_BYTES
 from model.config import ModelConfig
 
-MAX_CHANGED, MAX_CHANGE_VALUES = (
-    10_000,
-    60_000,
-)  # posts in one change: a search waits for the vectors of so many to be indexed
+MAX_CHANGED, MAX_CHANGE_VALUES = 10_000, 60_000  # posts in a change: a search waits until so many are indexed
+BUFFER_BYTES = 2**20  # of log lines that wait: three thousand, or seconds of full load
 CONNECTION_BYTES = 48 * 2**10  # objects of one connection, its parser and the reply that it begins
 WRITE_HIGH_BYTES = 2**14  # of replies that a connection keeps without being counted
 CHUNK_BYTES = 64  # a piece of a body beside its bytes

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as typed exceptions that carry their HTTP status and stable code. Not for replies."""
+"""What can go wrong with a request, as typed exceptions that carry their HTTP status and stable code."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ class ServiceError(Exception):
     is_general: ClassVar[bool] = True
     """Whether every endpoint that ranks may answer so; `/docs` shows it at each of them."""
 
-    def __init_subclass__(cls) -> None:
-        if "code" in vars(cls) and "title" not in vars(cls):
-            cls.title = cls.code.replace("_", " ").capitalize()
+    def __init_subclass__(
+        cls, status: int | None = None, code: str | None = None, title: str | None = None, is_general: bool = True
+    ) -> None:
+        if status is not None and code is not None:
+            cls.status, cls.code, cls.is_general = status, code, is_general
+            cls.title = title or code.replace("_", " ").capitalize()
 
     def __init__(
         self, detail: str | None = None, *, retry_after_seconds: float | None = None, may_wait: bool = False
@@ -65,81 +68,58 @@ class InternalError(ServiceError):
     """A fault of ours: whatever no other class names."""
 
 
-class MalformedJson(ServiceError):
+class MalformedJson(ServiceError, status=400, code="malformed_json", title="Malformed JSON"):
     """The body is not one strict JSON document in UTF-8."""
 
-    status = 400
-    code = "malformed_json"
-    title = "Malformed JSON"
     default_detail = "The body is not valid JSON."
 
 
-class BadRequest(ServiceError):
+class BadRequest(ServiceError, status=400, code="bad_request"):
     """The request cannot be read at all: a header that breaks its own rules, say."""
 
-    status = 400
-    code = "bad_request"
     default_detail = "The request cannot be read."
 
 
-class RequestTimeout(ServiceError):
+class RequestTimeout(ServiceError, status=408, code="request_timeout", title="Request Timeout", is_general=False):
     """The request came too slowly."""
 
-    status = 408
-    code = "request_timeout"
-    title = "Request Timeout"
-    is_general = False
     default_detail = "The request did not arrive in time."
 
 
-class Unauthorized(ServiceError):
+class Unauthorized(ServiceError, status=401, code="unauthorized"):
     """Keys are configured, and none of them was sent."""
 
-    status = 401
-    code = "unauthorized"
     default_detail = "A valid API key is required: Authorization: Bearer KEY."
     headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
 
 
-class NotFound(ServiceError):
+class NotFound(ServiceError, status=404, code="not_found", is_general=False):
     """Nothing lives at this path."""
 
-    status = 404
-    code = "not_found"
-    is_general = False
     default_detail = "There is nothing at this path."
 
 
-class RequestMethod(ServiceError):
+class RequestMethod(ServiceError, status=405, code="method_not_allowed", is_general=False):
     """The path exists, the method does not."""
 
-    status = 405
-    code = "method_not_allowed"
-    is_general = False
     default_detail = "This path does not take this method."
 
 
-class NotAcceptable(ServiceError):
+class NotAcceptable(ServiceError, status=406, code="not_acceptable"):
     """The reply would be of a media type that the Accept header does not allow."""
 
-    status = 406
-    code = "not_acceptable"
     default_detail = "The reply to this request is of a media type that its Accept header rules out."
 
 
-class TooLarge(ServiceError):
+class TooLarge(ServiceError, status=413, code="too_large"):
     """More bytes, candidates or requests than the limits allow."""
 
-    status = 413
-    code = "too_large"
     default_detail = "The request is larger than the limits allow."
 
 
-class UnsupportedMediaType(ServiceError):
+class UnsupportedMediaType(ServiceError, status=415, code="unsupported_media_type"):
     """The body is of another media type or charset, or compressed otherwise than with gzip."""
 
-    status = 415
-    code = "unsupported_media_type"
     default_detail = "The body is of a media type that this path does not take, such as application/json in UTF-8."
 
 
@@ -150,11 +130,9 @@ class UnsupportedCoding(UnsupportedMediaType):
     headers: ClassVar[Mapping[str, str]] = {"Accept-Encoding": "gzip"}
 
 
-class InvalidRequest(ServiceError):
+class InvalidRequest(ServiceError, status=422, code="invalid_request"):
     """Valid JSON that is not a valid request. Carries the first ten problems; `found` counts all that were seen."""
 
-    status = 422
-    code = "invalid_request"
     default_detail = "The request is not valid."
 
     def __init__(self, problems: Sequence[tuple[str, str]], *, found: int | None = None) -> None:
@@ -164,104 +142,67 @@ class InvalidRequest(ServiceError):
         self.problems = kept
 
 
-class Overloaded(ServiceError):
+class Overloaded(ServiceError, status=429, code="overloaded"):
     """The queue is full, or a key has used up its share of it."""
 
-    status = 429
-    code = "overloaded"
     default_detail = "The queue is full."
 
 
-class NotReady(ServiceError):
+class NotReady(ServiceError, status=503, code="not_ready"):
     """No checkpoint can serve yet."""
 
-    status = 503
-    code = "not_ready"
     default_detail = "The service is starting."
 
 
-class Draining(ServiceError):
+class Draining(ServiceError, status=503, code="draining"):
     """The process is about to stop and takes nothing new."""
 
-    status = 503
-    code = "draining"
     default_detail = "The service is shutting down."
 
 
-class EngineDown(ServiceError):
+class EngineDown(ServiceError, status=503, code="engine_down"):
     """The engine failed or stopped making progress."""
 
-    status = 503
-    code = "engine_down"
     default_detail = "The engine cannot compute scores."
 
 
-class ChangeNotStored(ServiceError):
+class ChangeNotStored(ServiceError, status=503, code="not_stored", is_general=False):
     """A change of posts, or a corpus with its changes, could not be put on the disk. Nothing has changed."""
 
-    status = 503
-    code = "not_stored"
-    is_general = False
 
-
-class CorpusNotLoaded(ServiceError):
+class CorpusNotLoaded(ServiceError, status=503, code="corpus_not_loaded", is_general=False):
     """Nothing can be retrieved: this process has no retrieval model and corpus, or has not loaded them yet."""
 
-    status = 503
-    code = "corpus_not_loaded"
-    is_general = False
     default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
 
 
-class DeadlineExceeded(ServiceError):
+class DeadlineExceeded(ServiceError, status=504, code="deadline_exceeded"):
     """The caller's time was over before the scores were there."""
 
-    status = 504
-    code = "deadline_exceeded"
     default_detail = "The deadline passed before the scores were computed."
 
 
-class ReloadRefused(ServiceError):
+class ReloadRefused(ServiceError, status=422, code="checkpoint_refused", is_general=False):
     """The checkpoint was refused; the one that served before serves on."""
 
-    status = 422
-    code = "checkpoint_refused"
-    is_general = False
 
-
-class StorageFull(ServiceError):
+class StorageFull(ServiceError, status=507, code="storage_full", title="Insufficient storage", is_general=False):
     """The disk or the quota is full, or the file system is read-only: nothing was changed."""
 
-    status = 507
-    code = "storage_full"
-    title = "Insufficient storage"
-    is_general = False
 
-
-class LogLost(ServiceError):
+class LogLost(ServiceError, status=503, code="log_lost", title="Log of changes lost", is_general=False):
     """The log of changes is gone, cut or replaced beside the process that serves them: nothing was changed."""
 
-    status = 503
-    code = "log_lost"
-    title = "Log of changes lost"
-    is_general = False
 
-
-class ReloadBusy(ServiceError):
+class ReloadBusy(ServiceError, status=409, code="reload_in_progress", is_general=False):
     """Another checkpoint is being loaded."""
 
-    status = 409
-    code = "reload_in_progress"
-    is_general = False
     default_detail = "Another checkpoint is being loaded."
 
 
-class NonFiniteScores(ServiceError):
+class NonFiniteScores(ServiceError, status=500, code="non_finite_scores", title="Non-finite scores"):
     """The model gave NaN or infinity for this request; such numbers are never sent."""
 
-    status = 500
-    code = "non_finite_scores"
-    title = "Non-finite scores"
     default_detail = "The model gave scores that are not finite numbers."
 
 

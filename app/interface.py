@@ -85,7 +85,6 @@ class Ticket(Protocol):
 
     def release(self) -> None:
         """Free the place, and drop what is not computed: nobody is told any more. A second time does nothing."""
-        ...
 
 
 FoundDone = Callable[[Found | ServiceError], None]
@@ -98,7 +97,6 @@ class Retrieval(Protocol):
     @property
     def served(self) -> ServedRetrieval:
         """What serves new requests. Raises CorpusNotLoaded."""
-        ...
 
     def retrieve(
         self, served: ServedRetrieval, query: Query, deadline: float, key: str | None, done: FoundDone
@@ -108,20 +106,17 @@ class Retrieval(Protocol):
 
         Raises Overloaded, DeadlineExceeded, or CorpusNotLoaded where `served` is gone.
         """
-        ...
 
     async def change(self, change: PostChange) -> Changed:
         """Change the corpus that serves, in one step that every search sees whole. It is on the disk when this returns, and seen by
         searches that begin from then on. Raises CorpusNotLoaded, or CheckpointError where it cannot be written: then nothing changed.
         """
-        ...
 
     async def compact(self) -> Changed:
         """Write the corpus that serves anew with its changes, in its place on the disk, and serve that, beside running searches.
 
         Raises CorpusNotLoaded, ReloadInProgress, or CheckpointError or EngineError where it fails: then the old one serves on.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +144,17 @@ class Service(Protocol):
     @property
     def retrieval(self) -> Retrieval:
         """What retrieves posts; it may have none."""
-        ...
 
     @property
     def model(self) -> ServedModel:
         """The version that serves new requests. Raises NotReady while nothing is loaded."""
-        ...
 
     @property
     def second(self) -> Second | None:
         """The second checkpoint; None where none is configured."""
-        ...
 
     def check_open(self, key: str | None = None) -> None:
         """Raise what any request of this API key would get now: NotReady, Draining, EngineDown or Overloaded."""
-        ...
 
     def admit(
         self,
@@ -179,15 +170,12 @@ class Service(Protocol):
         """Reserve room for one request on `model`. `again`: it was asked for before, in vain. `waits`: want of room is no refusal yet.
 
         Raises NotReady, Draining, EngineDown, Overloaded or DeadlineExceeded."""
-        ...
 
     def shrink(self, ticket: Ticket, candidates: int) -> None:
         """There are fewer candidates than the ticket was asked for; before `rank`."""
-        ...
 
     def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
         """Score the candidates, in their order. `done` is called once, later, unless the ticket is released before."""
-        ...
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float
@@ -196,31 +184,24 @@ class Service(Protocol):
 
         Raises NotReady where `model` is gone, DeadlineExceeded, or EngineDown.
         """
-        ...
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
-        ...
 
     async def exposition(self) -> bytes:
         """Every metric, of all processes of the service. Raises EngineDown where they cannot be had."""
-        ...
 
     def start(self) -> None:
         """Begin to load in the background; a second time does nothing."""
-        ...
 
     def begin_drain(self) -> None:
         """Readiness is lost; requests are still served."""
-        ...
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Finish what was admitted, then free the engines. False when the time was not enough."""
-        ...
 
     def has_running_threads(self) -> bool:
         """Whether native code still runs that an orderly end of the process would wait for."""
-        ...
 
 
 async def ranked(service: Service, ticket: Ticket, context: Context, candidates: Candidates) -> Ranked:
@@ -254,29 +235,23 @@ class Reloads(Protocol):
 
     def resolve(self, name: str) -> Path:
         """The directory that a relative name means. Raises CheckpointNotFound."""
-        ...
 
     async def reload(self, path: Path | None = None, *, second: bool = False) -> ServedModel:
         """Serve that checkpoint, or the present one read again; or hold it as the `second` one.
 
         Raises CheckpointError, EngineError, ReloadInProgress, Draining."""
-        ...
 
     async def reload_retrieval(self, checkpoint: Path | None = None, corpus: Path | None = None) -> ServedRetrieval:
         """Serve that retrieval checkpoint and that corpus, or the present ones read again: both as one. Raises as `reload`."""
-        ...
 
     def reload_soon(self) -> None:
         """Read the present checkpoint again in the background, and then what retrieves, if anything does."""
-        ...
 
     def watch(self, seconds: float) -> None:
         """From now on, look that often for another manifest, and load it then."""
-        ...
 
     def stop(self) -> None:
         """End the watch and whatever still loads."""
-        ...
 
 
 def served_identity(service: Service) -> tuple[object, ...]:

@@ -47,13 +47,9 @@ assert b'ranker_drills_total{kind="fire"} 5.0' in sums.render(here.registry)
     ),
     "error code": (
         "app/errors.py",
-        "class MalformedJson(ServiceError):",
-        '''class Drill(ServiceError):
+        "class MalformedJson(ServiceError, ",
+        '''class Drill(ServiceError, status=503, code="drill"):
     """A drill."""
-
-    status = 503
-    code = "drill"
-    title = "Drill"
 
 
 ''',

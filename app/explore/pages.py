@@ -1,5 +1,4 @@
-"""Serves the pages from files of the packages, and the example and the names that a checkpoint may carry, each read once. Not for what a
-page shows."""
+"""Serves the pages from files of the packages, and the example and the names that a checkpoint may carry, each read once."""
 
 from __future__ import annotations
 
@@ -120,9 +119,8 @@ def carried(directory: Path, digest: str) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     try:
-        with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-        ) as file:  # a FIFO would wait
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait
+        with open(opened, "rb") as file:
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             found = file.read(MOST_CARRIED_BYTES + 1) if is_file else b""
         return orjson.loads(found) if len(found) <= MOST_CARRIED_BYTES else None
@@ -131,13 +129,11 @@ def _read(path: Path) -> Any:
 
 
 def _files(package: str, folder: str) -> list[Path]:
-    return [
-        path for path in Path(str(files(package))).joinpath(folder).iterdir() if path.is_file() and path.suffix != ".py"
-    ]
+    inside = Path(str(files(package))).joinpath(folder).iterdir()
+    return [path for path in inside if path.is_file() and path.suffix != ".py"]
 
 
 def _file(path: Path) -> Kept[str]:
     """Under a policy by which a page loads nothing from elsewhere and runs no script but its files."""
-    return Kept(
-        lambda name: path.read_bytes(), mimetypes.guess_type(path.name)[0] or "application/octet-stream", HEADERS
-    )
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return Kept(lambda name: path.read_bytes(), kind, HEADERS)

@@ -25,8 +25,6 @@ from app.request.retrieval import (
     joined,
     read_posts,
     render,
-    user_of,
-    work_of,
 )
 from app.request.validate import Request
 from app.request.wires import JSON
@@ -97,11 +95,11 @@ class PostsCall(Call):
         """Decode, admit, check."""
         exchange, models = self.exchange, self._models()
         typed = read_posts(body, self.ranking.limits, models)
-        posts, history = work_of(typed)
-        if self.ranking.arms.differ and (own := self._ranker(user_of(typed))) is not self._model:
+        if self.ranking.arms.differ and (own := self._ranker(typed.user_id)) is not self._model:
             self._model = own
             models = self._models()
             typed = read_posts(body, self.ranking.limits, models)
+        posts, history = typed.posts, typed.history_length
         exchange.candidates += posts
         exchange.history += history
         self._admit(posts, history)
@@ -232,12 +230,12 @@ class RecommendCall(PostsCall):
         self._prepare()  # a short forward is over before it was done
         assert context is not None
         assert self._joined is not None
-        body = reply.render_joined(
+        pieces = reply.render(
             self._to_rank,
             scores,
             self.ranking.words_of(manifest)[1],
-            self._joined,
             history_used=len(context.post_ids),
             timings_ms=timings_ms(self.exchange.stages),
+            joined=self._joined,
         )
-        self._send(body, began, manifest.version, cached)
+        self._send(b"".join(pieces), began, manifest.version, cached)

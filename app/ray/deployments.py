@@ -16,10 +16,8 @@ from app.ray.replica import Replica
 from app.settings import Settings
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-VIRTUAL_NODES = (
-    1000  # places of a replica on the ring: with the usual 100, of two replicas one may have 60 % of the users
-)
-MOST_IN_FLIGHT = 100_000  # of one ingress; what there is too much of, the replicas refuse
+VIRTUAL_NODES = 1000  # of a replica on the ring: with the usual 100, one of two replicas may have 60 % of the users
+MOST_IN_FLIGHT = 100_000  # requests of one ingress; replicas refuse any excess
 QUIET = {"enable_access_log": False}  # our own lines say more
 LOST = (RayActorError, ObjectLostError, RayServeException)
 
@@ -35,8 +33,7 @@ def deployed(settings: Settings, *, replica: type[Replica] = Replica, attempts: 
     ours = {
         "name": "Ranker",
         "user_config": {"checkpoint": str(settings.checkpoint)},
-        "max_ongoing_requests": 2
-        * settings.queue.max_requests,  # our own refusals come first: they say when to come back
+        "max_ongoing_requests": 2 * settings.queue.max_requests,  # our own refusals come first, and say when to retry
         "request_router_config": RequestRouterConfig(
             request_router_class=ROUTER, request_router_kwargs={"num_virtual_nodes": VIRTUAL_NODES}
         ),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import structlog
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -23,20 +21,13 @@ from app.http.open_inference import MODEL, VERSION
 from app.http.problems import problem_reply
 from app.settings import Settings
 from app.telemetry import logs
+from app.telemetry.distributions import write
 from app.telemetry.metrics import CONTENT_TYPE, Metrics
 
 ROUTING_KEY = b"x-routing-key"
 TIMEOUT = b"x-request-timeout-ms"
-ROUTES = (
-    "/rank",
-    "/rank/batch",
-    "/retrieve",
-    "/recommend",
-    "/explain",
-    f"{MODEL}/infer",
-    f"{VERSION}/infer",
-    "/metrics",
-)  # in log lines
+ENDPOINTS = ("/rank", "/rank/batch", "/retrieve", "/recommend", "/explain", "/metrics")
+ROUTES = (*ENDPOINTS, f"{MODEL}/infer", f"{VERSION}/infer")  # in log lines
 GRACE_SECONDS = 0.25  # the replica's own 504 says more than ours
 RETRY_AFTER_LOST_SECONDS = 1.0
 
@@ -102,9 +93,7 @@ class Ingress:
             exchange.status = status
             self.recorder.end(exchange, headers)
         response = Response(body, status)
-        response.raw_headers = [
-            each for each in fields if each[0] != b"x-request-id"
-        ]  # Ray Serve's proxy adds the same
+        response.raw_headers = [each for each in fields if each[0] != b"x-request-id"]  # Ray Serve's proxy adds it
         return response
 
     async def _body(self, request: Request, headers: Headers) -> bytes:
@@ -168,11 +157,4 @@ def labelled(expositions: Iterable[tuple[str, bytes]]) -> bytes:
         for family in text_string_to_metric_families(text.decode()):
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             merged.samples += [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
-
-    class Families(Collector):
-        def collect(self) -> Iterator[Metric]:
-            yield from families.values()
-
-    registry = CollectorRegistry()
-    registry.register(Families())
-    return generate_latest(registry)
+    return write(families.values())

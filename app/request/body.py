@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -24,21 +24,20 @@ class Typed(Protocol):
     @property
     def timeout_seconds(self) -> float | None:
         """How long the caller waits, where the body says it."""
-        ...
 
     @property
     def reply(self) -> Any:
-        """As in `Request`; UNSET is the same as objects."""
-        ...
+        """As in `Request`."""
 
     @property
     def user_id(self) -> int | str:
         """As it was sent: it may still be none."""
-        ...
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
-        ...
+
+
+T = TypeVar("T", bound=Typed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,11 @@ class Body:
         k = self.value.get("k")
         return k if type(k) is int else DEFAULT_K
 
+    @property
+    def history_length(self) -> int:
+        """Items of the history."""
+        return self.count("history")
+
     def count(self, name: str) -> int:
         """Items of a field that holds posts or ids."""
         return count_of(self.value.get(name))
@@ -79,10 +83,7 @@ def decode(body: bytes | bytearray, limits: Limits, **most: int) -> Body:
     value = read(body, limits.max_values)
     if type(value) is not dict:
         raise InvalidRequest([("", "must be a JSON object")])
-    found = Body(value)
-    for name, limit in ({"candidates": limits.max_candidates, "history": limits.max_history} | most).items():
-        refuse_long(name, found.count(name), limit)
-    return found
+    return sized(Body(value), limits, **most)
 
 
 def decode_posts(body: bytes | bytearray, limits: Limits) -> Body:
@@ -93,10 +94,12 @@ def decode_posts(body: bytes | bytearray, limits: Limits) -> Body:
     return found
 
 
-def refuse_long(name: str, count: int, limit: int) -> None:
-    """Raise TooLarge for more items than that."""
-    if count > limit:
-        raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+def sized(typed: T, limits: Limits, **most: int) -> T:
+    """The same. Raises TooLarge for more candidates or history than the limits allow, or more items in other fields than `most`."""
+    for name, limit in ({"candidates": limits.max_candidates, "history": limits.max_history} | most).items():
+        if (count := typed.count(name)) > limit:
+            raise TooLarge(f"{name}: {count} items, and at most {limit} are taken.")
+    return typed
 
 
 def read(body: bytes | bytearray, max_values: int) -> Any:

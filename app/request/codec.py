@@ -25,7 +25,7 @@ from app.request import body
 from app.request.rules import check, struct_rule
 from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_request_id
 from app.request.strict_json import parse
-from app.request.validate import NO_POSTS, NOTHING, Posts, Request, Wishes, wishes_of
+from app.request.validate import NO_HISTORY, Posts, Request, Wishes, wishes_of
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import MAX_DWELL_SECONDS, ModelConfig
@@ -247,7 +247,7 @@ class Packed:
 
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
-        data, kept, count, wishes = self.data, self.kept, self.candidates, self.wishes
+        data, kept, count = self.data, self.kept, self.candidates
         context, place = _context(data, self.user_id, kept, 4 * count, config.actions)
         start, size = HEAD.size + 24 * kept, 8 * count
         candidates = Candidates(
@@ -256,20 +256,17 @@ class Packed:
             np.ndarray(count, _INT64, data, start + 2 * size),
             np.ndarray(count, _INT64, data, start + 3 * size),
         )
+        weights, top_k, wanted, request_id, reply = self.wishes
         request = Request(
-            user_id=self.user_id,
-            history_length=self.events,
-            history=NO_POSTS,
-            actions=NOTHING,
-            dwell_seconds=NOTHING,
-            candidates=Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
-            numbers={},
-            quoted=np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
-            impression_ts=0,
-            weights=wishes.weights,
-            top_k=wishes.top_k,
-            wanted=wishes.wanted,
-            request_id=wishes.request_id,
-            reply=wishes.reply,
+            self.user_id,
+            *NO_HISTORY,
+            self.events,
+            Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
+            np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
+            weights,
+            top_k,
+            wanted,
+            request_id,
+            reply,
         )
         return request, context, candidates

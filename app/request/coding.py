@@ -1,4 +1,4 @@
-"""Content codings of a body: gzip, inflated to no more than a limit. Not for replies, which are sent as they are."""
+"""Content codings of a body: gzip, inflated to no more than a limit."""
 
 from __future__ import annotations
 

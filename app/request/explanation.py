@@ -1,4 +1,4 @@
-"""What an explanation leaves out of a request, and its reply as bytes: changes of scores and shares of attention. Not for HTTP."""
+"""What an explanation leaves out of a request, and its reply as bytes: changes of scores and shares of attention."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from model.inputs import Candidates, Context, Scores
 from model.ranking import combine
 
 Floats = NDArray[np.floating[Any]]
+Numbers = tuple[NDArray[np.float64], NDArray[np.float32]]
+"""Scores `[n]` and probabilities `[n, W]` of the candidates to explain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,8 @@ def render(
     wanted = list(range(len(form.action_names))) if request.wanted is None else request.wanted
     ranked = reply.rows_of(replace(request, top_k=None, wanted=None), scores, form)
     ids = request.echo_ids
-    own = _Numbers(ranked.scores[places], scores.probabilities[places][:, wanted])
-    rest = [_Numbers.of(each, request, wanted) for each in without]
+    own = ranked.score[places], scores.probabilities[places][:, wanted]
+    rest = [(combine(each.probabilities, request.weights), each.probabilities[:, wanted]) for each in without]
     head: dict[str, Any] = {
         "model": form.model,
         "actions": [form.action_names[column] for column in wanted],
@@ -92,9 +94,9 @@ def render(
     for row, place in enumerate(places.tolist()):
         candidate = {
             "post_id": ids[place],
-            "score": ranked.scores[place],
-            "rank": ranked.ranks[place],
-            "probabilities": own.probabilities[row],
+            "score": ranked.score[place],
+            "rank": ranked.rank[place],
+            "probabilities": own[1][row],
             "change": _changes(own, rest, row),
             "attention": _shares(attention[:, :, row], len(question.events)),
         }
@@ -102,23 +104,9 @@ def render(
     yield b"]" + reply.tail_of(request, history_used, timings_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """`scores` float64 `[n]` and `probabilities` float32 `[n, W]` of the candidates to explain."""
-
-    scores: NDArray[np.float64]
-    probabilities: NDArray[np.float32]
-
-    @classmethod
-    def of(cls, scores: Scores, request: Request, wanted: list[int]) -> _Numbers:
-        combined = combine(scores.probabilities, request.weights)
-        return cls(combined, scores.probabilities[:, wanted])
-
-
-def _changes(own: _Numbers, rest: Sequence[_Numbers], row: int) -> dict[str, Any]:
+def _changes(own: Numbers, rest: Sequence[Numbers], row: int) -> dict[str, Any]:
     """What each thing changes: the numbers with it less those without it."""
-    scores = np.array([own.scores[row] - each.scores[row] for each in rest])
-    columns = np.array([own.probabilities[row] - each.probabilities[row] for each in rest])
+    scores, columns = (np.array([own[part][row] - each[part][row] for each in rest]) for part in (0, 1))
     *_, user, everything = range(len(rest))
 
     def one(score: Any, probabilities: Floats) -> dict[str, Any]:
@@ -147,11 +135,4 @@ def _shares(weights: NDArray[np.float32], events: int) -> dict[str, Floats]:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=_contiguous)
-
-
-def _contiguous(value: Any) -> Any:
-    """What orjson takes no views of."""
-    if isinstance(value, np.ndarray):
-        return np.ascontiguousarray(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY, default=np.ascontiguousarray)  # it takes no views

@@ -1,4 +1,4 @@
-"""A valid request → what the model reads: the newest history that fits its window, ages in buckets. Not for checks: all is checked."""
+"""A valid request → what the model reads: the newest history that fits its window, ages in buckets."""
 
 from __future__ import annotations
 

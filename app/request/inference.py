@@ -9,11 +9,11 @@ import orjson
 from numpy.typing import NDArray
 
 from app.errors import InvalidRequest
-from app.request.body import read, refuse_long
-from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
+from app.request.body import read, sized
+from app.request.reply import ReplyFormat
 from app.request.rules import check, struct_rule
-from app.request.schema import REQUEST_ID_RULE, InferRequest, is_request_id
-from app.request.tensors import DATATYPES, OUTPUTS, Tensor, Tensors
+from app.request.schema import InferRequest
+from app.request.tensors import DATATYPES, Tensor, Tensors, outputs_of, wanted_outputs
 from app.request.validate import Request
 from app.settings import Limits
 from model.inputs import Scores
@@ -34,36 +34,12 @@ def decode(body: bytes | bytearray, limits: Limits, json_bytes: bytes | None) ->
     header = read(text, limits.max_values)
     check(header, RULE)
     parameters = header.get("parameters", {})
-    tensors = Tensors(
-        inputs=_with_data(header["inputs"], memoryview(body)[len(text) :]),
-        parameters=parameters,
-        reply=wanted_outputs(
-            [
-                (output["name"], output.get("parameters", {}).get("binary_data", False))
-                for output in header.get("outputs", ())
-            ],
-            parameters.get("binary_data_output", False),
-        ),
-        request_id=header.get("id") or None,
-    )
-    return sized(tensors, limits)
-
-
-def sized(tensors: Tensors, limits: Limits) -> Tensors:
-    """The same. Raises TooLarge beyond the limits, and InvalidRequest for an id that may not go into a header."""
-    if tensors.request_id is not None and not is_request_id(tensors.request_id):
-        raise InvalidRequest([("id", REQUEST_ID_RULE)])
-    for name, limit in (("candidates", limits.max_candidates), ("history", limits.max_history)):
-        refuse_long(name, tensors.count(name), limit)
-    return tensors
-
-
-def wanted_outputs(named: Sequence[tuple[str, bool]], is_binary: bool) -> dict[str, bool]:
-    """Those that were named, else all, each with whether its data is binary. Raises InvalidRequest for unknown ones."""
-    wanted = {name: binary or is_binary for name, binary in named} or dict.fromkeys(OUTPUTS, is_binary)
-    if not wanted.keys() <= OUTPUTS.keys() or len(named) > len(wanted):
-        raise InvalidRequest([("outputs", f"must name some of {', '.join(OUTPUTS)}, each once")])
-    return wanted
+    named = [
+        (output["name"], output.get("parameters", {}).get("binary_data", False)) for output in header.get("outputs", ())
+    ]
+    wanted = wanted_outputs(named, parameters.get("binary_data_output", False))
+    inputs = _with_data(header["inputs"], memoryview(body)[len(text) :])
+    return sized(Tensors(inputs, parameters, wanted, header.get("id") or None), limits)
 
 
 def _length(json_bytes: bytes, most: int) -> int:
@@ -93,13 +69,12 @@ def render(
     request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, float]
 ) -> Iterator[bytes]:
     """The JSON of the reply, then the binary data of each output that is to have it."""
-    assert not isinstance(request.reply, str)
-    rows = rows_of(request, scores, form)
+    parameters, arrays = outputs_of(request, scores, form, history_used, timings_ms)
     binary: list[NDArray[Any]] = []
     outputs: list[dict[str, Any]] = []
-    for name, array in outputs_of(rows, request.reply):
+    for name, is_binary, array in arrays:
         output: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype], "shape": array.shape}
-        if request.reply[name]:
+        if is_binary:
             output["parameters"] = {"binary_data_size": array.nbytes}
             binary.append(array)
         else:
@@ -108,7 +83,7 @@ def render(
     header: dict[str, Any] = {
         "model_name": form.model["name"],
         "model_version": form.model["version"],
-        "parameters": reply_parameters(request, rows, form, history_used=history_used, timings_ms=timings_ms),
+        "parameters": parameters,
         "outputs": outputs,
     }
     if request.request_id is not None:

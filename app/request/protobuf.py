@@ -13,11 +13,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from app.errors import BadRequest, InvalidRequest
-from app.request.inference import sized, wanted_outputs
-from app.request.reply import ReplyFormat, outputs_of, reply_parameters, rows_of
-from app.request.rules import check, field, struct_rule
-from app.request.schema import InferParameters
-from app.request.tensors import DATATYPES, Tensor, Tensors
+from app.request.body import sized
+from app.request.reply import ReplyFormat
+from app.request.rules import check, struct_rule
+from app.request.schema import InferRequest
+from app.request.tensors import DATATYPES, Tensor, Tensors, outputs_of, wanted_outputs
 from app.request.validate import Request
 from app.settings import Limits
 from model.inputs import Scores
@@ -57,18 +57,24 @@ VARINT, DELIMITED, FIXED_BYTES = 0, 2, {1: 8, 5: 4}  # wire types
 MOST_FIELDS = 1024  # of a message, sizes of shapes by the byte; a request with every tensor has a tenth of them
 SHORT_BYTES = 4096  # which no number of fields makes slow to read
 RAW = "must hold the little-endian data of each input, in their order; `contents` is not taken"
-RULE = field("parameters", struct_rule(InferParameters))
+RULE = struct_rule(InferRequest, None, "inputs", "outputs")
 Field = descriptor_pb2.FieldDescriptorProto
+
+
+def _entries(fields: str) -> Iterator[tuple[bool, str, str, int]]:
+    """Of each field whether it is repeated, its kind, its name and its number."""
+    for entry in filter(None, fields.split("; ")):
+        *label, kind, name, _, number = entry.split()
+        yield bool(label), kind, name, int(number)
 
 
 def _message_classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="ranker/inference.proto", package=PACKAGE, syntax="proto3")
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
-        for entry in filter(None, fields.split("; ")):
-            *label, kind, field_name, _, number = entry.split()
-            added = message.field.add(name=field_name, number=int(number))
-            added.label = Field.LABEL_REPEATED if label else Field.LABEL_OPTIONAL
+        for repeated, kind, field_name, number in _entries(fields):
+            added = message.field.add(name=field_name, number=number)
+            added.label = Field.LABEL_REPEATED if repeated else Field.LABEL_OPTIONAL
             if kind in MESSAGES:
                 added.type, added.type_name = Field.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
             else:
@@ -85,10 +91,9 @@ def _message_classes() -> dict[str, Any]:
 CLASSES = _message_classes()
 PARTS = {
     name: {
-        int(number): kind
-        for entry in filter(None, fields.split("; "))
-        for *label, kind, _, _, number in [entry.split()]
-        if kind in MESSAGES or (label and kind == "int64")
+        number: kind
+        for repeated, kind, _, number in _entries(fields)
+        if kind in MESSAGES or (repeated and kind == "int64")
     }
     for name, fields in MESSAGES.items()
 }
@@ -154,17 +159,13 @@ def tensors_of(request: Any, limits: Limits) -> Tensors:
     if any(size < 0 for shape in shapes for size in shape):
         raise InvalidRequest([("inputs", "must have shapes without negative sizes")])
     parameters = {entry.key: _value(entry.value) for entry in request.parameters}
-    check({"parameters": parameters}, RULE)
-    tensors = Tensors(
-        inputs=[
-            Tensor(given.name, given.datatype, shape, data)
-            for given, shape, data in zip(request.inputs, shapes, raw, strict=True)
-        ],
-        parameters=parameters,
-        reply=wanted_outputs([(wanted.name, True) for wanted in request.outputs], is_binary=True),
-        request_id=request.id or None,
-    )
-    return sized(tensors, limits)
+    check({"id": request.id, "parameters": parameters}, RULE)
+    inputs = [
+        Tensor(given.name, given.datatype, shape, data)
+        for given, shape, data in zip(request.inputs, shapes, raw, strict=True)
+    ]
+    wanted = wanted_outputs([(output.name, True) for output in request.outputs], is_binary=True)
+    return sized(Tensors(inputs, parameters, wanted, request.id or None), limits)
 
 
 def _value(parameter: Any) -> Any:
@@ -176,16 +177,14 @@ def reply(
     request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: Mapping[str, float]
 ) -> Iterator[bytes]:
     """The ModelInferResponse in one piece; all of its outputs are raw."""
-    assert not isinstance(request.reply, str)
-    rows = rows_of(request, scores, form)
+    told, arrays = outputs_of(request, scores, form, history_used, timings_ms)
     message = CLASSES["ModelInferResponse"](
         model_name=form.model["name"], model_version=form.model["version"], id=request.request_id or ""
     )
-    told = reply_parameters(request, rows, form, history_used=history_used, timings_ms=timings_ms)
     for key, value in told.items():
         field = {str: "string_param", int: "int64_param", float: "double_param"}[type(value)]
         setattr(message.parameters.add(key=key).value, field, value)
-    for name, array in outputs_of(rows, request.reply):
+    for name, _, array in arrays:
         message.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
         message.raw_output_contents.append(array.tobytes())
     yield message.SerializeToString()

@@ -21,13 +21,18 @@ class ModelVersion(Strict):
     version: Annotated[str, about("Version of the checkpoint.")]
 
 
-class RankedCandidate(Strict):
-    """One candidate's scores. They depend on the user, the history and this candidate, on nothing else."""
+class Scored(Strict):
+    """What is said of a candidate wherever it is scored."""
 
     post_id: Annotated[Id, about("As it was sent.")]
     score: Annotated[float, about("Σ weight × probability over the weights in force.")]
-    rank: Annotated[int, about("1 is best; equal scores keep the order of the request.")]
+    rank: Annotated[int, about("Among all candidates; 1 is best, and equal scores keep the order of the request.")]
     probabilities: Annotated[Numbers, about("One for each of the reply's `actions`.")]
+
+
+class RankedCandidate(Scored):
+    """One candidate's scores. They depend on the user, the history and this candidate, on nothing else."""
+
     continuous: Annotated[dict[str, float], about("Predicted quantities by name, such as `dwell_time` in seconds.")]
 
 
@@ -57,11 +62,16 @@ class Reply(Strict, kw_only=True):
     request_id: Annotated[str | UnsetType, about("The request's own, if it had one.")] = UNSET
 
 
-class RankReply(Reply, kw_only=True):
-    """The ranking."""
+class ScoresReply(Reply, kw_only=True):
+    """What is said beside the scores of one model."""
 
     model: Annotated[ModelVersion, about("What computed it.")]
     actions: Annotated[list[str], about("Names of the probability columns.")]
+
+
+class RankReply(ScoresReply, kw_only=True):
+    """The ranking."""
+
     candidates: Annotated[
         list[RankedCandidate] | RankedColumns,
         about("In the order of the request, or best first with `top_k`; in the form that the request's `reply` names."),
@@ -84,12 +94,8 @@ class Problem(Strict):
     status: Annotated[int, about("The HTTP status.")]
     code: Annotated[str, about("The kind of problem, for programs: stable.")]
     detail: Annotated[str, about("What went wrong this time.")]
-    error: Annotated[str | UnsetType, about("The same as `detail`, under `/v2` alone, whose clients look for it.")] = (
-        UNSET
-    )
-    errors: Annotated[list[FieldError] | UnsetType, about("The first ten things that are wrong with the request.")] = (
-        UNSET
-    )
+    error: Annotated[str | UnsetType, about("The same as `detail`, under `/v2` alone.")] = UNSET
+    errors: Annotated[list[FieldError] | UnsetType, about("The first ten things that are wrong.")] = UNSET
     request_id: Annotated[str | UnsetType, about("The value of X-Request-ID.")] = UNSET
 
 
@@ -150,13 +156,9 @@ class AttentionShares(Strict):
     events: Annotated[Rows, about("On each of the reply's `events`, the mean over heads: a row a layer.")]
 
 
-class ExplainedCandidate(Strict):
+class ExplainedCandidate(Scored):
     """One candidate: what /rank says of it, what would change it, and what it attends to."""
 
-    post_id: Annotated[Id, about("As it was sent.")]
-    score: Annotated[float, about("Σ weight × probability over the weights in force.")]
-    rank: Annotated[int, about("Among all candidates of the request; 1 is best.")]
-    probabilities: Annotated[Numbers, about("One for each of the reply's `actions`.")]
     change: Annotated[CandidateChanges, about("What each thing changes: positive where it raises the number.")]
     attention: Annotated[AttentionShares, about("What the model looks at, which is no explanation by itself.")]
 
@@ -167,11 +169,9 @@ class ExplainTimings(Timings):
     attention: Annotated[float, about("The plain path.")]
 
 
-class ExplainReply(Reply, kw_only=True):
+class ExplainReply(ScoresReply, kw_only=True):
     """Why candidates stand where they stand."""
 
-    model: Annotated[ModelVersion, about("What computed it.")]
-    actions: Annotated[list[str], about("Names of the probability columns.")]
     events: Annotated[LeftOut, about("What was left out one by one.")]
     candidates: Annotated[list[ExplainedCandidate], about("In the order of the request's `explain`.")]
     timings_ms: Annotated[ExplainTimings, about("Where the time went.")]
@@ -254,9 +254,7 @@ class OutputTensor(Strict):
     datatype: Annotated[str, about("As the metadata says.")]
     shape: Annotated[list[int], about("As the metadata says, with this request's sizes.")]
     parameters: Annotated[InputParameters | UnsetType, about("Only with binary data.")] = UNSET
-    data: Annotated[Numbers | UnsetType, about("The values in row-major order, flat; only without binary data.")] = (
-        UNSET
-    )
+    data: Annotated[Numbers | UnsetType, about("The values, flat and row-major; only without binary data.")] = UNSET
 
 
 class InferReply(Strict, kw_only=True):

@@ -1,4 +1,4 @@
-"""The model's scores → the reply, as bytes. Not for HTTP.
+"""The model's scores → the reply, as bytes.
 
 A reply of 512 candidates holds over ten thousand numbers, so no candidate is touched in Python: each column is written by
 orjson in one go, and the columns are woven together. float32 values keep their shortest form, which reads back exactly.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
@@ -61,31 +61,22 @@ class ReplyFormat:
 class Asked(Protocol):
     """What the end of a reply needs to know of its request."""
 
-    @property
-    def history_length(self) -> int:
-        """Items of the history as it was sent."""
-        ...
-
-    @property
-    def request_id(self) -> str | None:
-        """Where the body names one."""
-        ...
+    history_length: int
+    request_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """What a reply says of its candidates, in the order in which it says it.
 
-    `ids` as they came, or uint64 `[n]`. `scores` float64 `[n]`, `ranks` int64 `[n]`, `probabilities` float32 `[n, W]` of the
-    actions in `names`, `continuous` float32 `[n, Z]` in their units.
+    `post_id` as they came, or uint64 `[n]`. `score` float64 `[n]`, `rank` int64 `[n]`, `probabilities` float32 `[n, W]` of the
+    actions in the reply, `continuous` float32 `[n, Z]` in their units.
     """
 
-    ids: list[int | str] | NDArray[np.uint64]
-    scores: NDArray[np.float64]
-    ranks: NDArray[np.int64]
+    post_id: list[int | str] | NDArray[np.uint64]
+    score: NDArray[np.float64]
+    rank: NDArray[np.int64]
     probabilities: NDArray[np.float32]
     continuous: NDArray[np.float32]
-    names: tuple[str, ...]
 
 
 def names_of(request: Request, form: ReplyFormat) -> tuple[str, ...]:
@@ -112,7 +103,6 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
     combined, order, ranks = ranked(scores.probabilities, request.weights, form.codec)
     ids: Any = request.candidates.post_ids if request.quoted is None else request.echo_ids
     probabilities, continuous = scores.probabilities, scores.continuous * form.scales
-    names = names_of(request, form)
     if request.wanted is not None:
         probabilities = probabilities[:, request.wanted]
     if request.top_k is not None:
@@ -120,7 +110,7 @@ def rows_of(request: Request, scores: Scores, form: ReplyFormat) -> Rows:
         ids = ids[best] if request.quoted is None else [ids[index] for index in best]
         combined, ranks = combined[best], ranks[best]
         probabilities, continuous = probabilities[best], continuous[best]
-    return Rows(ids, combined, ranks, np.ascontiguousarray(probabilities), continuous, names)
+    return Rows(ids, combined, ranks, np.ascontiguousarray(probabilities), continuous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,58 +119,61 @@ class Joined:
     `scores` float32 `[C]` are what they were retrieved with, best first, in the order of the request."""
 
     head: bytes
-    tail: Mapping[str, Any]
+    tail: dict[str, Any]
     scores: NDArray[np.float32]
 
 
-def render_joined(
+def render(
     request: Request,
     scores: Scores,
     form: ReplyFormat,
-    joined: Joined,
     *,
     history_used: int,
-    timings_ms: dict[str, float],
-) -> bytes:
-    """The JSON reply of a request whose candidates were retrieved, of which there may be none, best first."""
-    head, tail = joined.head, tail_of(request, history_used, timings_ms, **joined.tail)
-    if form.codec is not None and (written := form.codec.write(request, scores, head, tail, joined.scores)) is not None:
-        return written
-    if not len(scores):
-        return head + b"[]" + tail
-    best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
-    further = [
-        (b',"retrieval_score":', column(joined.scores[best])),
-        (b',"retrieval_rank":', column(best + 1)),
-    ]
-    return b"%b[%b]%b" % (head, _candidates(rows_of(request, scores, form), slice(None), form, further), tail)
-
-
-def render(
-    request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, float]
+    timings_ms: Mapping[str, float],
+    joined: Joined | None = None,
 ) -> Iterator[bytes]:
     """The JSON reply: objects in pieces of at most `ROWS_IN_A_PIECE` candidates, so that other requests are served in between.
 
-    `timings_ms` is written as it is; the scores must be finite.
+    `timings_ms` is written as it is; the scores must be finite. `joined`: the candidates were retrieved, best first, and there may be
+    none.
     """
-    head = form.head
-    if request.wanted is not None:
+    head, found = form.head, None
+    further: tuple[tuple[bytes, Any], ...] = ()
+    if joined is not None:
+        head, found = joined.head, joined.scores
+    elif request.wanted is not None:
         head = head_of(names_of(request, form), model=form.model)
-    end = tail_of(request, history_used, timings_ms)
-    if form.codec is not None and (written := form.codec.write(request, scores, head, end)) is not None:
+    end = tail_of(request, history_used, timings_ms, **(joined.tail if joined is not None else {}))
+    if form.codec is not None and (written := form.codec.write(request, scores, head, end, found)) is not None:
         return iter((written,))
     rows = rows_of(request, scores, form)
     if request.reply == "columns":
         return iter((head + _columns(rows, form) + end,))
-    return _objects(rows, form, head, end)
+    if found is not None:
+        best = order_of(combine(scores.probabilities, request.weights))[: request.top_k]
+        further = ((b',"retrieval_score":', found[best]), (b',"retrieval_rank":', best + 1))
+    return _objects(rows, form, head, end, further)
 
 
-def _objects(rows: Rows, form: ReplyFormat, head: bytes, end: bytes) -> Iterator[bytes]:
-    before = head + b"["
-    for start in range(0, len(rows.scores), ROWS_IN_A_PIECE):
-        yield before + _candidates(rows, slice(start, start + ROWS_IN_A_PIECE), form)
+def _objects(
+    rows: Rows, form: ReplyFormat, head: bytes, end: bytes, further: Sequence[tuple[bytes, Any]]
+) -> Iterator[bytes]:
+    """One object a candidate; `further` columns follow the rank."""
+    before, keys = head + b"[", form.before_continuous
+    for start in range(0, len(rows.score), ROWS_IN_A_PIECE):
+        cut = slice(start, start + ROWS_IN_A_PIECE)
+        values = column(rows.continuous[cut].ravel())
+        columns = [
+            (b'{"post_id":', column(rows.post_id[cut])),
+            (b',"score":', column(rows.score[cut])),
+            (b',"rank":', column(rows.rank[cut])),
+            *((key, column(each[cut])) for key, each in further),
+            (b',"probabilities":[', _rows(rows.probabilities[cut])),
+            *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),
+        ]
+        yield before + weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
         before = b","
-    yield b"]" + end
+    yield (b"]" if len(rows.score) else head + b"[]") + end
 
 
 def head_of(names: Sequence[str], **before: Any) -> bytes:
@@ -201,57 +194,10 @@ def tail_of(request: Asked, history_used: int, timings_ms: Mapping[str, float], 
     return b"," + orjson.dumps(tail)[1:]
 
 
-def outputs_of(rows: Rows, wanted: Mapping[str, bool]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The wanted outputs, each with its name."""
-    arrays: dict[str, Any] = {
-        "post_id": rows.ids,
-        "score": rows.scores,
-        "rank": rows.ranks,
-        "probabilities": rows.probabilities,
-        "continuous": rows.continuous,
-    }
-    for name in wanted:
-        yield name, np.ascontiguousarray(arrays[name])
-
-
-def reply_parameters(
-    request: Request, rows: Rows, form: ReplyFormat, *, history_used: int, timings_ms: Mapping[str, float]
-) -> dict[str, str | int | float]:
-    """What a reply says besides its tensors: names of their columns, how much of the history was seen, where the time went."""
-    return {
-        "actions": ",".join(rows.names),
-        "continuous": ",".join(form.continuous_names),
-        "history_used": history_used,
-        "history_dropped": request.history_length - history_used,
-        **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
-    }
-
-
 def _columns(rows: Rows, form: ReplyFormat) -> bytes:
     """One object of arrays."""
-    continuous = np.ascontiguousarray(rows.continuous.T)
-    columns = {
-        "post_id": rows.ids,
-        "score": rows.scores,
-        "rank": rows.ranks,
-        "probabilities": rows.probabilities,
-        "continuous": dict(zip(form.continuous_names, continuous, strict=True)),
-    }
-    return orjson.dumps(columns, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _candidates(rows: Rows, cut: slice, form: ReplyFormat, further: Sequence[tuple[bytes, list[bytes]]] = ()) -> bytes:
-    """One object a candidate, comma between them; `further` columns follow the rank."""
-    keys, values = form.before_continuous, column(rows.continuous[cut].ravel())
-    columns = [
-        (b'{"post_id":', column(rows.ids[cut])),
-        (b',"score":', column(rows.scores[cut])),
-        (b',"rank":', column(rows.ranks[cut])),
-        *further,
-        (b',"probabilities":[', _rows(rows.probabilities[cut])),
-        *((key, values[place :: len(keys)]) for place, key in enumerate(keys)),
-    ]
-    return weave(columns, end=b"}}," if keys else b'],"continuous":{}},')[:-1]
+    continuous = dict(zip(form.continuous_names, np.ascontiguousarray(rows.continuous.T), strict=True))
+    return orjson.dumps(rows._asdict() | {"continuous": continuous}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def weave(columns: list[tuple[bytes, list[bytes]]], end: bytes) -> bytes:

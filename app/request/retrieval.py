@@ -1,4 +1,4 @@
-"""A request for posts → checked columns and what the search is asked; its reply as bytes. Not for HTTP."""
+"""A request for posts → checked columns and what the search is asked; its reply as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.request.codec import Viewed
 from app.request.ids import read_ids
 from app.request.rules import check
 from app.request.schema import DEFAULT_K
-from app.request.validate import NO_POSTS, NOTHING, Posts, Request, viewer_of, wishes_of
+from app.request.validate import NO_HISTORY, Posts, Request, viewer_of, wishes_of
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.config import ModelConfig
@@ -63,6 +63,16 @@ class PostsRequest:
     top_k: int | None = None
     wanted: list[int] | None = None
 
+    @property
+    def user_id(self) -> int:
+        """Whom it is for."""
+        return self.query.context.user_id
+
+    @property
+    def posts(self) -> int:
+        """How many posts are to be retrieved."""
+        return self.query.k
+
     def candidates(self, posts: Retrieved, config: ModelConfig) -> Candidates:
         """These posts as the ranker reads them: what `features.candidates_of` makes of `ranking`."""
         ages = age_bucket(self.impression_ts, posts.created_at, config)
@@ -73,37 +83,23 @@ class PostsRequest:
         assert self.weights is not None
         count = len(posts.post_ids)
         return Request(
-            user_id=self.query.context.user_id,
-            history_length=self.history_length,
-            history=NO_POSTS,
-            actions=NOTHING,
-            dwell_seconds=NOTHING,
-            candidates=Posts(posts.post_ids, posts.author_ids, np.zeros(count, np.int64)),
+            self.user_id,
+            *NO_HISTORY,
+            self.history_length,
+            Posts(posts.post_ids, posts.author_ids, np.zeros(count, np.int64)),
+            np.ones(count, bool),
+            self.weights,
+            min(self.top_k or count, count),
+            self.wanted,
+            self.request_id,
             numbers={"created_at": posts.created_at},
-            quoted=np.ones(count, bool),
             impression_ts=self.impression_ts,
-            weights=self.weights,
-            top_k=min(self.top_k or count, count),
-            wanted=self.wanted,
-            request_id=self.request_id,
         )
 
 
 def read_posts(body: bytes | bytearray, limits: Limits, models: Models) -> PostsRequest | Body:
     """The request, or where the codec declines it the body, which is still to be checked. Raises MalformedJson or TooLarge."""
     return read_compiled(body, limits, models) or decode_posts(body, limits)
-
-
-def work_of(asked: PostsRequest | Body) -> tuple[int, int]:
-    """How many posts it asks for, and items of its history."""
-    if isinstance(asked, PostsRequest):
-        return asked.query.k, asked.history_length
-    return asked.posts, asked.count("history")
-
-
-def user_of(asked: PostsRequest | Body) -> int | str:
-    """As it was sent: it may still be none."""
-    return asked.query.context.user_id if isinstance(asked, PostsRequest) else asked.user_id
 
 
 def check_posts(asked: PostsRequest | Body, models: Models) -> PostsRequest:

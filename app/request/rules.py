@@ -63,7 +63,7 @@ def rule_of(hint: Any, vocabulary: Vocabulary | None = None) -> Rule:
     if isinstance(kind, type) and issubclass(kind, Struct):
         return struct_rule(kind, vocabulary)
     if kind is int:
-        return integer(least["ge"], least.get("le", MAX_ID))
+        return number(least["ge"], least.get("le", MAX_ID), whole=True)
     if kind is float:
         return number(least["ge"], least.get("le", float("inf")))
     if get_origin(kind) is list:
@@ -151,27 +151,20 @@ TEXT = rule((_are(str), "must be a string"))
 FLAG = rule((_are(bool), "must be true or false"))
 
 
-def integer_rule(low: int, high: int) -> str:
-    """The sentence of an integer in these bounds."""
-    return f"must be an integer between {low} and {high}"
-
-
-def integer(low: int, high: int) -> Rule:
-    """Of an integer in these bounds."""
-    return rule((_within({int}, low, high), integer_rule(low, high)), bounds=(low, high))
-
-
-def number_rule(low: float, high: float) -> str:
+def bounds_told(low: float, high: float, *, whole: bool) -> str:
     """The sentence of a number in these bounds."""
+    if whole:
+        return f"must be an integer between {low} and {high}"
     return "must be a number " + (f"between {low:g} and {high:g}" if high < float("inf") else f"of at least {low:g}")
 
 
-def number(low: float, high: float) -> Rule:
-    """Of a number in these bounds."""
-    return rule((_within({int, float}, low, high), number_rule(low, high)), bounds=(low, high))
+def number(low: float, high: float, *, whole: bool = False) -> Rule:
+    """Of a number, or an integer, in these bounds."""
+    return rule((_within(low, high, whole=whole), bounds_told(low, high, whole=whole)), bounds=(low, high))
 
 
-def _within(kinds: set[type], low: float, high: float) -> Fit:
+def _within(low: float, high: float, *, whole: bool = False) -> Fit:
+    kinds = {int} if whole else {int, float}
     return lambda values: (
         set(map(type, values)) <= kinds and (not values or (low <= min(values) and max(values) <= high))
     )
@@ -329,12 +322,15 @@ def _once(index: Mapping[str, int]) -> Fit:
 
 
 def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
-    fits = _within({int, float}, least, most)
+    fits = _within(least, most)
     return rule(
         (_are(dict), "must be a map of action to number"),
         (lambda values: set().union(*values) <= index.keys(), f"every name {ACTION_RULE}"),
         (_once(index), NAMED_TWICE),
-        (lambda values: fits(list(chain.from_iterable(map(dict.values, values)))), number_rule(least, most)),
+        (
+            lambda values: fits(list(chain.from_iterable(map(dict.values, values)))),
+            bounds_told(least, most, whole=False),
+        ),
         bounds=(least, most),
     )
 

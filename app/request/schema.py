@@ -58,7 +58,9 @@ _Decimal = Annotated[
     str, Meta(max_length=MAX_ID_DIGITS, extra_json_schema={"pattern": ID_PATTERN, "description": "decimal"})
 ]
 Id = Annotated[_Integer | _Decimal, checked(lambda _: rules.rule((are_ids, ID_RULE)), "UINT64")]
-Surface = Annotated[int, checked(lambda vocabulary: rules.integer(0, vocabulary.product_surfaces - 1), "INT64", ge=0)]
+Surface = Annotated[
+    int, checked(lambda vocabulary: rules.number(0, vocabulary.product_surfaces - 1, whole=True), "INT64", ge=0)
+]
 Time = Annotated[int, checked(None, "INT64", ge=0, le=MAX_TIME)]
 Count = Annotated[int, Meta(ge=1, extra_json_schema={"maximum": MAX_ID})]
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
@@ -303,9 +305,7 @@ class InferParameters(Strict):
     top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
     impression_ts: Annotated[Time | UnsetType, about("Unix seconds from which ages are counted.", default=0)] = UNSET
     timeout: Annotated[Size | UnsetType, about("Microseconds that the caller waits.")] = UNSET
-    binary_data_output: Annotated[bool | UnsetType, about("Whether all outputs are to be binary.", default=False)] = (
-        UNSET
-    )
+    binary_data_output: Annotated[bool | UnsetType, about("Whether all outputs are binary.", default=False)] = UNSET
 
 
 class InferRequest(Strict):

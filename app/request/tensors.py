@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import MAX_PROBLEMS, InvalidRequest
-from app.request.rules import Rule, integer_rule, known_names, number_rule, parts_of, rule_of
+from app.request.reply import ReplyFormat, names_of, rows_of
+from app.request.rules import Rule, bounds_told, known_names, parts_of, rule_of
 from app.request.schema import Candidate, HistoryItem, Id, Weights
 from app.request.validate import NUMBERS, Posts, Request
 from app.request.vocabulary import Vocabulary
+from model.inputs import Scores
 from weights.format.manifest import Manifest
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -33,8 +35,6 @@ DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 MOST_ROWS = 2**31 - 1  # on an axis, whatever the others are: no product of two overflows where it is one of bytes
 Spec = tuple[str, tuple[str, ...]]  # datatype; what each axis counts
-
-
 Input = tuple[Any, Spec]  # declared type, spec
 
 
@@ -111,27 +111,28 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
     for name, (hint, _) in _INPUTS.items():
         if name in columns and columns[name].dtype.kind != "u":
             checks.refuse_beyond(name, columns[name], rule_of(hint, vocabulary))
-    checks.finish()
+    if checks.problems:
+        raise InvalidRequest(checks.problems)
     parameters = tensors.parameters
     history, candidates = _posts("history", columns), _posts("candidates", columns)
     weights, width = vocabulary.weights, len(vocabulary.action_names)
     if "weights" in columns:
         weights = _spread(columns["weights"], checks.actions, (width,), "f8")
     return Request(
-        user_id=int(columns["user_id"][0]),
-        history_length=len(history),
-        history=history,
-        actions=_spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
-        dwell_seconds=columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
-        candidates=candidates,
-        numbers={name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
-        quoted=None,
-        impression_ts=parameters.get("impression_ts", 0),
-        weights=weights,
-        top_k=parameters.get("top_k"),
-        wanted=checks.wanted,
-        request_id=tensors.request_id,
-        reply=tensors.reply,
+        int(columns["user_id"][0]),
+        history,
+        _spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
+        columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
+        len(history),
+        candidates,
+        None,
+        weights,
+        parameters.get("top_k"),
+        checks.wanted,
+        tensors.request_id,
+        tensors.reply,
+        {name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
+        parameters.get("impression_ts", 0),
     )
 
 
@@ -205,14 +206,9 @@ class _Checks:
         good = (values >= low) & (values <= high)
         if good.all():
             return
-        sentence = integer_rule(int(low), int(high)) if values.dtype.kind == "i" else number_rule(low, high)
+        sentence = bounds_told(low, high, whole=values.dtype.kind == "i")
         for place in np.argwhere(~good)[:MAX_PROBLEMS].tolist():
             self.problems.append((name + "".join(f"[{index}]" for index in place), sentence))
-
-    def finish(self) -> None:
-        """Raise InvalidRequest if anything is wrong."""
-        if self.problems:
-            raise InvalidRequest(self.problems)
 
 
 def _from_json(values: list[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | str:
@@ -244,6 +240,32 @@ def _spread(values: NDArray[Any] | None, columns: list[int], shape: tuple[int, .
     if values is not None:
         found[..., columns] = values
     return found
+
+
+def wanted_outputs(named: Sequence[tuple[str, bool]], is_binary: bool) -> dict[str, bool]:
+    """Those that were named, else all, each with whether its data is binary. Raises InvalidRequest for unknown ones."""
+    wanted = {name: binary or is_binary for name, binary in named} or dict.fromkeys(OUTPUTS, is_binary)
+    if not wanted.keys() <= OUTPUTS.keys() or len(named) > len(wanted):
+        raise InvalidRequest([("outputs", f"must name some of {', '.join(OUTPUTS)}, each once")])
+    return wanted
+
+
+def outputs_of(
+    request: Request, scores: Scores, form: ReplyFormat, history_used: int, timings_ms: Mapping[str, float]
+) -> tuple[dict[str, str | int | float], list[tuple[str, bool, NDArray[Any]]]]:
+    """What a reply says besides its tensors: names of their columns, how much of the history was seen, where the time went. Then each
+    wanted output: its name, whether its data is binary, and its array."""
+    assert not isinstance(request.reply, str)
+    rows = rows_of(request, scores, form)
+    parameters: dict[str, str | int | float] = {
+        "actions": ",".join(names_of(request, form)),
+        "continuous": ",".join(form.continuous_names),
+        "history_used": history_used,
+        "history_dropped": request.history_length - history_used,
+        **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
+    }
+    outputs = request.reply.items()
+    return parameters, [(name, is_binary, np.ascontiguousarray(getattr(rows, name))) for name, is_binary in outputs]
 
 
 def describe_model(manifest: Manifest) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,12 +31,12 @@ class Posts:
 
 
 NOTHING: NDArray[Any] = np.zeros(0)
-NO_POSTS = Posts(NOTHING, NOTHING, NOTHING)
+NO_HISTORY = (Posts(NOTHING, NOTHING, NOTHING), NOTHING, NOTHING)
+"""In the place of `history`, `actions` and `dwell_seconds` of a request whose history was read before."""
 NUMBERS = Candidate.__struct_fields__[len(Post.__struct_fields__) :]
 
 
-@dataclass(frozen=True, slots=True)
-class Viewer:
+class Viewer(NamedTuple):
     """A user with a history, in the words of one checkpoint; fields as in `Request`."""
 
     user_id: int
@@ -56,33 +56,32 @@ class Request:
     """
 
     user_id: int
-    history_length: int
     history: Posts
     actions: NDArray[np.float32]
     dwell_seconds: NDArray[np.float64]
+    history_length: int
     candidates: Posts
-    numbers: Mapping[str, NDArray[np.int64]]
     quoted: NDArray[np.bool_] | None
-    impression_ts: int
     weights: NDArray[np.float64]
     top_k: int | None
     wanted: list[int] | None
     request_id: str | None = None
     reply: Literal["objects", "columns"] | dict[str, bool] = "objects"
+    numbers: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    impression_ts: int = 0
 
     @property
     def echo_ids(self) -> list[int | str]:
         """The candidates' post ids as they came."""
         ids: list[int | str] = self.candidates.post_ids.tolist()
-        return (
-            ids
-            if self.quoted is None
-            else [str(id_) if is_text else id_ for id_, is_text in zip(ids, self.quoted, strict=True)]
-        )
+        if self.quoted is None:
+            return ids
+        return [str(id_) if is_text else id_ for id_, is_text in zip(ids, self.quoted, strict=True)]
 
     def without_history(self) -> Request:
         """All that the reply needs, so that a long history is not kept while the request waits."""
-        return replace(self, history=NO_POSTS, actions=NOTHING, dwell_seconds=NOTHING)
+        history, actions, dwell_seconds = NO_HISTORY
+        return replace(self, history=history, actions=actions, dwell_seconds=dwell_seconds)
 
 
 class Wishes(NamedTuple):
@@ -111,19 +110,21 @@ def check_explain(body: Body, vocabulary: Vocabulary) -> tuple[Request, NDArray[
 
 def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
     viewer = viewer_of(body, vocabulary)
+    weights, top_k, wanted, request_id, reply = wishes_of(body, vocabulary)
     candidates = body["candidates"]
     quoted = np.array([type(value) is str for value in column_of(candidates, "post_id")])
     return Request(
-        user_id=viewer.user_id,
-        history_length=len(viewer.history),
-        history=viewer.history,
-        actions=viewer.actions,
-        dwell_seconds=viewer.dwell_seconds,
-        candidates=_posts(candidates),
+        *viewer,
+        len(viewer.history),
+        _posts(candidates),
+        quoted if quoted.any() else None,
+        weights,
+        top_k,
+        wanted,
+        request_id,
+        reply,
         numbers={name: _numbers("q", candidates, name) for name in NUMBERS},
-        quoted=quoted if quoted.any() else None,
         impression_ts=body.get("impression_ts", 0),
-        **wishes_of(body, vocabulary)._asdict(),
     )
 
 

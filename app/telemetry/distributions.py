@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,8 @@ from prometheus_client.utils import floatToGoString
 MOST_PENDING = 1024  # observations that wait to be counted
 MOST_PENDING_REPLIES = 512
 MOST_KEPT = 64  # candidates of a reply whose probabilities are summed later, with those of others
-Rows = dict[
-    tuple[str, ...], tuple[list[int], float]
-]  # label values → how many values fell into each bucket, and their sum
+Rows = dict[tuple[str, ...], tuple[list[int], float]]
+"""Label values → how many values fell into each bucket, and their sum."""
 PROBABILITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -100,18 +101,8 @@ def write(metrics: Iterable[Metric]) -> bytes:
     """The exposition of these families."""
     found = list(metrics)
     texts = [metric.write() for metric in found if isinstance(metric, Distribution)]
-    return (
-        generate_latest(_Given([each for each in found if not isinstance(each, Distribution)]))
-        + "".join(texts).encode()
-    )
-
-
-class _Given(Collector):
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
+    others = SimpleNamespace(collect=lambda: [each for each in found if not isinstance(each, Distribution)])
+    return generate_latest(cast(Collector, others)) + "".join(texts).encode()
 
 
 class Histograms(Collector):

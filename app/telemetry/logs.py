@@ -1,4 +1,4 @@
-"""What is written to standard error: one line an event, one line a request. Not for metrics, and never for what a caller sent."""
+"""What is written to standard error: one line an event, one line a request. Never what a caller sent."""
 
 from __future__ import annotations
 

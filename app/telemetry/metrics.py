@@ -1,22 +1,23 @@
-"""Every Prometheus series of the service, in a registry that is handed in. Not for deciding anything."""
+"""Every Prometheus series of the service, in a registry that is handed in."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Literal, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from app.budgets import Budget
 from app.telemetry.distributions import Histograms, ReplyProbabilities, write
 from app.telemetry.sink import Sink
 from model.engine import CacheStats
@@ -32,6 +33,8 @@ REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", 
 CANCEL_STAGES = ("body", "queue", "forward")
 VECTOR_SOURCES = ("cache", "tower")
 RELOAD_RESULTS = ("success", "failure", "unchanged")
+
+Labels = Mapping[str, str]
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` beside every series, which no dashboard reads
 
@@ -70,15 +73,18 @@ class Source(Protocol):
     def snapshot(self) -> Snapshot: ...
 
 
-class Budget(Protocol):
-    """So much of something for the whole process."""
-
-    limit: int
-    used: int
-    refused: int
+def count(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
+    """A registered counter."""
+    return Counter(name, text, labels, namespace="ranker", registry=registry)
 
 
-B = TypeVar("B", bound=Budget)
+def distribute(
+    registry: CollectorRegistry, name: str, text: str, *labels: str, buckets: Iterable[float] = LATENCY_SECONDS
+) -> Histograms:
+    """A registered histogram."""
+    made = Histograms(f"ranker_{name}", text, labels, buckets)
+    registry.register(made)
+    return made
 
 
 class Metrics:
@@ -89,14 +95,7 @@ class Metrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, namespace="ranker", registry=registry)
-
-        def histogram(name: str, text: str, *labels: str, buckets: Iterable[float] = LATENCY_SECONDS) -> Histograms:
-            made = Histograms(f"ranker_{name}", text, labels, buckets)
-            registry.register(made)
-            return made
-
+        counter, histogram = partial(count, registry), partial(distribute, registry)
         self.http_requests = counter(
             "http_requests", "Replies sent; 499: the client disconnected.", "method", "route", "code"
         )
@@ -130,7 +129,7 @@ class Metrics:
         self.refusals_held = counter("refusals_held", "Refusals of callers who sent again at once, written later.")
         self.connections_closed = counter("connections_closed", "Connections the server closed.", "reason")
         self._budgets: dict[str, Budget] = {}
-        registry.register(_BudgetCollector(self._budgets))
+        registry.register(Scraped(lambda: _budgets(self._budgets)))
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
@@ -141,16 +140,18 @@ class Metrics:
 
     def watch(self, source: Source) -> None:
         """Read this source at each scrape from now on."""
-        self.registry.register(_SnapshotCollector(source))
+        self.registry.register(Scraped(lambda: _figures(source.snapshot())))
 
-    def watch_budget(self, name: str, budget: B) -> B:
+    def watch_budget(self, name: str, budget: Budget) -> Budget:
         """Read this budget at each scrape from now on, and return it."""
         self._budgets[name] = budget
         return budget
 
     def watch_log(self, sink: Sink) -> None:
         """Read at each scrape what this sink has dropped."""
-        self.registry.register(_DroppedLines(sink))
+        text = "Lines that standard error did not take in time."
+        read = Scraped(lambda: [family("counter", "log_lines_dropped", text, by("reason", sink.dropped))])
+        self.registry.register(read)
 
     def record_batch(self, report: BatchReport) -> None:
         """A forward of the ranker finished."""
@@ -202,91 +203,78 @@ class Scrapes:
                 self._free_at = time.monotonic() + SCRAPE_SECONDS
 
 
-class _SnapshotCollector(Collector):
-    def __init__(self, source: Source) -> None:
-        self.source = source
+class Scraped(Collector):
+    """Families that are made when they are read."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not scrape."""
         return ()
 
-    def collect(self) -> Iterator[Metric]:
-        now = self.source.snapshot()
-        for name, text, value in (
-            ("ready", "1 while requests may be sent here.", float(now.ready)),
-            ("queue_requests", "Requests admitted and not answered.", now.queue_requests),
-            ("queue_candidates", "Candidates of those requests.", now.queue_candidates),
-            ("context_cache_bytes", "Bytes held by the context cache.", now.cache.bytes),
-            (
-                "last_forward_timestamp_seconds",
-                "Unix time when a forward last finished.",
-                now.last_forward_timestamp_seconds,
-            ),
-        ):
-            yield GaugeMetricFamily(f"ranker_{name}", text, value=value)
-        lookups = CounterMetricFamily(
-            "ranker_context_cache_lookups", "Lookups in the context cache.", labels=["result"]
-        )
-        for result, count in (("hit", now.cache.hits), ("prefix", now.cache.prefixes), ("miss", now.cache.misses)):
-            lookups.add_metric([result], count)
-        yield lookups
-        evictions = "Contexts dropped from the cache for want of room."
-        yield CounterMetricFamily("ranker_context_cache_evictions", evictions, value=now.cache.evictions)
-        if now.model is not None:
-            info = GaugeMetricFamily("ranker_model_info", "The model that serves; always 1.", labels=list(now.model))
-            info.add_metric(list(now.model.values()), 1)
-            yield info
-        for name, text, gauge in (
-            ("device_memory_bytes", "Device memory held by tensors.", now.device_memory_bytes),
-            (
-                "engine_steps_down",
-                "Faster ways of computing that failed their checks on this device.",
-                now.engine_steps_down,
-            ),
-            ("search_queue_requests", "Searches that are not begun.", now.searches_waiting),
-            ("corpus_posts", "Posts that a search can return.", now.corpus_posts),
-            ("corpus_changes", "Changes to the corpus since it was written.", now.corpus_changes),
-        ):
-            if gauge is not None:
-                yield GaugeMetricFamily(f"ranker_{name}", text, value=gauge)
+    def collect(self) -> Iterable[Metric]:
+        """All of them, as they are now."""
+        return self._read()
 
 
-class _BudgetCollector(Collector):
-    def __init__(self, budgets: Mapping[str, Budget]) -> None:
-        self.budgets = budgets
-
-    def collect(self) -> Iterator[Metric]:
-        used = GaugeMetricFamily("ranker_budget_used", "What all callers together take now.", labels=["budget"])
-        limit = GaugeMetricFamily("ranker_budget_limit", "The most they may take.", labels=["budget"])
-        refused = CounterMetricFamily(
-            "ranker_budget_refusals", "Refused or cut off for want of room.", labels=["budget"]
-        )
-        for name, budget in self.budgets.items():
-            used.add_metric([name], budget.used)
-            limit.add_metric([name], budget.limit)
-            refused.add_metric([name], budget.refused)
-        yield from (used, limit, refused)
+def family(kind: Literal["counter", "gauge"], name: str, text: str, rows: Iterable[tuple[Labels, float]]) -> Metric:
+    """The family `ranker_` + name: a value for each set of labels."""
+    found = Metric(f"ranker_{name}", text, kind)
+    for labels, value in rows:
+        found.add_sample(found.name + ("_total" if kind == "counter" else ""), dict(labels), value)
+    return found
 
 
-class _DroppedLines(Collector):
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
+def model_of(name: str, text: str, labels: Labels | None) -> Iterator[Metric]:
+    """A gauge that is 1 and whose labels say which model serves; nothing while none does."""
+    if labels is not None:
+        yield family("gauge", name, text, [(labels, 1)])
 
-    def collect(self) -> Iterator[Metric]:
-        lines = CounterMetricFamily(
-            "ranker_log_lines_dropped", "Lines that standard error did not take in time.", labels=["reason"]
-        )
-        for reason, count in self.sink.dropped.items():
-            lines.add_metric([reason], count)
-        yield lines
+
+def _figures(now: Snapshot) -> Iterator[Metric]:
+    for name, text, value in (
+        ("ready", "1 while requests may be sent here.", now.ready),
+        ("queue_requests", "Requests admitted and not answered.", now.queue_requests),
+        ("queue_candidates", "Candidates of those requests.", now.queue_candidates),
+        ("context_cache_bytes", "Bytes held by the context cache.", now.cache.bytes),
+        (
+            "last_forward_timestamp_seconds",
+            "Unix time when a forward last finished.",
+            now.last_forward_timestamp_seconds,
+        ),
+        ("device_memory_bytes", "Device memory held by tensors.", now.device_memory_bytes),
+        (
+            "engine_steps_down",
+            "Faster ways of computing that failed their checks on this device.",
+            now.engine_steps_down,
+        ),
+        ("search_queue_requests", "Searches that are not begun.", now.searches_waiting),
+        ("corpus_posts", "Posts that a search can return.", now.corpus_posts),
+        ("corpus_changes", "Changes to the corpus since it was written.", now.corpus_changes),
+    ):
+        if value is not None:
+            yield family("gauge", name, text, [({}, value)])
+    lookups = {"hit": now.cache.hits, "prefix": now.cache.prefixes, "miss": now.cache.misses}
+    yield family("counter", "context_cache_lookups", "Lookups in the context cache.", by("result", lookups))
+    evictions = "Contexts dropped from the cache for want of room."
+    yield family("counter", "context_cache_evictions", evictions, [({}, now.cache.evictions)])
+    yield from model_of("model_info", "The model that serves; always 1.", now.model)
+
+
+def _budgets(budgets: Mapping[str, Budget]) -> Iterator[Metric]:
+    used, limits, refused = ({n: getattr(b, part) for n, b in budgets.items()} for part in ("used", "limit", "refused"))
+    yield family("gauge", "budget_used", "What all callers together take now.", by("budget", used))
+    yield family("gauge", "budget_limit", "The most they may take.", by("budget", limits))
+    yield family("counter", "budget_refusals", "Refused or cut off for want of room.", by("budget", refused))
+
+
+def by(label: str, values: Mapping[str, float]) -> Iterator[tuple[Labels, float]]:
+    """Rows of a family with one label."""
+    return (({label: name}, value) for name, value in values.items())
 
 
 def add_stats(left: CacheStats, right: CacheStats, *, keep_gauges: bool = False) -> CacheStats:
     """Totals of two caches. Of a cache that is gone only the running totals remain, so that no counter runs backwards."""
-    gone = () if keep_gauges else ("bytes", "entries")
-    return CacheStats(
-        **{
-            field.name: getattr(left, field.name) + (0 if field.name in gone else getattr(right, field.name))
-            for field in fields(CacheStats)
-        }
-    )
+    right = right if keep_gauges else replace(right, bytes=0, entries=0)
+    return CacheStats(**{name: value + getattr(right, name) for name, value in asdict(left).items()})

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from app.telemetry.distributions import Histograms
+from app.telemetry.metrics import Scraped, count, distribute, family, model_of
 
-DISTANCES = (
-    0.0001,
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-)  # a histogram of negative values has no sum
+DISTANCES = (.0001, .001, .005, .01, .02, .05, .1, .15, .2, .3, .4, .5, .75)  # fmt: skip  # a histogram of negative values has no sum
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.99)
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 FULL, LATE, FAILED, SCORED = OUTCOMES = ("full", "late", "failed", "scored")
@@ -36,51 +21,30 @@ class ShadowMetrics:
     """`held` gives the labels of the second checkpoint, None while there is none."""
 
     def __init__(self, registry: CollectorRegistry, held: Callable[[], dict[str, str] | None]) -> None:
-        def counter(name: str, text: str, label: str) -> Counter:
-            return Counter(name, text, [label], namespace="ranker", registry=registry)
-
-        def histogram(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histograms:
-            made = Histograms(f"ranker_shadow_{name}", text, labels, bounds)
-            registry.register(made)
-            return made
-
-        self.answers = counter("answers", "Requests given to each of both checkpoints to be answered.", "checkpoint")
-        requests = counter(
-            "shadow_requests", "Requests drawn for the second checkpoint too, by what became of that.", "result"
-        )
+        answers = "Requests given to each of both checkpoints to be answered."
+        self.answers = count(registry, "answers", answers, "checkpoint")
+        drawn = "Requests drawn for the second checkpoint too, by what became of that."
+        requests = count(registry, "shadow_requests", drawn, "result")
         self.ended = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histograms:
+            return distribute(registry, f"shadow_{name}", text, *labels, buckets=buckets)
+
         self.seconds = histogram("seconds", "Time of the second checkpoint's forwards for one request.", SECONDS)
-        self.correlation = histogram(
-            "correlation_distance", "(1 - r) / 2 of Pearson's r of both scores within a request.", DISTANCES
-        )
+        pearson = "(1 - r) / 2 of Pearson's r of both scores within a request."
+        self.correlation = histogram("correlation_distance", pearson, DISTANCES)
         self.kendall = histogram("kendall_distance", "(1 - tau) / 2 of Kendall's tau of both orders.", DISTANCES)
         self.overlap = histogram("overlap", "Share of a request's best k that both have.", SHARES, "k")
-        self.probability = Counter(
-            "shadow_probability", "Sum of probabilities over the candidates that both have scored.", ["action", "checkpoint"],
-            namespace="ranker", registry=registry,
-        )  # fmt: skip
-        self.candidates = Counter(
-            "shadow_candidates", "Candidates that both have scored.", namespace="ranker", registry=registry
-        )
+        sums = "Sum of probabilities over the candidates that both have scored."
+        self.probability = count(registry, "shadow_probability", sums, "action", "checkpoint")
+        self.candidates = count(registry, "shadow_candidates", "Candidates that both have scored.")
         for checkpoint in CHECKPOINTS:
             self.answers.labels(checkpoint)
-        registry.register(_Held(held))
+        registry.register(Scraped(lambda: _held(held())))
 
 
-class _Held(Collector):
-    def __init__(self, held: Callable[[], dict[str, str] | None]) -> None:
-        self._labels = held
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not scrape."""
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        """Whether the second checkpoint is held, and which it is."""
-        labels = self._labels()
-        text = "1 while the second checkpoint is held, 0 while it is loaded and once it has failed."
-        yield GaugeMetricFamily("ranker_second_ready", text, value=float(labels is not None))
-        if labels is not None:
-            info = GaugeMetricFamily("ranker_second_info", "The second checkpoint; always 1.", labels=list(labels))
-            info.add_metric(list(labels.values()), 1)
-            yield info
+def _held(labels: dict[str, str] | None) -> Iterator[Metric]:
+    """Whether the second checkpoint is held, and which it is."""
+    text = "1 while the second checkpoint is held, 0 while it is loaded and once it has failed."
+    yield family("gauge", "second_ready", text, [({}, labels is not None)])
+    yield from model_of("second_info", "The second checkpoint; always 1.", labels)

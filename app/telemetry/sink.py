@@ -9,8 +9,9 @@ from collections import deque
 
 import structlog
 
+from app.budgets import BUFFER_BYTES
+
 BLOCK_BYTES = 4096  # POSIX' PIPE_BUF on Linux: a pipe takes such a write whole or not at all
-BUFFER_BYTES = 2**20  # of lines that wait: three thousand, or seconds of full load
 LINE_OVERHEAD_BYTES = 64  # of a waiting line, beside its characters
 GATHER_SECONDS = 0.02  # the lines of this time share a turn of this thread, for which others wait
 RETRY_SECONDS = 0.2
@@ -32,9 +33,7 @@ class Sink:
         self.dropped = dict.fromkeys(REASONS, 0)
         self._descriptor = descriptor
         self._lines: deque[str] = deque()
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a finalizer or a signal's handler may log while this thread holds it
+        self._lock = threading.RLock()  # a finalizer or a signal's handler may log while this thread holds it
         self._wake = threading.Event()
         self._obstacle = SLOW
         self._written_bytes = 0
@@ -52,7 +51,7 @@ class Sink:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing, though streams have it: who has to know that lines are written calls `drain`."""
+        """No-op, which streams have; use `drain` to wait."""
 
     def drain(self) -> None:
         """Wait until all lines are written. What a stalled or slow reader leaves after a bounded time is dropped."""

@@ -70,13 +70,10 @@ def test_every_file_is_listed() -> None:
     assert sorted(base["resources"]) == sorted(p.name for p in (HERE / "base").iterdir() if p.stem != "kustomization")
 
 
-def test_objects_are_valid_by_the_published_schemas(objects: Objects) -> None:
+def test_objects_are_valid_by_the_published_schemas_and_a_field_that_does_not_exist_is_found(objects: Objects) -> None:
     for each in objects.values():
         if each["kind"] not in CUSTOM:
             kubernetes_validate.validate(each, VERSION, strict=True)
-
-
-def test_a_field_that_does_not_exist_is_found(objects: Objects) -> None:
     pod_of(objects)["terminationGracePeriod"] = 45
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(objects["Deployment/ranker"], VERSION, strict=True)
@@ -133,18 +130,13 @@ def test_pods_are_hardened_as_the_image_expects(objects: Objects) -> None:
 
 def test_everything_speaks_of_the_same_pods(objects: Objects) -> None:
     labels = objects["Deployment/ranker"]["spec"]["template"]["metadata"]["labels"]
-    chosen = [
-        objects["Deployment/ranker"]["spec"]["selector"]["matchLabels"],
-        objects["Service/ranker"]["spec"]["selector"],
-        objects["Service/ranker-pods"]["spec"]["selector"],
-        objects["PodDisruptionBudget/ranker"]["spec"]["selector"]["matchLabels"],
-        objects["NetworkPolicy/ranker"]["spec"]["podSelector"]["matchLabels"],
-    ]
-    assert all(selector == labels for selector in chosen)
+    assert objects["NetworkPolicy/ranker"]["spec"]["podSelector"]["matchLabels"] == labels
+    for name in ("Deployment/ranker", "PodDisruptionBudget/ranker"):
+        assert objects[name]["spec"]["selector"]["matchLabels"] == labels
+    for name in ("Service/ranker", "Service/ranker-pods"):
+        assert objects[name]["spec"]["selector"] == labels
     monitored = objects["ServiceMonitor/ranker"]["spec"]["selector"]["matchLabels"]
-    assert (
-        objects["Service/ranker"]["metadata"]["labels"] == monitored
-    )  # and not both services, or each pod counts twice
+    assert objects["Service/ranker"]["metadata"]["labels"] == monitored  # not both, or each pod counts twice
     assert objects["Service/ranker-pods"]["metadata"]["labels"] != monitored
 
 
@@ -156,17 +148,11 @@ def test_the_autoscaler_reads_what_the_adapter_makes_of_metrics_that_exist(objec
     assert set(re.findall(r"ranker_[a-z_]+", rule["seriesQuery"] + rule["metricsQuery"])) == named
 
 
-def test_a_card_is_asked_for_in_the_gpu_overlay_alone() -> None:
-    cards = {
-        overlay: pod_of(built(overlay))["containers"][0]["resources"]["limits"].get("nvidia.com/gpu")
-        for overlay in OVERLAYS
-    }
-    assert cards == {"cpu": None, "gpu": 1}
-    assert pod_of(built("gpu"))["containers"][0]["image"].endswith(":cuda")
-
-
-def test_a_pod_with_a_card_goes_where_cards_are_and_needs_no_spare_one() -> None:
-    pod = pod_of(built("gpu"))
+def test_a_card_is_asked_for_in_the_gpu_overlay_alone_whose_pod_goes_where_cards_are_and_needs_no_spare_one() -> None:
+    cpu, pod = (pod_of(built(overlay)) for overlay in OVERLAYS)
+    cards = [each["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for each in (cpu, pod)]
+    assert cards == [None, 1]
+    assert pod["containers"][0]["image"].endswith(":cuda")
     assert pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
     assert pod["runtimeClassName"] == "nvidia"
     assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu"]

@@ -20,9 +20,8 @@ from app.settings import Settings
 from loadtest.servers.balancer import HAPROXY
 from tests.docker.dockerfile import ROOT
 
-ENVOY, GATEWAY, ISTIO = (
-    ROOT / "docker" / file for file in ("envoy/envoy.yaml", "envoy/gateway.yaml", "istio/istio.yaml")
-)
+DOCKER = ROOT / "docker"
+ENVOY, GATEWAY, ISTIO = DOCKER / "envoy/envoy.yaml", DOCKER / "envoy/gateway.yaml", DOCKER / "istio/istio.yaml"
 MESSAGES = ROOT / ".cache/envoy"
 TYPES = ROOT / ".cache/istio"
 PACKAGES = {
@@ -57,9 +56,7 @@ def test_envoys_messages_take_the_file_and_refuse_a_field_a_type_and_a_value_tha
         assert said in refusal(text.replace(right, wrong))
 
 
-@pytest.mark.skipif(
-    not (TYPES / ".fetched").exists(), reason="the types of the objects are not here: .ci/fetch-types istio"
-)
+@pytest.mark.skipif(not (TYPES / ".fetched").exists(), reason="the types are not here: .ci/fetch-types istio")
 def test_published_types_take_the_objects_and_refuse_fields_that_do_not_exist(tmp_path: Path) -> None:
     """The types are made of the schemas that Istio, the Gateway API and Envoy Gateway publish."""
 

@@ -74,8 +74,8 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
     }
     stop = threading.Event()
     load = threading.Thread(target=offer_load, args=(service.url, stop), daemon=True)
-    load.start()
     with running_prometheus(directory, config) as server:
+        load.start()
         until = time.monotonic() + MOST_SECONDS
         while lacking(server) and time.monotonic() < until:
             time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""One call with all its attempts: deadline, retries, headers, errors. Not for connections: those are in `clients`."""
+"""One call with all its attempts: deadline, retries, headers, errors."""
 
 from __future__ import annotations
 

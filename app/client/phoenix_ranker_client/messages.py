@@ -1,14 +1,14 @@
-"""What goes to the service and what comes back, as plain dataclasses and errors. Not for sending anything."""
+"""What goes to the service and what comes back, as plain dataclasses and errors."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 Id = int | str
-R = TypeVar("R")
+R = TypeVar("R", bound="Reply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,8 @@ class RankingRequest:
 
     def to_json(self) -> dict[str, Any]:
         """The body, in arrays."""
-        candidates, history = self.candidates, self.history
-        body: dict[str, Any] = {
-            "user_id": self.user_id,
-            "candidates": {
-                "post_id": [candidate.post_id for candidate in candidates],
-                "author_id": [candidate.author_id for candidate in candidates],
-                "product_surface": [candidate.product_surface for candidate in candidates],
-                "created_at": [candidate.created_at for candidate in candidates],
-            },
-            "history": history_json(history),
-        }
+        candidates = columns_of(Candidate, self.candidates)
+        body = {"user_id": self.user_id, "candidates": candidates, "history": columns_of(Event, self.history)}
         return body | given(self, "impression_ts", "weights", "top_k", "actions_wanted")
 
 
@@ -66,34 +57,32 @@ def given(request: Any, *names: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str | int | float):
+        return value
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, Sequence) else value
 
 
-def history_json(history: Sequence[Event]) -> dict[str, Any]:
-    """A history in arrays."""
-    return {
-        "post_id": [event.post_id for event in history],
-        "author_id": [event.author_id for event in history],
-        "actions": [
-            dict(event.actions) if isinstance(event.actions, Mapping) else list(event.actions) for event in history
-        ],
-        "product_surface": [event.product_surface for event in history],
-        "dwell_time": [event.dwell_time for event in history],
-    }
+def columns_of(kind: type, posts: Sequence[Any]) -> dict[str, list[Any]]:
+    """Candidates or a history in arrays: a column for each field."""
+    return {field.name: [_plain(getattr(post, field.name)) for post in posts] for field in fields(kind)}
 
 
-def rows_of(kind: type[R], rows: Sequence[Mapping[str, Any]]) -> list[R]:
-    """The posts of a reply, each as one of these dataclasses; fields that a later server may add are ignored."""
-    values = operator.itemgetter(*(field.name for field in fields(kind)))  # type: ignore[arg-type]
-    return [kind(*values(row)) for row in rows]
+class Reply:
+    """A reply that holds posts: `ROWS` is the name of their field, and the dataclass of each."""
 
+    __slots__ = ()
+    ROWS: ClassVar[tuple[str, type]]
 
-def fields_of(kind: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a reply of this dataclass, but for its posts; fields that a later server may add are ignored."""
-    flat = {f"model_{name}": value for name, value in body.get("model", {}).items()} | dict(body)
-    return {name: flat[name] for field in fields(kind) if (name := field.name) not in ("candidates", "posts")}
+    @classmethod
+    def from_json(cls: type[R], body: Mapping[str, Any]) -> R:
+        """From a reply's body; fields that a later server may add are ignored."""
+        name, kind = cls.ROWS
+        values = operator.itemgetter(*(field.name for field in fields(kind)))
+        flat = {f"model_{part}": value for part, value in body.get("model", {}).items()} | dict(body)
+        flat[name] = [kind(*values(row)) for row in body[name]]
+        return cls(**{field.name: flat[field.name] for field in fields(cls)})  # type: ignore[arg-type]  # a dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +97,10 @@ class Ranked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(Reply):
     """The reply to one request, in the request's order, or best first where `top_k` was given."""
 
+    ROWS = "candidates", Ranked
     model_name: str
     model_version: str
     actions: list[str]
@@ -118,11 +108,6 @@ class Ranking:
     history_used: int
     history_dropped: int
     timings_ms: dict[str, float]
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Ranking:
-        """From a reply's body."""
-        return cls(candidates=rows_of(Ranked, body["candidates"]), **fields_of(cls, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +124,10 @@ class Explained:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Reply):
     """The reply to one question, in its order. `events`: `place` and `post_id` of the history items that were left out one by one."""
 
+    ROWS = "candidates", Explained
     model_name: str
     model_version: str
     actions: list[str]
@@ -150,11 +136,6 @@ class Explanation:
     history_used: int
     history_dropped: int
     timings_ms: dict[str, float]
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Explanation:
-        """From a reply's body."""
-        return cls(candidates=rows_of(Explained, body["candidates"]), **fields_of(cls, body))
 
 
 class RankerError(Exception):

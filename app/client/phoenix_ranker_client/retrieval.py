@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from phoenix_ranker_client.messages import Event, Id, fields_of, given, history_json, rows_of
+from phoenix_ranker_client.messages import Event, Id, Reply, columns_of, given
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,8 @@ class RetrievalRequest:
 
     def to_json(self) -> dict[str, Any]:
         """The body, in arrays."""
-        return {"user_id": self.user_id, "history": history_json(self.history)} | given(
-            self, *(field.name for field in fields(self) if field.name not in ("user_id", "history"))
-        )
+        body = {"user_id": self.user_id, "history": columns_of(Event, self.history)}
+        return body | given(self, *(field.name for field in fields(self) if field.name not in body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +45,16 @@ class RetrievedPost:
 
 
 @dataclass(frozen=True, slots=True)
-class Retrieval:
+class Retrieval(Reply):
     """The best posts, best first. `visible`: how many the filters left; `corpus`: `name`, `version`, `posts`, `changes`."""
 
+    ROWS = "posts", RetrievedPost
     model_name: str
     model_version: str
     corpus: dict[str, Any]
     posts: list[RetrievedPost]
     visible: int
     timings_ms: dict[str, float]
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Retrieval:
-        """From a reply's body."""
-        return cls(posts=rows_of(RetrievedPost, body["posts"]), **fields_of(cls, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +71,13 @@ class Recommended:
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(Reply):
     """The best posts ranked, best first; `models` has `name` and `version` of `retrieval` and `ranker`."""
 
+    ROWS = "candidates", Recommended
     models: dict[str, dict[str, str]]
     corpus: dict[str, Any]
     actions: list[str]
     candidates: list[Recommended]
     visible: int
     timings_ms: dict[str, float]
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Recommendation:
-        """From a reply's body."""
-        return cls(candidates=rows_of(Recommended, body["candidates"]), **fields_of(cls, body))

@@ -22,6 +22,7 @@ import yaml
 from phoenix_ranker_client import AsyncRankerClient, Candidate, Event, RankerError
 from phoenix_ranker_client.call import routing_key
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from loadtest.machine import ROOT
 from loadtest.matrix import Row, table
@@ -84,9 +85,8 @@ def deployed(
     from app.settings import Settings
     from tests.app.ray.planted import Planted
 
-    given = Settings(
-        **{"checkpoint": ROOT / "weights/demo", "threads": 1, "logs": {"level": "error"}} | (settings or {})
-    )
+    usual = {"checkpoint": ROOT / "weights/demo", "threads": 1, "logs": {"level": "error"}}
+    given = Settings(**usual | (settings or {}))
     options = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}} | options
     if "autoscaling_config" in options:
         del options["num_replicas"]
@@ -121,10 +121,15 @@ def scrape(url: str) -> str:
     return reply.text if reply.status_code == 200 else ""
 
 
-def replicas(url: str) -> set[int]:
-    """Process ids, from the metrics of all replicas."""
+def samples(url: str, name: str = "") -> list[Sample]:
+    """Of the family of this name, or of all, from the metrics of all replicas."""
     families = text_string_to_metric_families(scrape(url))
-    return {int(sample.labels["replica"].split(":")[1]) for family in families for sample in family.samples}
+    return [sample for family in families if name in ("", family.name) for sample in family.samples]
+
+
+def replicas(url: str) -> set[int]:
+    """Process ids."""
+    return {int(sample.labels["replica"].split(":")[1]) for sample in samples(url)}
 
 
 def until(condition: Callable[[], bool], what: str) -> float:
@@ -231,9 +236,8 @@ def test_scores_and_refusals_are_those_of_a_single_process(url: str, rows: list[
         assert http.get("/info").json()["checkpoint"] == alone.get("/info").json()["checkpoint"]
         assert http.head("/readyz").status_code == 200
         assert len(http.get("/info", headers={"x-request-id": "mine"}).headers.get_list("x-request-id")) == 1
-    rows.append(
-        Row("Ray 1", "users whose scores differ from those of a single process", len(USERS), differ, differ, 0, "")
-    )
+    what = "users whose scores differ from those of a single process"
+    rows.append(Row("Ray 1", what, len(USERS), differ, differ, 0, ""))
     assert differ == 0
     assert [got for got, _ in found] == [expected for _, expected in found]
     assert [status for (status, *_), _ in found] == [422, 400, 504, 413, 413, 406, 422]
@@ -243,9 +247,8 @@ def refusal(http: httpx.Client, request: dict[str, Any]) -> tuple[int, str, str,
     """Status, code, media type and Retry-After."""
     if not isinstance(request.get("content", b""), bytes):
         request = request | {"content": iter([b" " * 30_000, b" " * 30_000])}
-    reply = http.post(
-        "/rank", **request | {"headers": {"content-type": "application/json"} | request.get("headers", {})}
-    )
+    headers = {"content-type": "application/json"} | request.get("headers", {})
+    reply = http.post("/rank", **request | {"headers": headers})
     return reply.status_code, reply.json()["code"], reply.headers["content-type"], reply.headers.get("retry-after")
 
 
@@ -317,10 +320,7 @@ def test_a_full_queue_is_429_and_a_disconnect_frees_its_place(url: str) -> None:
     from tests.app.ray.planted import HANG
 
     def waiting() -> float:
-        families = text_string_to_metric_families(scrape(url))
-        return sum(
-            sample.value for family in families if family.name == "ranker_queue_requests" for sample in family.samples
-        )
+        return sum(sample.value for sample in samples(url, "ranker_queue_requests"))
 
     queue = {"max_requests": 1, "stall_seconds": 600, "stall_exit_seconds": 600}  # a hang is no stall here
     with deployed(planted=True, num_replicas=1, settings={"queue": queue}), ThreadPoolExecutor(1) as pool:
@@ -352,18 +352,9 @@ def test_what_meets_a_killed_replica_is_not_lost_and_without_the_second_attempt_
             load = under_load(url, list(SLOW[:40]), kill)  # so that each has some in flight
             assert {error.status for error in load.errors} <= {503}
             lost[attempts] = len(load.errors)
-            what = f"requests lost by kill -9 of a replica, {len(load.answers)} answered"
-            rows.append(
-                Row(
-                    "Ray 4",
-                    ("" if attempts == 2 else "control, asked once: ") + what,
-                    1,
-                    0,
-                    lost[attempts],
-                    0 if attempts == 2 else WORKERS,
-                    "",
-                )
-            )
+            control, most = ("", 0) if attempts == 2 else ("control, asked once: ", WORKERS)
+            what = f"{control}requests lost by kill -9 of a replica, {len(load.answers)} answered"
+            rows.append(Row("Ray 4", what, 1, 0, lost[attempts], most, ""))
     assert lost[2] == 0
     assert 0 < lost[1] <= WORKERS
 
@@ -394,13 +385,7 @@ def test_an_update_of_the_checkpoint_loses_nothing_and_crosses_no_versions(
         client.deploy_apps(ServeDeploySchema.model_validate(config))
 
     def versions() -> set[str]:
-        families = text_string_to_metric_families(scrape(url))
-        return {
-            sample.labels["version"]
-            for family in families
-            if family.name == "ranker_model_info"
-            for sample in family.samples
-        }
+        return {sample.labels["version"] for sample in samples(url, "ranker_model_info")}
 
     def update() -> None:
         deploy(checkpoints[1])
@@ -429,16 +414,10 @@ def test_an_update_of_the_checkpoint_loses_nothing_and_crosses_no_versions(
     assert {version for _, version, _ in load.answers} == set(right)
     crossed = sum(right[version][user] != scores for user, version, scores in load.answers + again.answers)
     for what, one in (("in place", load), ("with new processes", again)):
-        rows.append(
-            Row(
-                "Ray 5", f"requests lost by an update {what}, {len(one.answers)} answered", 1, 0, len(one.errors), 0, ""
-            )
-        )
-    rows.append(
-        Row(
-            "Ray 5", "answers with another version's scores", len(load.answers + again.answers), crossed, crossed, 0, ""
-        )
-    )
+        told = f"requests lost by an update {what}, {len(one.answers)} answered"
+        rows.append(Row("Ray 5", told, 1, 0, len(one.errors), 0, ""))
+    answers = len(load.answers + again.answers)
+    rows.append(Row("Ray 5", "answers with another version's scores", answers, crossed, crossed, 0, ""))
     assert (load.errors, again.errors, crossed) == ([], [], 0)
 
 
@@ -467,16 +446,7 @@ def test_replicas_come_while_requests_wait_and_go_afterwards(url: str, rows: lis
         assert running() == 1
         load = under_load(url, list(SLOW[:1]), lambda: until(lambda: running() == 2, "a second replica comes"))
         down = until(lambda: running() == 1, "it goes")
-    rows.append(
-        Row(
-            "Ray 7",
-            "requests lost as replicas come and go",
-            len(load.answers),
-            len(load.errors),
-            len(load.errors),
-            0,
-            "",
-        )
-    )
+    lost = len(load.errors)
+    rows.append(Row("Ray 7", "requests lost as replicas come and go", len(load.answers), lost, lost, 0, ""))
     rows.append(Row("Ray 7", "the second replica is gone, after the load", 1, 0, down, WAIT_SECONDS, "s"))
     assert load.errors == []

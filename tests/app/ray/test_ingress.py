@@ -117,6 +117,9 @@ def test_a_reply_is_the_replicas_own_and_goes_by_the_key() -> None:
     assert asking(...)[3].sessions == [""]  # without a key Ray Serve draws one
 
 
+SMALL = Settings(limits=Limits(max_body_bytes=1024))
+
+
 @pytest.mark.parametrize(
     ("more", "status", "code"),
     [
@@ -125,12 +128,8 @@ def test_a_reply_is_the_replicas_own_and_goes_by_the_key() -> None:
         ({"path": "/nothing"}, 404, "not_found"),
         ({"content_type": "text/plain"}, 415, "unsupported_media_type"),
         ({"x_request_timeout_ms": "soon"}, 422, "invalid_request"),
-        ({"settings": Settings(limits=Limits(max_body_bytes=1024)), "body": b" " * 1025}, 413, "too_large"),
-        (
-            {"settings": Settings(limits=Limits(max_body_bytes=1024)), "body": b" " * 5000, "content_length": "0"},
-            413,
-            "too_large",
-        ),
+        ({"settings": SMALL, "body": b" " * 1025}, 413, "too_large"),
+        ({"settings": SMALL, "body": b" " * 5000, "content_length": "0"}, 413, "too_large"),
     ],
 )
 def test_refusals_are_the_replicas(more: dict[str, Any], status: int, code: str) -> None:
@@ -139,9 +138,8 @@ def test_refusals_are_the_replicas(more: dict[str, Any], status: int, code: str)
 
 
 def test_of_a_body_that_is_too_long_no_more_is_passed_on_than_shows_it() -> None:
-    settings = Settings(limits=Limits(max_body_bytes=1024))
-    assert asking(..., settings=settings, body=b" " * 5000)[3].asked[0].body == b""
-    assert len(asking(..., settings=settings, body=b" " * 5000, content_length="0")[3].asked[0].body) == 1025
+    assert asking(..., settings=SMALL, body=b" " * 5000)[3].asked[0].body == b""
+    assert len(asking(..., settings=SMALL, body=b" " * 5000, content_length="0")[3].asked[0].body) == 1025
 
 
 def test_a_full_queue_is_429_with_the_time_to_come_back() -> None:
@@ -176,15 +174,11 @@ def test_metrics_without_a_replica_are_503() -> None:
     assert (status, body["code"], headers["retry-after"]) == (503, "engine_down", "1")
 
 
-def test_a_fault_is_500_and_says_nothing_of_itself() -> None:
-    status, _, body, handle = asking(broken)
-    assert (status, body["code"], len(handle.asked)) == (500, "internal", 1)
+@pytest.mark.parametrize(("end", "status", "code"), [(broken, 500, "internal"), (silent, 504, "deadline_exceeded")])
+def test_a_fault_says_nothing_of_itself_and_who_is_silent_is_given_up(end: Any, status: int, code: str) -> None:
+    got, _, body, handle = asking(end, x_request_timeout_ms="20")
+    assert (got, body["code"], len(handle.asked)) == (status, code, 1)
     assert "secret" not in json.dumps(body)
-
-
-def test_who_says_nothing_is_given_up_at_the_deadline() -> None:
-    status, _, body, handle = asking(silent, x_request_timeout_ms="20")
-    assert (status, body["code"], len(handle.asked)) == (504, "deadline_exceeded", 1)
 
 
 def test_the_time_that_is_left_is_passed_on() -> None:
@@ -204,10 +198,8 @@ def test_a_client_that_disconnects_frees_its_place() -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await asked
             await until(lambda: replica.service.admission.requests == 0)
-            assert (
-                b'ranker_http_requests_total{code="499",method="POST",route="/rank"} 1.0'
-                in (await replica.exposition())[1]
-            )
+            counted = b'ranker_http_requests_total{code="499",method="POST",route="/rank"} 1.0'
+            assert counted in (await replica.exposition())[1]
 
     run(main())
 

@@ -37,19 +37,13 @@ def read_and_write(library: Path) -> int:
     different = len(differing([raw[:end] for end in range(len(raw))] + list(islice(mutated(5), MUTATED)), made))
     for count, form in ((1, "objects"), (7, "columns"), (300, "objects")):
         numbers = np.random.default_rng(count).integers(0, 0x7F800000, 3 * count, dtype=np.uint32).view(np.float32)
-        request, scores = (
-            replace(asked(count, reply=form), weights=np.array([1e-30, -3.0, 1.7])),
-            scored(numbers, count),
-        )
-        ours, theirs = (
-            b"".join(render(request, scores, replace(FORM, codec=use), history_used=0, timings_ms={}))
-            for use in (made, None)
-        )
+        request = replace(asked(count, reply=form), weights=np.array([1e-30, -3.0, 1.7]))
+        forms, scores = (replace(FORM, codec=made), FORM), scored(numbers, count)
+        ours, theirs = (b"".join(render(request, scores, use, history_used=0, timings_ms={})) for use in forms)
         different += ours != theirs
     for count, wish in itertools.product((1, 7, 300), posts.WISHED):
-        ours, theirs = posts.replies(
-            open_library(library), np.random.default_rng(count).random((count, 3), np.float32), wish
-        )
+        numbers = np.random.default_rng(count).random((count, 3), np.float32)
+        ours, theirs = posts.replies(open_library(library), numbers, wish)
         different += ours != theirs
     return different + len(posts.differing(posts.sent(100), posts.compiled_models(open_library(library)))[0])
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from app.errors import MalformedJson
@@ -66,31 +66,23 @@ def test_colons_in_strings_are_no_members(body: bytes) -> None:
     assert parse(body) == json.loads(body)
 
 
-def test_unsigned_64_bit_integers_stay_exact() -> None:
-    assert parse(b"[18446744073709551615, 9223372036854775808]") == [2**64 - 1, 2**63]
-
-
-def test_the_message_holds_nothing_of_the_body() -> None:
+@pytest.mark.parametrize("body", [b'{"a": 1, "secretive": 1, "secretive": 2}', b'{"secretive": secretive}'])
+def test_the_message_holds_nothing_of_the_body(body: bytes) -> None:
     with pytest.raises(MalformedJson) as caught:
-        parse(b'{"a": 1, "secretive": 1, "secretive": 2}')
-    assert "secretive" not in caught.value.detail
-    with pytest.raises(MalformedJson) as caught:
-        parse(b'{"secretive": secretive}')
+        parse(body)
     assert "secretive" not in caught.value.detail
 
 
+integers, floats = st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False, allow_infinity=False)
 json_values: st.SearchStrategy[Any] = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    st.none() | st.booleans() | integers | floats | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     max_leaves=20,
 )
 
 
 @settings(max_examples=300, deadline=None)
+@example([2**64 - 1, 2**63], True)
 @given(json_values, st.booleans())
 def test_valid_json_comes_through(value: Any, ascii_only: bool) -> None:
     assert parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value

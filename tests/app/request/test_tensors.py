@@ -129,19 +129,15 @@ def test_only_ten_problems_are_told() -> None:
 
 
 def test_no_candidates_is_no_request() -> None:
-    nobody = {
-        name: array[:0] if name.startswith("candidates") else array
-        for name, array in inference_of(good(), ACTIONS).inputs.items()
-    }
+    inputs = inference_of(good(), ACTIONS).inputs
+    nobody = {name: array[:0] if name.startswith("candidates") else array for name, array in inputs.items()}
     assert ("candidates", "must not be empty") in problems(Inference(nobody, {}))
 
 
 def test_shapes_say_how_long_a_request_is() -> None:
-    asked = inference_of(good(), ACTIONS)
-    with pytest.raises(TooLarge):
-        read(asked, limits=Limits(max_candidates=2))
-    with pytest.raises(TooLarge):
-        read(asked, limits=Limits(max_history=2))
+    for limits in (Limits(max_candidates=2), Limits(max_history=2)):
+        with pytest.raises(TooLarge):
+            read(inference_of(good(), ACTIONS), limits=limits)
 
 
 def test_metadata_describes_the_tensors() -> None:

@@ -39,21 +39,13 @@ def test_a_line_says_what_happened_in_one_json_object(lines: io.StringIO) -> Non
     }  # fmt: skip
 
 
-def test_every_line_has_its_time_in_utc(lines: io.StringIO) -> None:
+@pytest.mark.parametrize("front", [None, 3])
+def test_every_line_has_its_time_in_utc_and_the_number_of_its_front(lines: io.StringIO, front: int | None) -> None:
+    configure(Logs(format="json"), lines, front=front)
     RequestLog().write(exchange(), 0.1)
     structlog.get_logger("app").info("planted")
-    assert [json.loads(line)["time"][-1] for line in lines.getvalue().splitlines()] == ["Z", "Z"]
-
-
-def test_every_line_of_a_front_carries_its_number() -> None:
-    stream = io.StringIO()
-    configure(Logs(format="json"), stream, front=3)
-    try:
-        RequestLog().write(exchange(), 0.1)
-        structlog.get_logger("app").info("planted")
-        assert [json.loads(line)["front"] for line in stream.getvalue().splitlines()] == [3, 3]
-    finally:
-        structlog.reset_defaults()
+    said = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert [(line["time"][-1], line.get("front")) for line in said] == [("Z", front)] * 2
 
 
 def test_successes_are_sampled_and_failures_are_not(lines: io.StringIO) -> None:

@@ -57,13 +57,13 @@ def test_every_series_of_the_contract_is_exposed() -> None:
 
 
 def test_dropped_log_lines_are_exposed_by_reason() -> None:
-    sink = Sink(os.open(os.devnull, os.O_WRONLY))
-    metrics = Metrics()
+    sink, metrics, other = Sink(os.open(os.devnull, os.O_WRONLY)), Metrics(), Metrics()
     metrics.watch_log(sink)
     sink.dropped["reader_slow"] = 7
     text = metrics.render().decode()
     assert 'ranker_log_lines_dropped_total{reason="reader_slow"} 7.0' in text
     assert 'ranker_log_lines_dropped_total{reason="write_failed"} 0.0' in text  # there from the start, for the alert
+    assert b"ranker_log_lines_dropped" not in other.render()  # registries are apart
 
 
 def test_the_buckets_are_those_of_the_contract() -> None:
@@ -148,12 +148,6 @@ def test_one_scrape_at_a_time_which_those_who_asked_before_it_share() -> None:
         assert await stays == b"5"
 
     run(main())
-
-
-def test_registries_are_apart() -> None:
-    first, second = Metrics(), Metrics()
-    first.candidates_scored.inc(7)
-    assert second.registry.get_sample_value("ranker_candidates_scored_total") == 0
 
 
 def test_totals_of_a_cache_that_is_gone_stay_and_its_bytes_do_not() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,8 @@ def test_lines_of_all_threads_come_out_whole_and_in_order(pipe: Pipe) -> None:
         for number in range(1000):
             pipe.sink.write(f"{name} {number} {long if number % 100 == 0 else ''}\n")
 
-    threads = [threading.Thread(target=write, args=(name,)) for name in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
     found = [line.split(" ") for line in pipe.lines()]
     assert all(rest == (long if int(number) % 100 == 0 else "") for _, number, rest in found)
     for name in "0123":
@@ -154,14 +152,12 @@ def test_where_nobody_reads_memory_is_bounded_and_each_lost_line_is_counted(pipe
     told = [json.loads(line) for line in pipe.lines() if line.startswith("{")]
     assert [line["lines"] for line in told] == [dropped]
     assert len([line for line in lines if line.startswith("x")]) + dropped == 10_000
-
-
-def test_without_the_bound_all_of_it_would_wait(pipe: Pipe) -> None:
-    pipe.sink.max_bytes = 2**30
+    control = Pipe()
+    control.sink.max_bytes = 2**30
     for _ in range(10_000):
-        pipe.sink.write(LINE)
-    assert pipe.sink.waiting_bytes > 9_000 * len(LINE) > MAX_BYTES
-    pipe.read()
+        control.sink.write(LINE)
+    assert control.sink.waiting_bytes > 9_000 * len(LINE) > MAX_BYTES, "without the bound all of it waits"
+    control.read()
 
 
 @pytest.mark.parametrize("has_priority", [True, False])
