@@ -328,8 +328,9 @@ def test_a_lost_link_answers_at_once_and_comes_back() -> None:
                         await future
             assert not gate.opened.is_set()
             assert {"event": "engine_process_lost", "requests": 2, "log_level": "error"} in lines
-            with pytest.raises(EngineDown):
+            with pytest.raises(EngineDown) as down:
                 front.check_open()
+            assert down.value.retry_after_seconds == remote.RETRY_AFTER_SECONDS
             health = front.health()
             assert (health.ready, health.started, health.failed) == (False, True, True)
             assert found.service.admission.requests == 0

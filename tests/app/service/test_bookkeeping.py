@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.loading import LoadedModel
+from app.engine.loading import NICE, LoadedModel
 from app.errors import Draining, EngineDown, NotReady, Overloaded, ServiceError
 from app.interface import ranked
 from app.service import watchdog
@@ -80,7 +81,9 @@ async def test_a_ticket_shrinks_before_it_is_used_and_to_something() -> None:
 
 async def test_a_failure_answers_searches_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.engine.runners.SHORT_SEARCH_SECONDS", 0.0)
-    service = RankingService(loader(FakeEngine()), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path))
+    held = Gate()
+    fake = FakeEngine(before=held)
+    service = RankingService(loader(fake), Settings(), Metrics(), retrieval=retrieving.loader(tmp_path))
     service.start()
     await service.wait_ready()
     gate, engine = Gate(), service.retrieval._loaded.engine
@@ -93,12 +96,16 @@ async def test_a_failure_answers_searches_too(tmp_path: Path, monkeypatch: pytes
     await gate.reached()
     assert service.retrieval.excluded.used == 2
     assert value_of(service.metrics.render().decode(), "ranker_corpus_posts") == service.retrieval._loaded.engine.posts
+    ranking = asyncio.ensure_future(rank(service, 1, deadline=service.clock() + 60))
+    await until(lambda: service.admission.requests == 1)
     service.engine_lost("planted")
-    with pytest.raises(EngineDown, match="planted") as lost:
-        await waits
-    assert lost.value.retry_after_seconds is not None
+    for waiting in (waits, ranking):
+        with pytest.raises(EngineDown, match="planted") as lost:
+            await waiting
+        assert lost.value.retry_after_seconds is not None
     assert service.retrieval.excluded.used == 0
-    gate.opened.set()
+    for each in (gate, held):
+        each.opened.set()
     await service.stop(5.0)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("retrieval-slow")]
 
@@ -131,6 +138,8 @@ async def test_the_end_refuses_waits_and_answers_the_rest() -> None:
 
 async def test_explanations_that_wait_end_with_the_service() -> None:
     gate, plain, begun = Gate(), PlainPath(), []
+    own = plain._executor.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(5)
+    assert own == NICE, "it stands back"
     first = plain._executor.submit(gate, None)
     later = plain._executor.submit(begun.append, 1)
     await gate.reached()
@@ -174,11 +183,12 @@ async def test_a_loop_that_turns_is_not_taken_for_one_that_hangs(monkeypatch: py
         assert "loop-watch" in {thread.name for thread in threading.enumerate()}
         await asyncio.sleep(0.5)
         assert ends == []
-        service.watchdog._looks = 7  # it stands still from now on, as far as the thread can see
         for task in service._tasks:
             task.cancel()
-        await asyncio.sleep(0)
-        service.watchdog._looks = 7
+        await until(lambda: service.watchdog._looks is None)  # nobody counts turns any more: that is no hang
+        await asyncio.sleep(0.2)
+        assert ends == []
+        service.watchdog._looks = 7  # it stands still from now on, as far as the thread can see
         drained, sink = [], watchdog.logs.process_sink()
         monkeypatch.setattr(sink, "drain", lambda: drained.append(True))
         await until(lambda: len(ends) > 0)
