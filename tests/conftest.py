@@ -9,7 +9,15 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-WHOLE = ("reliability", "e2e", "docker", "ops", "ci")  # folders of whole processes, images and rules
+WHOLE = (
+    "reliability/",
+    "e2e/",
+    "docker/",
+    "ops/",
+    "ci/",
+    "loadtest/",
+    "weights/training/",
+)  # whole processes, images, runs
 LONG = (  # the files that take longest, the longest first
     "reliability/test_rows.py",
     "reliability/test_posts.py",
@@ -57,6 +65,14 @@ LONG = (  # the files that take longest, the longest first
     "loadtest/test_locustfile.py",
     "loadtest/report/test_pages.py",
     "weights/explain/test_panels.py",
+    "model/test_split.py",
+    "app/http/test_grpc_server.py",
+    "app/server/test_process.py",
+    "app/client/test_client.py",
+    "test_imports.py",
+    "model/test_cache.py",
+    "model/test_native.py",
+    "model/retrieval/test_engine.py",
 )
 
 
@@ -89,6 +105,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {here / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
     if config.getoption("--quick"):
-        long = [item for item in items if item.path in places or item.path.relative_to(here).parts[0] in WHOLE]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in set(long)]
+        long = {item for item in items if item.path in places or str(item.path.relative_to(here)).startswith(WHOLE)}
+        config.hook.pytest_deselected(items=list(long))
+        items[:] = [item for item in items if item not in long]
