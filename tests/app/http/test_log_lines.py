@@ -19,6 +19,7 @@ from app.telemetry import logs
 from loadtest.fuzz.bodies import nearly_valid
 from loadtest.fuzz.calls import JSON_TYPE, Answer, Call, send
 from tests.app.fakes import FakeEngine, running
+from tests.app.serving import good
 
 SECRET = "700000000000000007"
 evil = st.sampled_from(
@@ -108,3 +109,11 @@ def test_a_line_that_shows_the_input_would_be_noticed(
     answer, lines = application.lines(call)
     with pytest.raises(AssertionError):
         check(lines, answer)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_line_of_a_batch_says_how_many_requests_it_held(application: Application, count: int) -> None:
+    body = json.dumps({"requests": [good(user_id=user) for user in range(1, count + 1)]}).encode()
+    answer, lines = application.lines(Call(body, path="/rank/batch", headers=(JSON_TYPE,)))
+    assert answer.status == 200
+    assert check(lines, answer)["requests"] == count
