@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from app.environment import GONE, names
+from app.errors import ServiceError
 from loadtest.__main__ import cli
 from weights.commands.checkpoints import app
 
@@ -108,3 +109,15 @@ def test_what_a_page_names_exists(page: Path) -> None:
 @pytest.mark.parametrize(("planted", "check"), CHECKS.items())
 def test_what_is_gone_is_found(planted: str, check: Callable[[str, Path], Iterator[str]]) -> None:
     assert len(list(check(f"Before it, {planted} and after.", ROOT / "README.md"))) == 1
+
+
+def test_the_page_for_callers_names_every_code_of_an_error() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    table = page[page.index("| status | `code` |") :].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", table)) - {"code"}
+    assert named == {kind.code for kind in every(ServiceError)}
+
+
+def every(kind: type[ServiceError]) -> Iterator[type[ServiceError]]:
+    for below in kind.__subclasses__():
+        yield from (below, *every(below))
