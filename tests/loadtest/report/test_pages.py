@@ -29,7 +29,18 @@ def command(*arguments):
 @pytest.fixture(scope="module")
 def stored(url, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "first"
-    options = ["--rate", "150", "--seconds", "2", "--warmup", "0.3", "--seed", "1"]
+    options = [
+        "--rate",
+        "150",
+        "--seconds",
+        "2",
+        "--warmup",
+        "0.3",
+        "--seed",
+        "1",
+        "--slo-ms",
+        "1000",
+    ]  # of a busy machine, too
     done = command("open", "--url", url, *options, "--out", directory)
     assert done.exit_code == 0, done.output
     return directory
@@ -44,7 +55,7 @@ def test_a_run_is_stored_with_everything_needed_to_read_it(stored):
     assert run.summary["statuses"] == {"200": len(run.samples)}
     assert run.summary["stages_ms"]["forward"]["p50"] == 1
     assert run.samples.due.max() < 2  # the warm-up is not among them
-    assert judge(run) in ("holds", "generator")
+    assert judge(run) == "holds"
 
 
 def test_the_report_is_one_page_that_loads_nothing(stored):
