@@ -121,7 +121,6 @@ class PostsCall(Call):
         """Take a place in the ranker's queue where there will be work for it."""
 
     def _searched(self, result: Found | ServiceError) -> None:
-        self._tickets = self._tickets[:-1]  # the search has ended
         if isinstance(result, ServiceError):
             self.fail(result)
             return

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import structlog
 
@@ -60,10 +61,9 @@ class RetrievalService:
         self._loading = False
         self._swapping = asyncio.Lock()  # a swap waits for a compaction
         self._changing = asyncio.Lock()  # held by a swap, too: no change may fall between a load and its installation
-        self._changes: set[asyncio.Task[Changed]] = set()
+        self._changes: set[asyncio.Task[Any]] = set()  # that have begun, and a compaction that is being put in force
         self._compaction: asyncio.Task[Changed] | None = None
         self._since: list[Change] | None = None  # since the compaction that runs has begun
-        self._is_committing = False  # what it wrote is being put in force: no change may come between
         self._compact_at: int  # changed rows at which a compaction begins; each corpus that is loaded sets it
         self.problem = ""
         """Why this process is not to be asked, though what it serves is whole: a sentence about the files of the corpus."""
@@ -141,15 +141,12 @@ class RetrievalService:
         """Finish the searches that were admitted, then free the engines. False when the time was not enough."""
         if self._follower is not None:
             self._follower.cancel()
-        begun: list[asyncio.Task[Changed]] = []
-        if self._compaction is not None and self._is_committing:
-            begun.append(self._compaction)
-        elif self._compaction is not None:
+        if self._compaction is not None and self._compaction not in self._changes:
             self._compaction.cancel()  # what it wrote is not in force
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self.queue.idle.wait()
-                await asyncio.gather(*begun, *self._changes, return_exceptions=True)
+                await asyncio.gather(*self._changes, return_exceptions=True)
         finished = self.queue.idle.is_set() and not self._changes
         self.abandon(lambda: EngineDown("The process stops."))
         for worker in self.versions.held if not self._changes else ():  # a change may still write: its process ends
@@ -251,6 +248,8 @@ class RetrievalService:
         return self._compaction
 
     async def _compact(self) -> Changed:
+        this = asyncio.current_task()
+        assert this is not None
         async with self._swapping:
             loaded = self._loaded
             engine = loaded.engine
@@ -264,7 +263,7 @@ class RetrievalService:
                 writing = asyncio.get_running_loop().run_in_executor(self._slow, loaded.compact, parts, changes)
                 compacted = await writing
                 async with self._changing:
-                    self._is_committing = True
+                    self._changes.add(this)
                     loaded = await asyncio.to_thread(compacted.commit, self._since)
                     try:
                         self._install(await self.versions.load(lambda steps: loaded))
@@ -277,7 +276,8 @@ class RetrievalService:
                 log.error("compaction_failed", reason=str(error) or type(error).__name__)
                 raise
             finally:
-                self._since, self._is_committing = None, False
+                self._since = None
+                self._changes.discard(this)
         self._compact_at = COMPACT_ROWS
         self.metrics.compactions.labels("success").inc()
         state = self._state()

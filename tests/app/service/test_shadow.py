@@ -91,6 +91,9 @@ async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
         assert counted(service, 'context_cache_lookups_total{result="miss"}') == 8, "nor are its lookups"
         assert counted(service, "shadow_seconds_count") == 8
         assert 0 < counted(service, "shadow_seconds_sum") < 60
+        worker = service.second_checkpoint.versions.current
+        assert worker is not None
+        assert worker.unfinished == 0
 
 
 async def test_the_figures_are_those_of_compare() -> None:
