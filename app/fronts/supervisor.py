@@ -70,7 +70,7 @@ class Supervisor:
         self._starting = asyncio.Lock()  # one spare at a time
         self._path = ""
         self._ending = asyncio.Event()
-        self._sent = signal.SIGTERM  # what tells the fronts to end
+        self._sent: signal.Signals  # what tells the fronts to end
         self._signals = 0
 
     async def run(self) -> int:

@@ -203,5 +203,17 @@ def test_a_drain_ends_with_the_last_front() -> None:
             assert not found.host._ended.is_set()
             await other.stop(1.0)
             await until(found.host._ended.is_set)
+            assert found.host.exit_code == 0
+
+    run(main())
+
+
+def test_the_end_closes_every_link() -> None:
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            found.server.close()
+            await found.host.stop()
+            assert not found.host._links
+            await until(lambda: found.fronts[0].uplink.link is None)
 
     run(main())

@@ -364,6 +364,9 @@ def test_a_question_ends_with_its_answer_its_deadline_or_whoever_asked(monkeypat
             asking.cancel()
             await until(lambda: len(cancelled) == 2)
             assert not front.uplink.asked
+            [there] = found.host._fronts
+            there.send(wire.METHODS["exposition"].answer(99, b"to a question that has ended"))
+            assert right((await begin(front, 1)[1]).scores, 1)
 
     run(main())
 
@@ -449,10 +452,11 @@ def test_a_front_that_stops_waits_for_its_requests_and_takes_no_more() -> None:
             front.check_open()  # served until it stops
             stopping = asyncio.ensure_future(front.stop(5.0))
             await asyncio.sleep(0.02)
-            with pytest.raises(Draining) as refused:
-                front.check_open()
-            assert refused.value.retry_after_seconds == remote.RETRY_AFTER_SECONDS
-            assert value_of(front.metrics.render().decode(), 'ranker_rejected_total{reason="draining"}') == 1
+            for ask in (front.check_open, lambda: front.admit(front.model, candidates=4, history=2, deadline=None)):
+                with pytest.raises(Draining) as refused:
+                    ask()
+                assert refused.value.retry_after_seconds == remote.RETRY_AFTER_SECONDS
+            assert value_of(front.metrics.render().decode(), 'ranker_rejected_total{reason="draining"}') == 2
             gate.opened.set()
             assert await stopping
             assert right((await sent).scores, 1)

@@ -203,8 +203,9 @@ def test_a_search_that_was_sent_before_a_swap_ends_on_what_it_began_with(load: R
             lost = front.retrieval.served
             here.cut()
             await until(lambda: not front.health().ready)
-            with pytest.raises(CorpusNotLoaded, match="was replaced"):
+            with pytest.raises(CorpusNotLoaded, match="was replaced") as refused:
                 front.retrieval.retrieve(lost, query(1), front.clock() + SOON, None, lambda result: None)
+            assert refused.value.retry_after_seconds == 0
 
     run(main())
 
