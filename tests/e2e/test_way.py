@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = ("app", "model", "weights")
 EXAMPLE = json.loads((ROOT / "weights/demo/example.json").read_text())
 VIEWER = {name: EXAMPLE[name] for name in ("user_id", "history")}
-TRIES = 6  # the shortest way is taken: on a busy machine a forward may be handed over, or wait for others
+TRIES = 30  # the shortest way is taken: on a busy machine a forward may be handed over, or wait for others
 TIMERS = {"LoopClock._tick", "Watchdog.hang", "RetrievalService._follow", "Deadline._look", "Worker._expire"}
 
 
