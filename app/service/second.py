@@ -126,9 +126,8 @@ class SecondCheckpoint:
     # requests
 
     def watched(self, job: RankJob, done: Done) -> Done:
-        """Count a request that is about to be ranked; `done`, after which the second checkpoint may score it too."""
-        if self._shadow is None:
-            return done
+        """Count a request that is about to be ranked; `done`, after which the second checkpoint may score it too. One is configured."""
+        assert self._shadow is not None
         self._answers[job.worker in self.versions.held].inc()
         return self._shadow.watched(job, done)
 

@@ -88,6 +88,7 @@ async def test_every_answered_request_is_scored_and_none_is_changed() -> None:
         assert sorted(user for forward in second.forwards for user in forward) == list(range(1, 9))
         assert counted(service, "candidates_scored_total") == 160, "the second's forwards are not the service's"
         assert counted(service, "shadow_candidates_total") == 160
+        assert counted(service, 'answers_total{checkpoint="first"}') == 8
         assert counted(service, 'context_cache_lookups_total{result="miss"}') == 8, "nor are its lookups"
         assert counted(service, "shadow_seconds_count") == 8
         assert 0 < counted(service, "shadow_seconds_sum") < 60
