@@ -16,7 +16,7 @@ from app.errors import Draining, EngineDown, NotReady, Overloaded, ServiceError
 from app.interface import ranked
 from app.service import watchdog
 from app.service.lifecycle import State
-from app.service.plain_path import PlainPath
+from app.service.plain_path import PLAIN_THREAD, PlainPath
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Queue, Settings, Shadow, Split
@@ -137,12 +137,15 @@ async def test_the_end_refuses_waits_and_answers_the_rest() -> None:
 
 
 async def test_explanations_that_wait_end_with_the_service() -> None:
-    gate, plain, begun = Gate(), PlainPath(), []
+    service, gate, begun = RankingService(loader(FakeEngine()), Settings(), Metrics()), Gate(), []
+    plain = service.plain_path
     own = plain._executor.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(5)
     assert own == NICE, "it stands back"
     first = plain._executor.submit(gate, None)
     later = plain._executor.submit(begun.append, 1)
     await gate.reached()
+    assert [thread for thread in threading.enumerate() if thread.name.startswith(PLAIN_THREAD)]
+    assert service.has_running_threads(), "the end of the process does not wait for it"
     plain.stop()
     gate.opened.set()
     first.result(5)
