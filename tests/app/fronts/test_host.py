@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.exits import EXIT_ENGINE_LOST
+from app.errors import ServiceError
+from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
 from app.fronts import host, wire
 from app.fronts.wire import Cancel, Counts, Hello, Left, encode
-from app.settings import Queue
+from app.settings import Drain, Queue
 from loadtest.soak.fake_engine import FakeEngine
 from model.engine import EngineError
 from model.retrieval.inputs import Filters, Query
@@ -208,12 +209,24 @@ def test_a_drain_ends_with_the_last_front() -> None:
     run(main())
 
 
-def test_the_end_closes_every_link() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_end_closes_every_link_and_says_whether_all_was_answered(hangs: bool) -> None:
     async def main() -> None:
-        async with linked(FakeEngine()) as found:
+        gate = Gate()
+        async with linked(FakeEngine(before=gate), drain=Drain(timeout_seconds=0.05)) as found:
+            sent = begin(found.fronts[0], 1)[1]
+            await gate.reached()
+            if not hangs:
+                gate.opened.set()
+                await sent
             found.server.close()
             await found.host.stop()
+            assert found.host.exit_code == (EXIT_FAILED if hangs else 0)
             assert not found.host._links
             await until(lambda: found.fronts[0].uplink.link is None)
+            gate.opened.set()
+            if hangs:
+                with pytest.raises(ServiceError):
+                    await sent
 
     run(main())

@@ -206,8 +206,9 @@ def test_more_than_the_queue_holds_is_not_sent() -> None:
         async with linked(FakeEngine(before=gate), queue=Queue(max_requests=3, max_wait_seconds=0)) as found:
             [front] = found.fronts
             sent = [begin(front, user)[1] for user in range(1, 4)]
-            with pytest.raises(Overloaded):
+            with pytest.raises(Overloaded, match="the queue is full"):
                 front.check_open()
+            assert value_of(front.metrics.render().decode(), 'ranker_rejected_total{reason="queue_full"}') == 1
             gate.opened.set()
             await asyncio.gather(*sent)
             front.check_open()

@@ -56,6 +56,7 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
     for path, operations in document["paths"].items():
         for operation in operations.values():
             assert operation["summary"], path
+            assert not operation["summary"].endswith("."), path
             assert operation["description"], path
     assert document["info"]["description"], "what the whole is for"
     assert client.get("/docs").status_code == 200

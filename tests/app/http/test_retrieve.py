@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 from app.engine.job import SearchJob
 from app.engine.worker import Worker
+from app.errors import EngineDown
 from app.http.application import Application
 from app.service.service import RankingService
 from app.settings import Auth, Deadline, Limits, Queue, Settings
@@ -190,6 +191,25 @@ def test_a_forward_may_be_over_before_the_loop_does_anything_else(
     reply = client.post("/recommend", json=asked(k=20))
     assert reply.status_code == expected.status_code == 200, reply.text
     assert reply.json()["candidates"] == expected.json()["candidates"]
+
+
+def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, RankingService]) -> None:
+    client, service = running
+    reply = client.post("/recommend", json=asked(k=400))
+    assert (reply.status_code, len(reply.json()["candidates"])) == (200, 297), reply.text
+    assert service.admission.candidates == 0
+
+
+def test_a_ranking_that_fails_after_its_search_is_answered(
+    running: tuple[TestClient, RankingService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = running
+    monkeypatch.setattr(
+        service, "rank", lambda ticket, context, posts, done: done(EngineDown("planted", retry_after_seconds=3.0))
+    )
+    reply = client.post("/recommend", json=asked(k=5))
+    assert (reply.status_code, reply.json()["detail"], reply.headers["retry-after"]) == (503, "planted", "3")
+    assert service.admission.requests == 0
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
