@@ -60,10 +60,10 @@ def concerns(root: Path, file: str) -> list[str]:
     own = f"tests/{Path(module).with_name(f'test_{Path(module).stem}.py')}"
     elsewhere = tomllib.loads((root / "tests/elsewhere.toml").read_text())[package]
     near = [
+        *(READERS if package == "app" else ()),
         own,
         *(test for place, test in elsewhere.items() if rest == place or (place[-1] == "/" and rest.startswith(place))),
         *(test for folder, tests in ALSO.items() if file.startswith(folder) for test in tests),
-        *(READERS if package == "app" else ()),
     ]
     above, _, name = module.removesuffix(".py").replace("/", ".").removesuffix(".__init__").rpartition(".")
     naming = re.compile(rf"{re.escape(above)}\.{name}\b|from {re.escape(above)} import .*\b{name}\b")

@@ -342,6 +342,9 @@ def test_a_lost_link_answers_at_once_and_comes_back() -> None:
             late: asyncio.Future[object] = asyncio.get_running_loop().create_future()
             front.rank(admitted, *request(4), late.set_result)
             assert isinstance(await late, EngineDown)
+            with pytest.raises(NotReady, match="was replaced") as replaced:
+                front.admit(admitted.model, candidates=4, history=2, deadline=None)
+            assert replaced.value.retry_after_seconds == 0
 
     run(main())
 

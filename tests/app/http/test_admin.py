@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import hashlib
 import os
 from collections.abc import Awaitable, Callable, Iterator
@@ -177,6 +178,11 @@ def test_the_guard_is_what_turns_them_away(root: Path) -> None:
 def test_other_bodies_are_refused(client: TestClient, body: bytes) -> None:
     reply = client.post("/admin/reload", content=body, headers={**GOOD, "content-type": "application/json"})
     assert reply.status_code in (400, 422)
+
+
+def test_a_compressed_body_is_refused(client: TestClient) -> None:
+    headers = {**GOOD, "content-type": "application/json", "content-encoding": "gzip"}
+    assert client.post("/admin/reload", content=gzip.compress(b"{}"), headers=headers).status_code == 415
 
 
 def test_a_stranger_leaves_a_line(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:

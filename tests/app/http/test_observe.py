@@ -6,7 +6,10 @@ import os
 import random
 import re
 
-from app.http.observe import new_request_id
+from app.errors import NotFound
+from app.http.observe import Recorder, new_request_id
+from app.telemetry.logs import RequestLog
+from app.telemetry.metrics import Metrics
 
 
 def test_ids_differ_and_are_well_formed() -> None:
@@ -27,3 +30,12 @@ def test_a_forked_process_gives_other_ids() -> None:
     os.close(writer)
     assert int(control) == plain.getrandbits(128)
     assert theirs != new_request_id()
+
+
+def test_the_code_of_a_problem_is_noted_for_the_log() -> None:
+    recorder = Recorder(Metrics(), ["/rank"], RequestLog())
+    exchange = recorder.begin("POST", "/rank", {})
+    assert recorder.problem(NotFound(), exchange).status == 404
+    assert exchange.code == "not_found"
+    assert recorder.problem(KeyError("what the caller sent"), exchange).status == 500
+    assert exchange.code == "internal"

@@ -195,9 +195,15 @@ def test_a_forward_may_be_over_before_the_loop_does_anything_else(
 
 def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, RankingService]) -> None:
     client, service = running
+
+    def counted() -> float:
+        return value_of(client.get("/metrics").text, 'ranker_reply_probability_count{action="favorite"}')
+
+    before = counted()
     reply = client.post("/recommend", json=asked(k=400))
     assert (reply.status_code, len(reply.json()["candidates"])) == (200, 297), reply.text
     assert service.admission.candidates == 0
+    assert counted() == before + 1
 
 
 def test_a_ranking_that_fails_after_its_search_is_answered(
