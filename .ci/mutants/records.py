@@ -33,7 +33,7 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
     "model/native/search.cpp": "model/native/search.py",
     "model/native/": "model/native/kernel.py",
 }
-READERS = ("tests/app/telemetry/test_events.py",)  # tests of app that read its source
+READERS = ("tests/app/telemetry/test_events.py", "tests/app/test_errors.py")  # tests of app that read its source
 ALSO = {  # what looks at a folder besides the tests of its modules
     "app/fronts/": tuple(f"tests/app/fronts/test_{name}.py" for name in ("host", "remote", "retrieval", "second", "wire")),
     "app/http/": tuple(f"tests/app/http/test_{name}.py" for name in ("auth", "faults", "log_lines")),

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
 
 from app import errors
-from app.errors import MAX_PROBLEMS, InvalidRequest, NotFound, RequestMethod, ServiceError
+from app.errors import (
+    MAX_PROBLEMS,
+    Draining,
+    EngineDown,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    Overloaded,
+    RequestMethod,
+    ServiceError,
+)
 from loadtest.machine import ROOT
 
 PAGE = (ROOT / "docs/operations.md").read_text()
@@ -37,3 +48,28 @@ def test_a_refusal_says_its_first_problem_and_how_many_more(problems: list[tuple
     error = InvalidRequest(problems)
     assert error.detail == sentence
     assert len(error.problems) == min(len(problems), MAX_PROBLEMS)
+
+
+RETRIED = {kind.__name__ for kind in (Overloaded, NotReady, Draining, EngineDown)}
+ENDS = "The process stops."  # nothing can be asked of it again
+
+
+def silent(source: str) -> list[int]:
+    """Lines that make an error which a caller may retry, and do not say when."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in RETRIED
+        and "retry_after_seconds" not in {each.arg for each in node.keywords}
+        and [each.value for each in node.args if isinstance(each, ast.Constant)] != [ENDS]
+    ]
+
+
+def test_every_refusal_says_when_to_come_back() -> None:
+    files = [file for room in ("engine", "fronts", "http", "service") for file in (ROOT / "app" / room).rglob("*.py")]
+    assert len(files) > 40
+    found = {str(file): lines for file in files if (lines := silent(file.read_text()))}
+    assert found == {}
+    assert silent("raise NotReady(reason)\nraise NotReady(reason, retry_after_seconds=2.0)") == [1]

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import time
+import weakref
 from typing import Any
 
 import httpx
@@ -88,6 +89,31 @@ def test_a_released_place_is_not_computed_and_leaves_nothing() -> None:
             assert 'ranker_cancelled_total{stage="queue"} 1.0' in service.metrics.render().decode()
 
     run(main())
+
+
+def test_a_released_place_keeps_nothing_of_its_caller() -> None:
+    class Caller:
+        def done(self, result: object) -> None: ...
+
+    async def main() -> None:
+        gate = Gate()
+        async with linked(FakeEngine(before=gate)) as found:
+            [front], caller = found.fronts, Caller()
+            place = front.admit(front.model, candidates=4, history=2, deadline=None)
+            front.rank(place, *request(1), caller.done)
+            await gate.reached()
+            there = weakref.ref(caller)
+            del caller
+            assert there() is not None
+            place.release()
+            assert there() is None, "without a circle, for the collector to find"
+            gate.opened.set()
+
+    gc.disable()
+    try:
+        run(main())
+    finally:
+        gc.enable()
 
 
 def test_a_deadline_in_the_queue_is_kept_by_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +222,19 @@ def test_what_is_refused_unread_counts_as_asked_for() -> None:
             await until(lambda: offered.forwards_per_second(found.service.clock()) > 10 * before)
             text = (await front.exposition()).decode()
             assert value_of(text, 'ranker_rejected_total{reason="queue_full"}') == 50
+
+    run(main())
+
+
+def test_a_loop_that_is_overrun_refuses_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            [front] = found.fronts
+            monkeypatch.setattr(type(front._loop_clock.lag), "refuses", lambda lag, under_way: True)
+            with pytest.raises(Overloaded, match="arrive faster") as refused:
+                front.check_open()
+            assert refused.value.retry_after_seconds == remote.OVERRUN_RETRY_SECONDS
+            assert value_of(front.metrics.render().decode(), 'ranker_rejected_total{reason="loop_overrun"}') == 1
 
     run(main())
 
@@ -465,6 +504,22 @@ def test_a_front_that_stops_waits_for_its_requests_and_takes_no_more() -> None:
             assert await stopping
             assert right((await sent).scores, 1)
             assert not front.has_running_threads(), "its process may end in order"
+
+    run(main())
+
+
+def test_a_front_that_stops_waits_for_an_engine_process_that_hangs_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "CLOSE_SECONDS", 0.01)
+
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            [front] = found.fronts
+            link = front.uplink.link
+            assert link is not None
+            with monkeypatch.context() as patch:
+                patch.setattr(link, "close", lambda: None)
+                assert await front.stop(1.0)
+            link.close()
 
     run(main())
 

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from app.fronts import supervisor
+from app.fronts.role import Role
 from app.fronts.supervisor import ENGINE_SECONDS, Supervisor
 from app.settings import Settings
 from loadtest.machine import ROOT
@@ -261,3 +262,16 @@ def test_the_socket_lies_where_only_we_come_and_takes_no_nonsense(whole: tuple[S
             assert stranger.recv(1) == b""
     event(server, "link_broken")
     assert server.answers()
+
+
+def test_a_front_that_is_assigned_closes_what_is_not_its_own() -> None:
+    reader, writer = os.pipe()
+    own, other = (socket.create_server(("127.0.0.1", 0)).detach() for _ in range(2))
+    os.write(writer, b"1")
+    number, [listening] = Role("", os.getpid(), {1: [own], 2: [other]}, reader).wait_assigned()
+    assert (number, listening.fileno()) == (1, own)
+    for closed in (reader, other):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(closed)
+    listening.close()
+    os.close(writer)

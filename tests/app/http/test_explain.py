@@ -88,6 +88,15 @@ def rank(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def test_an_explanation_is_counted(client: TestClient) -> None:
+    body = asked(client)
+    names = "ranker_history_truncated_total", 'ranker_stage_duration_seconds_count{stage="attention"}'
+    before = [value_of(client.get("/metrics").text, name) for name in names]
+    reply = client.post("/explain", json=body | {"explain": [body["candidates"][0]["post_id"]], "request_id": "page-7"})
+    assert (reply.status_code, reply.headers["x-request-id"]) == (200, "page-7"), reply.text
+    assert [value_of(client.get("/metrics").text, name) for name in names] == [count + 1 for count in before]
+
+
 def test_every_change_has_the_bits_of_two_rankings(either: TestClient) -> None:
     """Brute force: delete the event, ask /rank. The window moves with it, and older events come into sight."""
     body = asked(either)

@@ -193,6 +193,16 @@ def test_a_forward_may_be_over_before_the_loop_does_anything_else(
     assert reply.json()["candidates"] == expected.json()["candidates"]
 
 
+@pytest.mark.parametrize("path", ["/retrieve", "/recommend"])
+def test_a_history_beyond_the_window_is_counted(client: TestClient, path: str) -> None:
+    name = "ranker_history_truncated_total"
+    before = value_of(client.get("/metrics").text, name)
+    reply = client.post(path, json=asked(k=5, history=[EVENT] * 20, request_id="page-8"))
+    assert (reply.status_code, reply.json()["history_dropped"] > 0) == (200, True), reply.text
+    assert reply.headers["x-request-id"] == "page-8"
+    assert value_of(client.get("/metrics").text, name) == before + 1
+
+
 def test_fewer_posts_than_were_asked_for_are_ranked(running: tuple[TestClient, RankingService]) -> None:
     client, service = running
 
