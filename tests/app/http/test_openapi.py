@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -59,6 +60,8 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
             assert not operation["summary"].endswith("."), path
             assert operation["description"], path
     assert document["info"]["description"], "what the whole is for"
+    assert document["info"]["title"] == "Phoenix ranking server"
+    assert document["info"]["version"] == version("phoenix-ranking-server")
     assert client.get("/docs").status_code == 200
 
 
