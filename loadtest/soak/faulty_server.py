@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,6 +34,7 @@ from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 from loadtest.soak.servers import HANG, RAISE, STICKY
 from model.engine import EngineError, Item, Outcome
+from model.inputs import Scores
 from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Query
 from weights.errors import CheckpointError
@@ -67,6 +71,36 @@ class FaultyEngine(FakeEngine):
         if options.leak_bytes:
             leaked.extend(bytearray(options.leak_bytes) for _ in items)
         return crossed(outcomes) if options.cross else outcomes
+
+
+class NullEngine(FakeEngine):
+    """Scores of zero at once, as an engine that the event loop runs itself: for measuring what is around it."""
+
+    def open(self) -> int:
+        """A descriptor that is readable when something was begun."""
+        self._descriptor = os.eventfd(0)
+        return self._descriptor
+
+    def begin(self, items: Sequence[Item]) -> None:
+        """Only before its speed is known."""
+        self._begun = items
+        os.eventfd_write(self._descriptor, 1)
+
+    def finish(self) -> list[Outcome]:
+        """What was begun."""
+        os.eventfd_read(self._descriptor)
+        return self.forward(self._begun)
+
+    def forward(self, items: Sequence[Item]) -> list[Outcome]:
+        """One array a size."""
+        return [Outcome(zeros(len(item.candidates)), None, "hit") for item in items]
+
+
+@cache
+def zeros(candidates: int) -> Scores:
+    """Scores of so many candidates, three actions and one continuous output."""
+    matrix = np.zeros((candidates, 3), np.float32)
+    return Scores(matrix, matrix, matrix[:, :1], finite=True)
 
 
 def crossed(outcomes: list[Outcome]) -> list[Outcome]:
@@ -128,6 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forward-ms", type=float, default=0.0)
     parser.add_argument("--candidate-us", type=float, default=0.0)
+    parser.add_argument("--null", action="store_true", help="forwards take no time, and scores are zero")
     parser.add_argument("--hang-seconds", type=float, default=3600.0)
     parser.add_argument(
         "--shadow-ms", type=float, default=0.0, help="a second checkpoint's forward, on the same device"
@@ -165,7 +200,8 @@ def main() -> int:
         RankingService.is_busy = lambda self: False  # type: ignore[method-assign]
     role, settings = Role.inherited(), load_settings([])
     refused = options.refused_after_seconds
-    load = loader(FaultyEngine(options)) if refused is None else load_late_and_fail(refused)
+    engine = NullEngine() if options.null else FaultyEngine(options)
+    load = loader(engine) if refused is None else load_late_and_fail(refused)
     towers, corpus = settings.retrieval.checkpoint, settings.retrieval.corpus
     retrieval = None
     if towers is not None and corpus is not None:
