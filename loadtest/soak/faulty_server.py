@@ -39,11 +39,6 @@ from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Query
 from weights.errors import CheckpointError
 
-SMALL = (
-    (Limits, "buffered_bytes", 4 * 2**20),
-    (Limits, "batch_candidates", 2**14),
-    (Queue, "max_context_tokens", 2**14),
-)
 leaked: list[bytearray] = []
 device = threading.Lock()
 limitless = budgets.Budget.__init__
@@ -158,6 +153,32 @@ async def made_anew(kept: pages.Kept[Any], key: Any, request: Request) -> Respon
     return Response(kept._make(key))
 
 
+PLANTED: dict[str, tuple[str, Sequence[tuple[Any, str, Any]]]] = {  # flag → what it does, and what stands where instead
+    "--eager-shadow": (
+        "the second checkpoint does not ask who waits",
+        [(RankingService, "is_busy", lambda self: False)],
+    ),
+    "--searches-in-loop": ("no search is too long for the event loop", [(runners, "SHORT_SEARCH_SECONDS", math.inf)]),
+    "--no-loop-watch": ("nobody sees that the event loop hangs", [(Watchdog, "watch_loop", lambda self: None)]),
+    "--no-rest": ("no connection rests after a request that held the loop", [(budgets, "REST_TIMES", 0.0)]),
+    "--nothing-kept": ("what is made once is made for each who asks", [(pages.Kept, "reply", made_anew)]),
+    "--no-budgets": (
+        "there is room for whatever comes",
+        [(budgets.Budget, "__init__", lambda budget, limit: limitless(budget, 2**60))],
+    ),
+    "--none-held": ("no refusal waits", [(observer, "HELD_REFUSALS", 0)]),
+    "--small-budgets": (
+        "room for a sixteenth of what comes",
+        [
+            (sink.Sink.__init__, "__defaults__", (2**16,)),
+            (Limits, "buffered_bytes", 4 * 2**20),
+            (Limits, "batch_candidates", 2**14),
+            (Queue, "max_context_tokens", 2**14),
+        ],
+    ),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forward-ms", type=float, default=0.0)
@@ -167,37 +188,16 @@ def main() -> int:
     parser.add_argument(
         "--shadow-ms", type=float, default=0.0, help="a second checkpoint's forward, on the same device"
     )
-    parser.add_argument("--eager-shadow", action="store_true", help="the second checkpoint does not ask who waits")
-    parser.add_argument("--searches-in-loop", action="store_true", help="no search is too long for the event loop")
-    parser.add_argument("--no-loop-watch", action="store_true", help="nobody sees that the event loop hangs")
     parser.add_argument("--leak-bytes", type=int, default=0)
     parser.add_argument("--refused-after-seconds", type=float, help="the first load fails")
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
     parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
-    parser.add_argument("--no-rest", action="store_true", help="no connection rests after a request that held the loop")
-    parser.add_argument("--nothing-kept", action="store_true", help="what is made once is made for each who asks")
-    parser.add_argument("--no-budgets", action="store_true", help="there is room for whatever comes")
-    parser.add_argument("--none-held", action="store_true", help="no refusal waits")
-    parser.add_argument("--small-budgets", action="store_true", help="room for a sixteenth of what comes")
+    for flag, (told, _) in PLANTED.items():
+        parser.add_argument(flag, action="append_const", dest="planted", const=flag, help=told)
     options = parser.parse_args()
-    if options.none_held:
-        vars(observer)["HELD_REFUSALS"] = 0
-    if options.small_budgets:
-        sink.Sink.__init__.__defaults__ = (2**16,)
-        for group, name, bound in SMALL:
-            setattr(group, name, bound)
-    if options.no_rest:
-        vars(budgets)["REST_TIMES"] = 0.0
-    if options.nothing_kept:
-        pages.Kept.reply = made_anew  # type: ignore[assignment, method-assign]
-    if options.searches_in_loop:
-        vars(runners)["SHORT_SEARCH_SECONDS"] = math.inf
-    if options.no_loop_watch:
-        Watchdog.watch_loop = lambda self: None  # type: ignore[method-assign]
-    if options.no_budgets:
-        budgets.Budget.__init__ = lambda budget, limit: limitless(budget, 2**60)  # type: ignore[assignment, method-assign]
-    if options.eager_shadow:
-        RankingService.is_busy = lambda self: False  # type: ignore[method-assign]
+    for flag in options.planted or ():
+        for owner, name, value in PLANTED[flag][1]:
+            setattr(owner, name, value)
     role, settings = Role.inherited(), load_settings([])
     refused = options.refused_after_seconds
     engine = NullEngine() if options.null else FaultyEngine(options)
