@@ -60,16 +60,13 @@ def timed(engines: Mapping[str, Engine], item: Item, rounds: int) -> dict[str, l
     )
 
 
-def times_faster(what: str, seconds: Mapping[str, list[float]], ours: str, reference: str, target: float) -> Row:
-    """How many times the reference takes what ours takes."""
+def compared(
+    what: str, seconds: Mapping[str, list[float]], ours: str, reference: str, target: float, *, faster: bool = True
+) -> Row:
+    """How many times the reference takes what ours takes; the other way round where we are not `faster`."""
     sides = [Figure.of(seconds[side]) for side in (ours, reference)]
-    return Row.of(what, ratio(seconds[reference], seconds[ours]), "×", target, at_least=True, sides=sides)
-
-
-def times_slower(what: str, seconds: Mapping[str, list[float]], ours: str, reference: str, target: float) -> Row:
-    """How many times ours takes what the reference takes."""
-    sides = [Figure.of(seconds[side]) for side in (ours, reference)]
-    return Row.of(what, ratio(seconds[ours], seconds[reference]), "×", target, sides=sides)
+    over, under = (reference, ours) if faster else (ours, reference)
+    return Row.of(what, ratio(seconds[over], seconds[under]), "×", target, at_least=faster, sides=sides)
 
 
 def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> Iterator[Row]:
@@ -83,7 +80,7 @@ def speed_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> It
             seconds = timed({"dense": dense, "cold": cold, "cached": cached}, item_of(config, candidates), rounds)
             for side, widest in zip(("cold", "cached"), SPEED_TARGETS[name, candidates], strict=True):
                 target = widest if vectors == "auto" else 1  # set for the widest vectors that a processor has
-                yield times_faster(f"{name} C={candidates}, {side}, vs dense eager", seconds, side, "dense", target)
+                yield compared(f"{name} C={candidates}, {side}, vs dense eager", seconds, side, "dense", target)
 
 
 def preset_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
@@ -98,7 +95,7 @@ def preset_rows(dtype: torch.dtype, rounds: int) -> Iterator[Row]:
         }
         seconds, backend = timed(engines, item_of(ranker.config, 64), rounds), engines["cold"].info.backend
         for side in ("cold", "cached"):
-            yield times_faster(f"{name}, mini C=64, {side}, {backend}, vs dense eager", seconds, side, "dense", 1)
+            yield compared(f"{name}, mini C=64, {side}, {backend}, vs dense eager", seconds, side, "dense", 1)
             engines[side].close()
 
 
@@ -116,8 +113,8 @@ def vector_rows(rounds: int, vectors: Vectors) -> Iterator[Row]:
             for candidates in (64, 512):
                 seconds = timed(engines, item_of(ranker.config, candidates), rounds)
                 what = f"{name} C={candidates}, {side}, fp32: {vectors}"
-                yield times_slower(f"{what} vs {widest}", seconds, "ours", "widest", NARROWER_COSTS)
-                yield times_faster(f"{what} vs torch engine", seconds, "ours", "torch", 1)
+                yield compared(f"{what} vs {widest}", seconds, "ours", "widest", NARROWER_COSTS, faster=False)
+                yield compared(f"{what} vs torch engine", seconds, "ours", "torch", 1)
             for engine in engines.values():
                 engine.close()
 
@@ -131,7 +128,7 @@ def product_rows(dtype: torch.dtype, rounds: int, vectors: Vectors = "auto") -> 
         ours = partial(engine.forward, [item_of(config, candidates)])
         sides: dict[str, Callable[[], object]] = {"ours": ours, "products": products}
         what = f"nano C={candidates}, cold, vs its layers' bare GEMMs"
-        yield times_slower(what, alternate(sides, rounds), "ours", "products", 2.0)
+        yield compared(what, alternate(sides, rounds), "ours", "products", 2.0, faster=False)
 
 
 def bare_products(config: ModelConfig, rows: int, dtype: torch.dtype) -> Callable[[], object]:

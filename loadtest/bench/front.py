@@ -20,12 +20,13 @@ from loadtest.machine import ROOT, commit
 from loadtest.matrix import Row, publish
 from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import Server, ranking_server
+from loadtest.soak.servers import FRONTED
 from loadtest.timing import Figure, ratio
 
 WEIGHTS = ROOT / "weights"
 LOGGED: dict[str, Any] = {"checkpoint": WEIGHTS / "demo", "logs__format": "json", "logs__success_sample": 1}
 POSTS: dict[str, Any] = {"retrieval__checkpoint": WEIGHTS / "demo-towers", "retrieval__corpus": WEIGHTS / "demo-posts"}
-NULL = (sys.executable, "-m", "loadtest.soak.null_engine")  # forwards take no time
+NULL = (*FRONTED, "--null")  # forwards take no time
 SMALL, LARGE, COLUMNS = "7 candidates", "64 candidates", "64 candidates in columns"
 KNOWN, NEW = "known user", "new user"
 TARGETS = {SMALL: 0.25, LARGE: 0.30, COLUMNS: 0.30}  # of the bare function's rate

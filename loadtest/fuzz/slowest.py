@@ -26,7 +26,6 @@ MANIFEST = load_manifest(ROOT / "weights/demo")
 VOCABULARY = Vocabulary.of(MANIFEST)
 LIMITS = Limits()
 SIZES = (2**16, 2**19, LIMITS.max_body_bytes)
-SEPARATORS = b",[{\\"
 
 POST = b'{"post_id":1,"author_id":1}'
 POSTS = b'"candidates":[%b]' % POST

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from loadtest.geometries import GEOMETRIES, in_dtype
 from loadtest.gpu.card import Card, Ceilings
-from loadtest.gpu.checks import equal_bits, make_engine
+from loadtest.gpu.checks import make_engine
 from loadtest.gpu.peers import PeerRanker, dense_eager
 from loadtest.gpu.work import Work, forward_work
 from loadtest.timing import Figure
@@ -114,10 +114,6 @@ class Geometry:
         count = min(candidates, 24 + candidates // 32) if self.card.tiny else candidates
         history = self.config.history_length if history is None else history
         return Item(random_context(self.config, history, seed), random_candidates(self.config, count, seed))
-
-    def bits(self, compositions: int) -> dict[str, int]:
-        """Equal bits on this architecture, with a cache of its own; shares nothing with what is timed but the weights."""
-        return equal_bits(make_engine(self.ranker, self.card, cache_bytes=2**28), compositions)
 
     def _forward_rows(self, item: Item, kind: str) -> Iterator[Line]:
         asked = self._cached(item) if kind == "cached" else item

@@ -77,6 +77,11 @@ class Server:
         """The sum of a metric over its labels, 0 where it is not there."""
         return self.target.scrape().total(name)
 
+    def status(self, name: str) -> int:
+        """A figure of its process in /proc: a count, or KiB."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return int(dict(line.split(":", 1) for line in lines)[name].split()[0])
+
     def pause(self) -> None:
         """Stop all its processes, so that an idle server takes nothing from the one that is measured."""
         os.killpg(self.process.pid, signal.SIGSTOP)

@@ -72,7 +72,7 @@ class Callers:
         self.tries, self.until_gone, self.vanishing = tries, until_gone, vanishing
         self.options = options
         self.replies: list[Reply] = []
-        self.given_up = self.vanished = self.hanging = 0
+        self.given_up = self.vanished = 0
         self.stop = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 

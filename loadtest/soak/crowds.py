@@ -1,11 +1,10 @@
 """B15: one path in a closed loop, by one and by four clients: what a ranker who keeps to a moderate pace feels of it, path by path.
 
-`python -m loadtest.soak.crowds --seconds 120` prints every path. What is served needs a row in `soak/attackers.py`.
+What is served needs a row in `soak/attackers.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -192,22 +191,3 @@ def crowds(seconds: float) -> list[Row]:
             told = f"{count} beside a ranker, on each of {len(found)} paths; worst: {worst}: {what}"
             rows.append(Row("B15", told, tried, failed + missed, getattr(found[worst], what), limit, "× alone"))
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--only", nargs="*", choices=ATTACKERS, default=list(ATTACKERS))
-    options = parser.parse_args()
-    with crowded() as crowd:
-        window = max(0.4, options.seconds / (2.5 * len(COUNTS) * len(options.only)))
-        for name in options.only:
-            for count in COUNTS:
-                felt = crowd.measure(name, count, window)
-                print(
-                    f"{name:40} {count} p50 {felt.p50:5.2f} p99 {felt.p99:5.2f} refused {felt.refused} of {felt.tried}; {felt.answered}"
-                )
-
-
-if __name__ == "__main__":
-    main()

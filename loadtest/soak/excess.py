@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import signal
@@ -88,12 +87,6 @@ def end(server: Server) -> bool:
     return server.process.wait(60) == 0 and time.monotonic() - began < EXIT_SECONDS
 
 
-def status_of(server: Server, name: str) -> int:
-    """A figure of /proc in KiB."""
-    found = re.search(rf"^{name}:\s+(\d+)", Path(f"/proc/{server.process.pid}/status").read_text(), re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
 def checkpoints(runs: int, **settings: object) -> Row:
     """F9: too large is refused before it takes memory, endless is given up in time, others load afterwards, SIGTERM ends it."""
     failed, added = 0, 0.0
@@ -106,12 +99,12 @@ def checkpoints(runs: int, **settings: object) -> Row:
             with real(**chosen) as server:
                 before = scores(server)
                 Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the high-water mark begins anew
-                held = status_of(server, "VmHWM")
+                held = server.status("VmHWM")
                 began = time.monotonic()
                 right = [reload(port, "large") == REFUSED, reload(port, "endless") == REFUSED]
                 right.append(time.monotonic() - began < PATIENCE_SECONDS)
                 right += [scores(server) == before != b""]
-                added = max(added, (status_of(server, "VmHWM") - held) / 1024)
+                added = max(added, (server.status("VmHWM") - held) / 1024)
                 right += [reload(port, NAMES[1]) == 200, scores(server) not in (before, b"")]
                 hanging = threading.Thread(target=reload, args=(port, "endless"), daemon=True)
                 hanging.start()
@@ -130,7 +123,7 @@ def starved_reloads(runs: int, spare_mib: tuple[int, ...] = SPARE_MIB) -> Row:
         for spare in spare_mib * runs:
             with real(**chosen) as server:
                 before = scores(server)
-                limit = 1024 * status_of(server, "VmSize") + spare * 2**20
+                limit = 1024 * server.status("VmSize") + spare * 2**20
                 resource.prlimit(server.process.pid, resource.RLIMIT_AS, (limit, limit))
                 status = reload(chosen["admin__port"], NAMES[1])
                 tried += status != 200

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,15 +34,11 @@ from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loader
 from loadtest.soak.servers import HANG, RAISE, STICKY
 from model.engine import EngineError, Item, Outcome
+from model.inputs import Scores
 from model.retrieval.engine import Users
 from model.retrieval.inputs import Answers, Query
 from weights.errors import CheckpointError
 
-SMALL = (
-    (Limits, "buffered_bytes", 4 * 2**20),
-    (Limits, "batch_candidates", 2**14),
-    (Queue, "max_context_tokens", 2**14),
-)
 leaked: list[bytearray] = []
 device = threading.Lock()
 limitless = budgets.Budget.__init__
@@ -67,6 +66,36 @@ class FaultyEngine(FakeEngine):
         if options.leak_bytes:
             leaked.extend(bytearray(options.leak_bytes) for _ in items)
         return crossed(outcomes) if options.cross else outcomes
+
+
+class NullEngine(FakeEngine):
+    """Scores of zero at once, as an engine that the event loop runs itself: for measuring what is around it."""
+
+    def open(self) -> int:
+        """A descriptor that is readable when something was begun."""
+        self._descriptor = os.eventfd(0)
+        return self._descriptor
+
+    def begin(self, items: Sequence[Item]) -> None:
+        """Only before its speed is known."""
+        self._begun = items
+        os.eventfd_write(self._descriptor, 1)
+
+    def finish(self) -> list[Outcome]:
+        """What was begun."""
+        os.eventfd_read(self._descriptor)
+        return self.forward(self._begun)
+
+    def forward(self, items: Sequence[Item]) -> list[Outcome]:
+        """One array a size."""
+        return [Outcome(zeros(len(item.candidates)), None, "hit") for item in items]
+
+
+@cache
+def zeros(candidates: int) -> Scores:
+    """Scores of so many candidates, three actions and one continuous output."""
+    matrix = np.zeros((candidates, 3), np.float32)
+    return Scores(matrix, matrix, matrix[:, :1], finite=True)
 
 
 def crossed(outcomes: list[Outcome]) -> list[Outcome]:
@@ -124,48 +153,55 @@ async def made_anew(kept: pages.Kept[Any], key: Any, request: Request) -> Respon
     return Response(kept._make(key))
 
 
+PLANTED: dict[str, tuple[str, Sequence[tuple[Any, str, Any]]]] = {  # flag → what it does, and what stands where instead
+    "--eager-shadow": (
+        "the second checkpoint does not ask who waits",
+        [(RankingService, "is_busy", lambda self: False)],
+    ),
+    "--searches-in-loop": ("no search is too long for the event loop", [(runners, "SHORT_SEARCH_SECONDS", math.inf)]),
+    "--no-loop-watch": ("nobody sees that the event loop hangs", [(Watchdog, "watch_loop", lambda self: None)]),
+    "--no-rest": ("no connection rests after a request that held the loop", [(budgets, "REST_TIMES", 0.0)]),
+    "--nothing-kept": ("what is made once is made for each who asks", [(pages.Kept, "reply", made_anew)]),
+    "--no-budgets": (
+        "there is room for whatever comes",
+        [(budgets.Budget, "__init__", lambda budget, limit: limitless(budget, 2**60))],
+    ),
+    "--none-held": ("no refusal waits", [(observer, "HELD_REFUSALS", 0)]),
+    "--small-budgets": (
+        "room for a sixteenth of what comes",
+        [
+            (sink.Sink.__init__, "__defaults__", (2**16,)),
+            (Limits, "buffered_bytes", 4 * 2**20),
+            (Limits, "batch_candidates", 2**14),
+            (Queue, "max_context_tokens", 2**14),
+        ],
+    ),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forward-ms", type=float, default=0.0)
     parser.add_argument("--candidate-us", type=float, default=0.0)
+    parser.add_argument("--null", action="store_true", help="forwards take no time, and scores are zero")
     parser.add_argument("--hang-seconds", type=float, default=3600.0)
     parser.add_argument(
         "--shadow-ms", type=float, default=0.0, help="a second checkpoint's forward, on the same device"
     )
-    parser.add_argument("--eager-shadow", action="store_true", help="the second checkpoint does not ask who waits")
-    parser.add_argument("--searches-in-loop", action="store_true", help="no search is too long for the event loop")
-    parser.add_argument("--no-loop-watch", action="store_true", help="nobody sees that the event loop hangs")
     parser.add_argument("--leak-bytes", type=int, default=0)
     parser.add_argument("--refused-after-seconds", type=float, help="the first load fails")
     parser.add_argument("--cross", action="store_true", help="give each caller of a batch the scores of the next")
     parser.add_argument("--stock-protocol", action="store_true", help="uvicorn's own connections")
-    parser.add_argument("--no-rest", action="store_true", help="no connection rests after a request that held the loop")
-    parser.add_argument("--nothing-kept", action="store_true", help="what is made once is made for each who asks")
-    parser.add_argument("--no-budgets", action="store_true", help="there is room for whatever comes")
-    parser.add_argument("--none-held", action="store_true", help="no refusal waits")
-    parser.add_argument("--small-budgets", action="store_true", help="room for a sixteenth of what comes")
+    for flag, (told, _) in PLANTED.items():
+        parser.add_argument(flag, action="append_const", dest="planted", const=flag, help=told)
     options = parser.parse_args()
-    if options.none_held:
-        vars(observer)["HELD_REFUSALS"] = 0
-    if options.small_budgets:
-        sink.Sink.__init__.__defaults__ = (2**16,)
-        for group, name, bound in SMALL:
-            setattr(group, name, bound)
-    if options.no_rest:
-        vars(budgets)["REST_TIMES"] = 0.0
-    if options.nothing_kept:
-        pages.Kept.reply = made_anew  # type: ignore[assignment, method-assign]
-    if options.searches_in_loop:
-        vars(runners)["SHORT_SEARCH_SECONDS"] = math.inf
-    if options.no_loop_watch:
-        Watchdog.watch_loop = lambda self: None  # type: ignore[method-assign]
-    if options.no_budgets:
-        budgets.Budget.__init__ = lambda budget, limit: limitless(budget, 2**60)  # type: ignore[assignment, method-assign]
-    if options.eager_shadow:
-        RankingService.is_busy = lambda self: False  # type: ignore[method-assign]
+    for flag in options.planted or ():
+        for owner, name, value in PLANTED[flag][1]:
+            setattr(owner, name, value)
     role, settings = Role.inherited(), load_settings([])
     refused = options.refused_after_seconds
-    load = loader(FaultyEngine(options)) if refused is None else load_late_and_fail(refused)
+    engine = NullEngine() if options.null else FaultyEngine(options)
+    load = loader(engine) if refused is None else load_late_and_fail(refused)
     towers, corpus = settings.retrieval.checkpoint, settings.retrieval.corpus
     retrieval = None
     if towers is not None and corpus is not None:

@@ -59,23 +59,14 @@ CALL_HEADERS = [
 Act = Callable[[socket.socket], Awaitable[None]]
 
 
-async def _silent(sock: socket.socket) -> None:
-    await asyncio.sleep(HOLD_SECONDS)
+def holds(sent: bytes) -> Act:
+    """Send this, then stay and read nothing."""
 
+    async def act(sock: socket.socket) -> None:
+        await asyncio.get_running_loop().sock_sendall(sock, sent)
+        await asyncio.sleep(HOLD_SECONDS)
 
-async def _half(sock: socket.socket) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, HEAD + b" " * 900_000)
-    await asyncio.sleep(HOLD_SECONDS)
-
-
-async def _unread(sock: socket.socket) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, rank_request(1, candidates=4000) * 14)
-    await asyncio.sleep(HOLD_SECONDS)
-
-
-async def _unread_batch(sock: socket.socket) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, BATCH)
-    await asyncio.sleep(HOLD_SECONDS)
+    return act
 
 
 async def _dear(sock: socket.socket) -> None:
@@ -113,9 +104,10 @@ async def _half_calls(sock: socket.socket) -> None:
                         left.pop(event.stream_id, None)
 
 
+UNREAD, UNREAD_BATCH = holds(rank_request(1, candidates=4000) * 14), holds(BATCH)
 KINDS: dict[str, tuple[Act, int]] = {  # what a client does with its connection, and how many there are
-    "silent": (_silent, 200), "half-sent bodies": (_half, 200), "unread replies": (_unread, 200),
-    "unread batches": (_unread_batch, 20), "dear bodies": (_dear, 1),
+    "silent": (holds(b""), 200), "half-sent bodies": (holds(HEAD + b" " * 900_000), 200), "unread replies": (UNREAD, 200),
+    "unread batches": (UNREAD_BATCH, 20), "dear bodies": (_dear, 1),
 }  # fmt: skip
 
 
@@ -129,7 +121,7 @@ async def _again(act: Act, port: int, there: Event) -> None:
     while True:
         with socket.socket() as sock, suppress(OSError):
             sock.setblocking(False)
-            if act in (_unread, _unread_batch):
+            if act in (UNREAD, UNREAD_BATCH):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await loop.sock_connect(sock, (HOST, port))
             there.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -33,10 +32,8 @@ class Usage:
 
 def usage(server: Server, answered: int = 0) -> Usage:
     """Read from /proc."""
-    place = Path(f"/proc/{server.process.pid}")
-    values = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
-    resident = int(values["VmRSS"].split()[0]) * 1024
-    return Usage(answered, resident, len(os.listdir(place / "fd")), int(values["Threads"]))
+    descriptors = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+    return Usage(answered, 1024 * server.status("VmRSS"), descriptors, server.status("Threads"))
 
 
 def leak(seconds: float, *faults: str) -> Row:

@@ -19,6 +19,7 @@ import orjson
 from loadtest.generate.http_client import Client, Reply
 from loadtest.matrix import Row
 from loadtest.servers.launch import HOST, Server
+from loadtest.soak.clients import ask_all
 from loadtest.soak.corpora import USERS, Edit, Oracle, search_request
 from loadtest.soak.oracle import TOKEN, admin_settings
 from loadtest.soak.servers import real
@@ -239,8 +240,8 @@ def kills(count: int, faults: Sequence[Fault] = ()) -> Row:
             for log in oracle.corpus.glob("changes-*.log") if "lose" in faults else ():
                 os.truncate(log, log.stat().st_size // 2)
             after = Searched({"a": oracle}, None)
-            with real(**settings) as server, asyncio.Runner() as runner:
-                runner.run(_each_user(after, server))
+            with real(**settings) as server:
+                each_user(after, server)
             kept = after.answers[0].edits
             lost += kept < searched.acknowledged["a"]
             oracle.forget_after(kept)  # the change that was in flight may be there or not
@@ -257,10 +258,10 @@ async def _killed(searched: Searched, server: Server, draw: random.Random) -> No
     await asyncio.gather(changing, return_exceptions=True)
 
 
-async def _each_user(searched: Searched, server: Server) -> None:
-    async with Client(HOST, server.port, max_connections=4, keep_bodies=True, timeout_seconds=20) as client:
-        for user in range(USERS):
-            reply = await client.ask(search_request(user, PATHS[0]))
-            if reply.status == 200:
-                searched._read(user, PATHS[0], reply)
-            searched.dropped += reply.status != 200
+def each_user(searched: Searched, server: Server) -> None:
+    """Ask once for each user, and note the answers."""
+    asked = [search_request(user, PATHS[0]) for user in range(USERS)]
+    for user, reply in enumerate(ask_all(server.port, asked, keep_bodies=True, timeout_seconds=20)):
+        if reply.status == 200:
+            searched._read(user, PATHS[0], reply)
+        searched.dropped += reply.status != 200

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
@@ -19,7 +18,7 @@ from loadtest.servers.launch import Server
 from loadtest.soak.corpora import Edit, Oracle
 from loadtest.soak.oracle import TOKEN
 from loadtest.soak.pairs import pairs
-from loadtest.soak.posts import NEW_POSTS, Pace, _each_user, changes, kills, settings_of
+from loadtest.soak.posts import NEW_POSTS, Pace, changes, each_user, kills, settings_of
 from loadtest.soak.posts import Searched as Searching
 from loadtest.soak.servers import real
 
@@ -69,7 +68,7 @@ def test_r4_is_red_where_a_crash_takes_half_of_the_log() -> None:
 def wrong_answers(oracle: Oracle, server: Server) -> int:
     """How many users do not get what a replay of the acknowledged changes says."""
     seen = Searching({"a": oracle}, None)
-    asyncio.run(_each_user(seen, server))
+    each_user(seen, server)
     late = sum(answer.edits != len(oracle.edits) for answer in seen.answers)
     return late + seen.dropped if late else seen.differing() + seen.dropped
 
