@@ -88,7 +88,7 @@ NGINX = Balancer(
             + "".join(f"{of}_temp_path .;\n" for of in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")),
         ),
     ),
-    1.2,  # the second for which it leaves alone who failed
+    2.2,  # it leaves alone who failed for a second, and counts whole ones: for up to two
     ("hash .* consistent;", "random;"),
     ("proxy_next_upstream .*", "proxy_next_upstream error timeout;"),
     ("proxy_read_timeout 1500ms;", ""),
