@@ -36,7 +36,7 @@ CALLERS = {  # the module through which C++ is reached: it is tried by the tests
 READERS = ("tests/app/telemetry/test_events.py", "tests/app/test_errors.py")  # tests of app that read its source
 ALSO = {  # what looks at a folder besides the tests of its modules
     "app/fronts/": tuple(f"tests/app/fronts/test_{name}.py" for name in ("host", "remote", "retrieval", "second", "wire")),
-    "app/http/": tuple(f"tests/app/http/test_{name}.py" for name in ("auth", "faults", "log_lines")),
+    "app/http/": tuple(f"tests/app/http/test_{name}.py" for name in ("auth", "arms", "faults", "log_lines", "openapi")),
     "app/service/": ("tests/app/service/test_bookkeeping.py",),
     "app/server/": (
         "tests/reliability/test_b11_budgets.py", "tests/e2e/test_process.py", "tests/reliability/test_b4_slow.py",

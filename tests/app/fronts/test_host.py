@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.engine.admission import Refusal
 from app.errors import ServiceError
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED
 from app.fronts import host, wire
@@ -210,7 +211,9 @@ def test_a_drain_ends_with_the_last_front() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_the_end_closes_every_link_and_says_whether_all_was_answered(hangs: bool) -> None:
+def test_the_end_closes_every_link_and_says_whether_all_was_answered(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         gate = Gate()
         async with linked(FakeEngine(before=gate), drain=Drain(timeout_seconds=0.05)) as found:
@@ -220,13 +223,40 @@ def test_the_end_closes_every_link_and_says_whether_all_was_answered(hangs: bool
                 gate.opened.set()
                 await sent
             found.server.close()
+            told: list[Any] = []
+            [front] = found.host._fronts.values()
+            send = front.link.send
+            monkeypatch.setattr(front.link, "send", lambda message: (told.append(message), send(message)))
             await found.host.stop()
             assert found.host.exit_code == (EXIT_FAILED if hangs else 0)
             assert not found.host._links
             await until(lambda: found.fronts[0].uplink.link is None)
+            assert told[-1].health.draining, "the last thing that it hears"
             gate.opened.set()
             if hangs:
                 with pytest.raises(ServiceError):
                     await sent
+
+    run(main())
+
+
+def test_a_full_queue_is_told_at_once_and_how_long_it_takes_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look comes every few milliseconds, and each time the wait is another one."""
+
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            [front], seconds = found.host._fronts.values(), iter(range(1, 1000))
+            told: list[Any] = []
+            monkeypatch.setattr(host, "CLOSED_SECONDS", 1000.0)
+            monkeypatch.setattr(
+                found.service.admission, "closed", lambda: Refusal("queue_full", "it is full", float(next(seconds)))
+            )
+            monkeypatch.setattr(front.link, "send", told.append)
+            for _ in range(5):
+                found.host._look()
+            assert [state.closed for state in told] == ["it is full"]
+            monkeypatch.setattr(host, "CLOSED_SECONDS", 0.0)
+            found.host._look()
+            assert told[-1].retry_after_seconds > told[0].retry_after_seconds
 
     run(main())

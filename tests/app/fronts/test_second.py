@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,5 +109,27 @@ def test_a_fault_in_attention_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setattr(found.service, "attention", attention)
             with pytest.raises(InternalError):
                 await front.attention(front.model, *request(1), front.clock() + 60)
+
+    run(main())
+
+
+def test_attention_that_nobody_waits_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def attention(**asked: object) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        async with linked(FakeEngine()) as found:
+            [front] = found.fronts
+            monkeypatch.setattr(found.service, "attention", attention)
+            asking = asyncio.create_task(front.attention(front.model, *request(1), front.clock() + 60))
+            await begun.wait()
+            asking.cancel()
+            await asyncio.wait_for(ended.wait(), 5)
 
     run(main())

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -202,12 +203,13 @@ def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_other
 
 def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes; only the system's refusal is planted."""
-    real, refused = asyncio.create_subprocess_exec, 0
+    real, refused, times = asyncio.create_subprocess_exec, 0, list[float]()
 
     async def start(*command: str, **options: Any) -> asyncio.subprocess.Process:
         nonlocal refused
         if refused:
             refused -= 1
+            times.append(time.monotonic())
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return await real(*command, **options)
 
@@ -227,6 +229,7 @@ def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch
         refused = 2
         await replaced(lambda: whole._engine)
         assert refused == 0
+        assert times[1] - times[0] > 0.009, "not as fast as it can"
         refused = 2  # the next spare, and then a front without one
         for _ in range(2):
             await replaced(lambda: whole._fronts.get(1))
@@ -275,3 +278,20 @@ def test_a_front_that_is_assigned_closes_what_is_not_its_own() -> None:
             os.fstat(closed)
     listening.close()
     os.close(writer)
+
+
+def test_a_look_at_what_was_left_behind_holds_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor that stays would be a lock on somebody's directory."""
+    monkeypatch.setattr(supervisor.tempfile, "gettempdir", lambda: str(tmp_path))
+    for name in ("a", "b"):
+        (tmp_path / f"{supervisor.PREFIX}{name}").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    supervisor._remove_left_behind()
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_front_lets_as_many_connections_wait_as_was_asked() -> None:
+    with supervisor._listener("127.0.0.1", 0, 77) as listening:
+        told = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+        assert struct.unpack_from("I", told, 28) == (77,), "tcpi_sacked of a listener"

@@ -37,20 +37,12 @@ def test_every_field_is_described(document: dict[str, Any]) -> None:
     assert [name for name, model in document["components"]["schemas"].items() if not model.get("description")] == []
 
 
+OPERATIONS = ("/livez", "/readyz", "/startupz", "/metrics", "/info")
+
+
 def test_every_path_is_there_and_described(document: dict[str, Any], client: TestClient) -> None:
     model = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
-    wanted = {
-        "/rank",
-        "/rank/batch",
-        "/explain",
-        "/retrieve",
-        "/recommend",
-        "/livez",
-        "/readyz",
-        "/startupz",
-        "/metrics",
-        "/info",
-    }
+    wanted = {"/rank", "/rank/batch", "/explain", "/retrieve", "/recommend", *OPERATIONS}
     wanted |= {"/v2", "/v2/health/live", "/v2/health/ready", *model}
     wanted |= {f"{path}/{below}" for path in model for below in ("ready", "infer")}
     assert set(document["paths"]) == wanted
@@ -59,6 +51,9 @@ def test_every_path_is_there_and_described(document: dict[str, Any], client: Tes
             assert operation["summary"], path
             assert not operation["summary"].endswith("."), path
             assert operation["description"], path
+            inferred = path.startswith("/v2") and not path.endswith("infer")
+            group = "operations" if path in OPERATIONS else "open inference protocol" if inferred else "ranking"
+            assert operation["tags"] == [group], path
     assert document["info"]["description"], "what the whole is for"
     assert document["info"]["title"] == "Phoenix ranking server"
     assert document["info"]["version"] == version("phoenix-ranking-server")

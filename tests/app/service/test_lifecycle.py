@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from app.interface import Health
 from app.service.lifecycle import Lifecycle, State
+from app.service.watchdog import Watchdog
+from app.settings import Queue
 
 
 def test_states_only_move_forward() -> None:
@@ -42,3 +46,24 @@ def test_who_has_failed_or_stalls_is_not_ready() -> None:
     assert lifecycle.health("slow") == Health(ready=False, started=True, failed=True, draining=False, reason="slow")
     lifecycle.failure = "it broke"
     assert lifecycle.health("") == Health(ready=False, started=True, failed=True, draining=False, reason="it broke")
+
+
+class Silent:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def silent_seconds(self) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize(
+    ("forward", "search", "said"),
+    [
+        (3.0, 3.0, ""),
+        (5.0, 9.0, "The engine has work and has finished no forward for 5.0 s."),
+        (0.0, 5.0, "A search has not finished for 5.0 s."),
+    ],
+)
+def test_a_silence_names_what_is_silent(forward: float, search: float, said: str) -> None:
+    watchdog = Watchdog(Queue(stall_seconds=4.0), Silent(forward), Silent(search), None)  # type: ignore[arg-type]
+    assert watchdog._silence(4.0) == said
