@@ -11,11 +11,14 @@ import uvloop
 
 from app import ports
 from app.engine.loading import Loader, checkpoint_loader, retrieval_loader
+from app.feeds.source import open_feed
 from app.fronts.host import EngineHost
 from app.fronts.role import Role
 from app.http.application import Application, create_app
 from app.loop_lag import Clock
+from app.request.posts import read_change
 from app.server.process import RankingServer, serve
+from app.service.feed import FeedReader
 from app.service.reload import Reloader
 from app.service.service import RankingService
 from app.settings import Settings
@@ -32,7 +35,11 @@ def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.m
     load, second = checkpoint_loader(settings.checkpoint, settings), None
     if settings.shadow.checkpoint is not None:
         second = second_loader(settings.shadow.checkpoint, settings)
-    return RankingService(load, settings, metrics, retrieval=retrieval, second=second, clock=clock)
+    service = RankingService(load, settings, metrics, retrieval=retrieval, second=second, clock=clock)
+    if wanted.feed is not None:
+        source = open_feed(wanted.feed.get_secret_value())
+        service.retrieval.feed = FeedReader(source, read_change, metrics, wanted.feed_lag_seconds)
+    return service
 
 
 def build_app(settings: Settings) -> Application:

@@ -176,6 +176,20 @@ class CorpusNotLoaded(ServiceError, status=503, code="corpus_not_loaded", is_gen
     default_detail = "This process serves no corpus: set retrieval.checkpoint and retrieval.corpus."
 
 
+class CorpusBehind(ServiceError, status=503, code="corpus_behind", is_general=False):
+    """The corpus of this process has not had the change that the request wants to see."""
+
+    default_detail = "The posts here have not had the change that X-Corpus-At-Least names yet."
+
+
+class ChangedByFeed(ServiceError, status=409, code="changed_by_feed", is_general=False):
+    """The posts of this process change by its feed alone, or replicas would differ."""
+
+    default_detail = (
+        "The posts change by the feed in retrieval.feed: send the change there, and every replica makes it."
+    )
+
+
 class DeadlineExceeded(ServiceError, status=504, code="deadline_exceeded"):
     """The caller's time was over before the scores were there."""
 

@@ -17,7 +17,7 @@ from app.errors import ServiceError
 from app.telemetry.metrics import Metrics
 from model.engine import CacheResult, EngineInfo
 from model.inputs import Candidates, Context, Scores
-from model.retrieval.inputs import PostChange, Query, Retrieved
+from model.retrieval.inputs import Mark, PostChange, Query, Retrieved
 from weights.corpus.manifest import CorpusManifest
 from weights.format.manifest import Manifest
 
@@ -72,12 +72,14 @@ class Found(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """`posts`: how many a search can return now. `changes` since the corpus was written. `deleted`: how many of the ids were there."""
+    """`posts`: how many a search can return now. `changes` since the corpus was written, in records of its log. `deleted`: how many of the
+    ids were there. `mark`: which changes it has had, ever."""
 
     corpus: CorpusManifest
     posts: int
     changes: int
     deleted: int
+    mark: Mark
 
 
 class Ticket(Protocol):
@@ -104,12 +106,13 @@ class Retrieval(Protocol):
         """Find the best posts, from what `served` was for the request of this API key. `done` is called once, later, unless the ticket
         is released before.
 
-        Raises Overloaded, DeadlineExceeded, or CorpusNotLoaded where `served` is gone.
+        Raises Overloaded, DeadlineExceeded, CorpusBehind, or CorpusNotLoaded where `served` is gone.
         """
 
     async def change(self, change: PostChange) -> Changed:
         """Change the corpus that serves, in one step that every search sees whole. It is on the disk when this returns, and seen by
-        searches that begin from then on. Raises CorpusNotLoaded, or CheckpointError where it cannot be written: then nothing changed.
+        searches that begin from then on. Raises CorpusNotLoaded, ChangedByFeed, or CheckpointError where it cannot be written: then
+        nothing changed.
         """
 
     async def compact(self) -> Changed:
@@ -187,6 +190,9 @@ class Service(Protocol):
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
+
+    async def corpus(self) -> Changed | None:
+        """What `retrieval` serves as it is now; None where it serves nothing."""
 
     async def exposition(self) -> bytes:
         """Every metric, of all processes of the service. Raises EngineDown where they cannot be had."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from app.feeds.source import parts_of
 from app.limits import Batching, Budgets, Cache, Deadline, Group, Limits, Queue
 
 __all__ = ["Batching", "Budgets", "Cache", "Deadline", "Group", "Limits", "Queue", "Settings", "SettingsProblem"]
@@ -35,11 +36,25 @@ class Retrieval(Group):
     """Directory of the retrieval checkpoint (the two towers). Default: none; most services only rank."""
     corpus: Path | None = None
     """Directory of the corpus: posts as vectors of that checkpoint. Default: none; set both or neither."""
+    feed: SecretStr | None = None
+    """[Where changes of posts come from](scaling.md#changes-of-posts): `redis://HOST:PORT/STREAM` or `kafka://HOST:PORT/TOPIC`. Default:
+    none; changes come by the admin interface, to this process alone."""
+    feed_lag_seconds: float = Field(default=300.0, gt=0)
+    """How far behind its feed this process may be and be ready. Default: an outage of the feed of five minutes takes no replica away."""
 
     @model_validator(mode="after")
     def _whole(self) -> Retrieval:
         if (self.checkpoint is None) != (self.corpus is None):
             raise ValueError("retrieval.checkpoint and retrieval.corpus belong together: set both or neither")
+        if self.feed is not None:
+            if self.corpus is None:
+                raise ValueError(
+                    "retrieval.feed needs retrieval.checkpoint and retrieval.corpus: it changes that corpus"
+                )
+            try:
+                parts_of(self.feed.get_secret_value())
+            except ValueError as error:
+                raise ValueError(f"retrieval.feed {error}") from None
         return self
 
 

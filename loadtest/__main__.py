@@ -83,6 +83,21 @@ def retrieve_command(
     measure(posts, width, threads, rounds, queries)
 
 
+@cli.command("replicas", rich_help_panel=BENCH)
+def replicas_command(
+    seconds: Annotated[float, typer.Option(help="Of changes under load; the kills may take as long again.")] = 120.0,
+    kills: Annotated[int, typer.Option(help="Of replicas at random moments; Redis is killed once.")] = 100,
+    per_second: Annotated[float, typer.Option(help="Changes that are written.")] = 2000.0,
+) -> None:
+    """Three replicas behind one Redis stream and HAProxy: lag, searches beside changes, kills, equal posts. Exit code 1 where one is red."""
+    from loadtest.matrix import table
+    from loadtest.soak import replicas
+
+    rows = replicas.under_load(seconds, per_second) + replicas.kills(kills, float("inf"), per_second)
+    print(table(rows))
+    raise typer.Exit(not all(row.ok for row in rows))
+
+
 @cli.command("offline", rich_help_panel=BENCH)
 def offline_command(
     rounds: Rounds = 7,

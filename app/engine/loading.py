@@ -14,16 +14,17 @@ import structlog
 import torch
 
 from app.budgets import USER_VECTOR_BYTES
-from app.interface import ServedModel, ServedRetrieval
+from app.interface import Changed, ServedModel, ServedRetrieval
 from app.settings import Settings
 from model.create import EngineOptions, create_engine, find_device
 from model.engine import Engine, EngineError
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
-from model.retrieval.inputs import Change, NewPosts, PostChange
+from model.retrieval.inputs import Change, Mark, NewPosts, PostChange
 from weights.checkpoint import Checkpoint, CheckpointError, Encoder, load_checkpoint, load_encoder
-from weights.corpus.changes import ChangeLog, no_posts
+from weights.corpus.changes import ChangeLog
 from weights.corpus.compaction import Compaction, Part, load_changed
 from weights.corpus.importer import encode
+from weights.corpus.records import mark_after, no_posts
 from weights.corpus.store import StoredCorpus
 from weights.errors import NotStored
 
@@ -140,6 +141,10 @@ class LoadedRetrieval:
     again: RetrievalLoader
     """Reads the same checkpoint and corpus once more."""
 
+    def state(self, deleted: int = 0) -> Changed:
+        """The corpus as it is now, after a change that has `deleted` so many by name."""
+        return Changed(self.served.corpus, self.engine.posts, self.engine.changes, deleted, self.engine.mark)
+
     def changed_file(self) -> str:
         """As `LoadedModel.changed_file`, of both."""
         return self.encoder.mapped.changed() or self.stored.mapped.changed()
@@ -149,29 +154,33 @@ class LoadedRetrieval:
         if changed := self.changed_file():
             raise NotStored(changed)
 
-    def record(self, change: PostChange) -> Change:
-        """Encode the new posts and write the change to the log, which is held; it is on the disk then. In any thread, one at a time.
+    def record(self, changes: Sequence[PostChange], position: str) -> Change:
+        """Encode the new posts and write the changes to the log, which is held, as one; it is on the disk then. In any thread, one at a
+        time. `position`: of the last one in its feed.
 
         Raises CheckpointError, and then nothing has changed.
         """
-        upsert, width = change.upsert, self.served.corpus.width
-        posts = no_posts(width)
+        mark = self.log.mark
+        for one in changes:
+            mark = mark_after(mark, one.delete, one.upsert)
+        merged = changes[0] if len(changes) == 1 else PostChange.merged(changes)
+        upsert, posts = merged.upsert, no_posts(self.served.corpus.width)
         if len(upsert.post_ids):
             vectors = encode(self.encoder, upsert.post_ids, upsert.author_ids).numpy()
             posts = NewPosts(upsert.post_ids, upsert.author_ids, upsert.created_at, upsert.topics, vectors)
-        recorded = Change(change.delete, posts)
+        recorded = Change(merged.delete, posts, mark._replace(position=position))
         self._check_files()
         self.log.append(recorded)
         return recorded
 
-    def compact(self, parts: Sequence[Part], changes: int) -> CompactedRetrieval:
-        """Write the corpus anew, as its engine's `parts` after so many changes, and make an engine of that. It serves nobody yet.
+    def compact(self, parts: Sequence[Part], mark: Mark) -> CompactedRetrieval:
+        """Write the corpus anew, as its engine's `parts` with this mark, and make an engine of that. It serves nobody yet.
 
         In any thread, one at a time. Raises CheckpointError or EngineError; the old corpus stays in force then.
         """
         compaction = Compaction(self.stored.path.resolve(), self.stored.manifest, self.log)
         self._check_files()
-        written = compaction.write(parts, changes)
+        written = compaction.write(parts, mark)
         try:
             self._check_files()
             engine = RetrievalEngine(self.encoder.towers, written.corpus, self.engine.options)
@@ -239,6 +248,7 @@ def retrieval_loader(checkpoint: Path, corpus: Path, settings: Settings) -> Retr
 def _loaded(
     engine: RetrievalEngine, encoder: Encoder, stored: StoredCorpus, log: ChangeLog, again: RetrievalLoader
 ) -> LoadedRetrieval:
+    engine.mark = log.mark
     hidden, duplicates = int(stored.corpus.hidden.sum()), stored.corpus.duplicates
     served = ServedRetrieval(encoder.manifest, stored.manifest, hidden, duplicates, engine.notes)
     return LoadedRetrieval(engine, served, log, encoder, stored, again)

@@ -259,6 +259,10 @@ class RemoteService:
         draining = self._draining or told.draining
         return Health(ready=not reason, started=self._started, failed=failed, draining=draining, reason=reason)
 
+    async def corpus(self) -> Changed | None:
+        """As `interface.Service.corpus`. Raises EngineDown where it cannot be had."""
+        return cast(Changed | None, await self.uplink.ask("corpus", deadline=self.clock() + SCRAPE_SECONDS))
+
     async def exposition(self) -> bytes:
         """The metrics of all processes. Raises EngineDown while the engine process, which adds them up, is gone."""
         self.uplink.tell()

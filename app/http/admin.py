@@ -162,7 +162,7 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> App
 
 def _changed(state: Changed, **counts: int) -> bytes:
     names = {"name": state.corpus.name, "version": state.corpus.version}
-    corpus = names | {"posts": state.posts, "changes": state.changes}
+    corpus = names | {"posts": state.posts, "changes": state.changes, "sequence": state.mark.sequence}
     return orjson.dumps({"corpus": corpus, **counts})
 
 

@@ -11,6 +11,7 @@ from app.request.coding import check_coding
 from app.request.schema import is_request_id
 from app.request.wires import BINARY, JSON, OBJECTS, TENSORS, Wire
 from app.settings import Auth
+from model.retrieval.inputs import AT_LEAST
 
 Headers = Mapping[bytes, bytes]
 Wires = Mapping[bytes, Wire]
@@ -103,6 +104,16 @@ def timeout_seconds_of(headers: Headers) -> float | None:
     if envoy is not None and _is_count(envoy) and int(envoy):
         found.append(int(envoy) / 1000)
     return min(found, default=None)
+
+
+def at_least_of(headers: Headers) -> str:
+    """Which change the caller wants to see: a sequence or a position of the feed; "" where it does not say. Raises InvalidRequest."""
+    sent = headers.get(b"x-corpus-at-least", b"").decode("latin-1")
+    if sent and not AT_LEAST.fullmatch(sent):
+        raise InvalidRequest(
+            [("X-Corpus-At-Least", "must be a sequence or a position of the feed, such as 12 or 1764000000000-0")]
+        )
+    return sent
 
 
 def check_length(headers: Headers, limit_bytes: int) -> None:

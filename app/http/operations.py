@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from app.budgets import most_bytes
 from app.errors import CorpusNotLoaded, Draining, EngineDown, NotReady, ServiceError
-from app.interface import Service
+from app.interface import Changed, Service
 from app.settings import Settings
 from app.telemetry.metrics import CONTENT_TYPE, Scrapes
 
@@ -90,12 +90,13 @@ def info(service: Service, settings: Settings) -> APIRouter:
     @router.get("/info", summary="What runs here", responses=NOT_NOW, response_model=dict[str, Any])
     async def info() -> Response:
         """Model, checkpoint, architecture, action names, limits, device, dtype, build."""
-        return Response(orjson.dumps(describe(service, settings) | constant()), media_type="application/json")
+        content = describe(service, settings, await service.corpus()) | constant()
+        return Response(orjson.dumps(content), media_type="application/json")
 
     return router
 
 
-def describe(service: Service, settings: Settings) -> dict[str, Any]:
+def describe(service: Service, settings: Settings, corpus: Changed | None) -> dict[str, Any]:
     """Plain JSON values. Raises NotReady while nothing is loaded."""
     model = service.model
     manifest, engine = model.manifest, model.engine
@@ -112,7 +113,7 @@ def describe(service: Service, settings: Settings) -> dict[str, Any]:
         "candidate_positions": engine.candidate_positions,
         "engine": engine.notes,
         "second": _second(service, settings),
-        "retrieval": _retrieval(service),
+        "retrieval": None if corpus is None else _retrieval(service, corpus),
         "memory_bytes": _most_bytes(service, settings),
     }
 
@@ -155,13 +156,10 @@ def _second(service: Service, settings: Settings) -> dict[str, Any] | None:
     }
 
 
-def _retrieval(service: Service) -> dict[str, Any] | None:
-    """The retrieval model and its corpus; None where nothing is served."""
-    try:
-        served = service.retrieval.served
-    except CorpusNotLoaded:
-        return None
-    manifest, corpus = served.manifest, served.corpus
+def _retrieval(service: Service, state: Changed) -> dict[str, Any]:
+    """The retrieval model and its corpus."""
+    served, corpus = service.retrieval.served, state.corpus
+    manifest = served.manifest
     return {
         "model": {"name": manifest.name, "version": manifest.version},
         "checkpoint": {"digest": manifest.digest},
@@ -170,7 +168,11 @@ def _retrieval(service: Service) -> dict[str, Any] | None:
             "name": corpus.name,
             "version": corpus.version,
             "digest": corpus.digest,
-            "posts": corpus.posts,
+            "posts": state.posts,
+            "changes": state.changes,
+            "sequence": state.mark.sequence,
+            "changes_digest": state.mark.digest,
+            "position": state.mark.position,
             "hidden": served.hidden,
             "duplicates": served.duplicates,
             "topics": list(corpus.topics),

@@ -10,7 +10,7 @@ import numpy as np
 
 from app.errors import ServiceError
 from app.http.call import Call, Endpoint, Fields, Reply, timings_ms
-from app.http.headers import BATCH, Headers, check_accept
+from app.http.headers import BATCH, Headers, at_least_of, check_accept
 from app.http.observe import Recorder
 from app.http.rank import Ranking, Words
 from app.http.rank_batch import JSON_HEADER
@@ -52,7 +52,7 @@ class PostsEndpoint(Endpoint):
 class PostsCall(Call):
     """One request for posts, on the versions that it ends on."""
 
-    __slots__ = ("_deadline", "_found", "_model", "_request", "_served", "_terms", "ranking")
+    __slots__ = ("_at_least", "_deadline", "_found", "_model", "_request", "_served", "_terms", "ranking")
     _endpoint: PostsEndpoint
     _model: ServedModel | None
 
@@ -71,6 +71,7 @@ class PostsCall(Call):
         now, deadline = service.clock(), self._endpoint.deadline
         wanted = now + deadline.default_seconds if self._terms.deadline is None else self._terms.deadline
         self._deadline = min(wanted, now + deadline.max_seconds)  # one for both stages
+        self._at_least = at_least_of(self.headers)
         _ = service.retrieval.served  # refuses before the body is read
 
     def finish(self, body: bytes | bytearray) -> None:
@@ -85,6 +86,7 @@ class PostsCall(Call):
                 exchange.request_id = request.request_id
             if len(request.query.context.post_ids) < request.history_length:
                 ranking.metrics.history_truncated.inc()
+            request.query.at_least = self._at_least
             exchange.stages["parse"] = time.perf_counter() - started
             search = retrieval.retrieve(served, request.query, self._deadline, exchange.key, self._searched)
             self._tickets += (search,)
@@ -143,8 +145,9 @@ class PostsCall(Call):
         """Reply with what was written since `began`."""
         self.exchange.stages["serialize"] = time.perf_counter() - began
         fields = self.ranking.told(version, "hit" if cached else "miss", self.exchange)
-        corpus = (b"x-corpus-version", self._served.corpus.version.encode())
-        self.answer(200, [JSON_HEADER, corpus, *fields], body, at_once=True)
+        mark, corpus = self._found.posts.mark, self._served.corpus
+        label = f"{corpus.label(mark)}.{mark.digest[:8]}" if mark.sequence else corpus.version
+        self.answer(200, [JSON_HEADER, (b"x-corpus-version", label.encode()), *fields], body, at_once=True)
 
 
 class RetrieveCall(PostsCall):

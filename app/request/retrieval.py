@@ -191,4 +191,5 @@ def _name_of(manifest: Manifest) -> dict[str, str]:
 
 def corpus_of(corpus: CorpusManifest, searched: Retrieved) -> dict[str, Any]:
     """What a reply says about the corpus, as it was when it was searched."""
-    return {"name": corpus.name, "version": corpus.version, "posts": searched.posts, "changes": searched.changes}
+    said = {"name": corpus.name, "version": corpus.version, "posts": searched.posts, "changes": searched.changes}
+    return said | {"sequence": searched.mark.sequence}

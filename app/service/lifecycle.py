@@ -53,8 +53,8 @@ class Lifecycle:
         """Why the process is not ready; empty when it is."""
         return self.failure or REASONS[self.state]
 
-    def health(self, stall: str) -> Health:
-        """What the probes say, given a sentence on a stalled engine or none."""
-        reason = self.reason or stall
-        failed = self.failure is not None or (self.state is State.READY and bool(reason))
+    def health(self, stall: str, problem: str = "") -> Health:
+        """What the probes say, given a sentence on a stalled engine or none, and one on why others should be asked, or none."""
+        reason = self.reason or stall or problem
+        failed = self.failure is not None or (self.state is State.READY and bool(stall))
         return Health(ready=not reason, started=self.started, failed=failed, draining=self.draining, reason=reason)

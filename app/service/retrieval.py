@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,18 +18,18 @@ from app.engine.queue import Queue
 from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
 from app.engine.versions import Versions
 from app.engine.worker import Worker
-from app.errors import CorpusNotLoaded, EngineDown, Overloaded, ServiceError
+from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, Overloaded, ServiceError
 from app.interface import Changed, FoundDone, ReloadInProgress, ServedRetrieval, Ticket
 from app.loop_lag import Clock
+from app.service.feed import MILESTONE, FeedReader
 from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
-from model.retrieval.inputs import Change, PostChange, Query
+from model.retrieval.inputs import Change, Mark, PostChange, Query
 
 FOLLOW_SECONDS = 0.25  # from one look at what other processes have changed to the next
 MOST_FOLLOW_SECONDS = 60.0  # where what they have left cannot be read
-
 COMPACT_ROWS = (
-    50_000  # posts deleted, replaced or new, after which the corpus is written anew: a dozen more scans of 4 096 rows
+    50_000  # deleted, replaced or new, after which the corpus is written anew: a dozen more scans of 4 096 rows
 )
 
 log = structlog.get_logger("app.service.retrieval")
@@ -65,9 +65,11 @@ class RetrievalService:
         self._compaction: asyncio.Task[Changed] | None = None
         self._since: list[Change] | None = None  # since the compaction that runs has begun
         self._compact_at: int  # changed rows at which a compaction begins; each corpus that is loaded sets it
-        self.problem = ""
-        """Why this process is not to be asked, though what it serves is whole: a sentence about the files of the corpus."""
-        self._follower: asyncio.Task[None] | None = None
+        self.feed: FeedReader | None = None
+        """Where changes come from, if not from `change`."""
+        self.milestone: Mark | None = None  # the last one
+        self._files_problem = ""
+        self._followers: list[asyncio.Task[None]] = []
         self._behind: LoadedRetrieval | None = None  # its log has a change that its engine could not make
         # for what takes long, and is not waited for at the end of the process: see `RankingService.has_running_threads`
         self._slow = ThreadPoolExecutor(1, thread_name_prefix=f"{RETRIEVAL_THREAD}-slow")
@@ -92,11 +94,16 @@ class RetrievalService:
 
     def state(self) -> Changed | None:
         """The corpus that serves as it is now, None without one."""
-        return None if self.versions.current is None else self._state()
+        return None if self.versions.current is None else self._loaded.state()
 
-    def _state(self) -> Changed:
-        engine = self._loaded.engine
-        return Changed(self.served.corpus, engine.posts, engine.changes, 0)
+    def mark(self) -> Mark:
+        """As `feed.Follower.mark`."""
+        return self._loaded.log.mark
+
+    @property
+    def problem(self) -> str:
+        """Why this process is not to be asked, though what it serves is whole: a sentence, empty where nothing speaks against it."""
+        return self._files_problem or ("" if self.feed is None else self.feed.problem)
 
     # life
 
@@ -104,7 +111,8 @@ class RetrievalService:
         """Load what there is to load. Raises what the loader raises."""
         if self._load is not None:
             await self.swap(self._load)
-        self._follower = asyncio.get_running_loop().create_task(self._follow())
+        work = [self._follow(), *(() if self.feed is None else [self.feed.run(self)])]
+        self._followers = [asyncio.get_running_loop().create_task(one) for one in work]
 
     async def swap(self, load: RetrievalLoader) -> ServedRetrieval:
         """Load another checkpoint and corpus beside those that serve, then serve new requests with both.
@@ -139,8 +147,8 @@ class RetrievalService:
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Finish the searches that were admitted, then free the engines. False when the time was not enough."""
-        if self._follower is not None:
-            self._follower.cancel()
+        for follower in self._followers:
+            follower.cancel()
         if self._compaction is not None and self._compaction not in self._changes:
             self._compaction.cancel()  # what it wrote is not in force
         with contextlib.suppress(TimeoutError):
@@ -159,22 +167,31 @@ class RetrievalService:
 
     async def change(self, change: PostChange) -> Changed:
         """As `interface.Retrieval.change`. What has been begun ends, whoever waits for it."""
+        if self.feed is not None:
+            raise ChangedByFeed
         if not self.room.take(1):
             raise Overloaded("Other changes of posts are being made.", retry_after_seconds=1.0)
-        task = asyncio.get_running_loop().create_task(self._change(change))
-        self._changes.add(task)
-        task.add_done_callback(self._changed)
+        task = self._begin_change([change], "", "")
+        task.add_done_callback(lambda _: self.room.give(1))
         return await asyncio.shield(task)
 
-    def _changed(self, task: asyncio.Task[Changed]) -> None:
-        self._changes.discard(task)
-        self.room.give(1)
+    async def follow(self, changes: Sequence[PostChange], after: str, position: str) -> Changed:
+        """Make changes of a feed, those behind `after` up to `position`, as `change` does; none where they were made meanwhile."""
+        return await asyncio.shield(self._begin_change(changes, after, position))
 
-    async def _change(self, change: PostChange) -> Changed:
+    def _begin_change(self, changes: Sequence[PostChange], after: str, position: str) -> asyncio.Task[Changed]:
+        task = asyncio.get_running_loop().create_task(self._change(changes, after, position))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return task
+
+    async def _change(self, changes: Sequence[PostChange], after: str, position: str) -> Changed:
         async with self._changing:
             loaded = self._loaded
             await self._hold(loaded)
-            recorded = await asyncio.to_thread(loaded.record, change)
+            if self.feed is not None and loaded.log.mark.position != after:
+                return loaded.state()
+            recorded = await asyncio.to_thread(loaded.record, changes, position)
             if self._since is not None:
                 self._since.append(recorded)
             changed = await self._apply(loaded, recorded)
@@ -189,17 +206,13 @@ class RetrievalService:
 
     async def _apply(self, loaded: LoadedRetrieval, recorded: Change) -> Changed:
         """Make a change that is on the disk. Raises EngineDown where that fails: all is read again then."""
-        engine = loaded.engine
-
-        def apply() -> Changed:
-            deleted = engine.change(recorded)
-            return Changed(loaded.served.corpus, engine.posts, engine.changes, deleted)
-
         try:
-            return await self._worker.between(apply)
+            changed = await self._worker.between(lambda: loaded.state(loaded.engine.change(recorded)))
+            self.milestone = self.milestone if recorded.mark.sequence % MILESTONE else recorded.mark
+            return changed
         except Exception as error:
-            self._behind = loaded
-            log.error("change_not_made", reason=str(error) or type(error).__name__)
+            self._behind, reason = loaded, str(error) or type(error).__name__
+            log.error("change_not_made", reason=reason)
             raise EngineDown("The change is on the disk and not served yet.", retry_after_seconds=5.0) from error
 
     # what other processes change
@@ -219,8 +232,8 @@ class RetrievalService:
             except Exception as error:
                 problem = str(error) or type(error).__name__
                 seconds = min(MOST_FOLLOW_SECONDS, 2 * seconds)
-            if problem != self.problem:
-                self.problem = problem
+            if problem != self._files_problem:
+                self._files_problem = problem
                 log.error("corpus_files", reason=problem) if problem else log.info("corpus_files_right_again")
 
     async def _catch_up(self) -> bool:
@@ -254,13 +267,13 @@ class RetrievalService:
             loaded = self._loaded
             engine = loaded.engine
             if not engine.changes:
-                return self._state()
+                return loaded.state()
             try:
                 async with self._changing:
                     await self._hold(loaded)
-                    parts, changes = await self._worker.between(lambda: (engine.parts(), engine.changes))
+                    parts, mark = await self._worker.between(lambda: (engine.parts(), engine.mark))
                     self._since = []
-                writing = asyncio.get_running_loop().run_in_executor(self._slow, loaded.compact, parts, changes)
+                writing = asyncio.get_running_loop().run_in_executor(self._slow, loaded.compact, parts, mark)
                 compacted = await writing
                 async with self._changing:
                     self._changes.add(this)
@@ -280,7 +293,7 @@ class RetrievalService:
                 self._changes.discard(this)
         self._compact_at = COMPACT_ROWS
         self.metrics.compactions.labels("success").inc()
-        state = self._state()
+        state = self._loaded.state()
         log.info("corpus_compacted", corpus=state.corpus.version, posts=state.posts, changes=state.changes)
         return state
 
@@ -293,6 +306,8 @@ class RetrievalService:
         worker = self.versions.find(served)
         if worker is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
+        if not worker.model.engine.mark.reaches(query.at_least):
+            raise CorpusBehind(retry_after_seconds=1.0)
         excluded = len(query.filters.exclude)
         job = SearchJob(
             candidates=1,

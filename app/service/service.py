@@ -23,7 +23,7 @@ from app.engine.runners import ENGINE_THREAD, RETRIEVAL_THREAD
 from app.engine.versions import Versions
 from app.engine.worker import Worker
 from app.errors import Draining, EngineDown, NotReady, ServiceError
-from app.interface import Done, Health, Second, ServedModel, Ticket
+from app.interface import Changed, Done, Health, Second, ServedModel, Ticket
 from app.loop_lag import Clock, LoopClock, Work
 from app.service.lifecycle import Lifecycle, State
 from app.service.plain_path import PLAIN_THREAD, PlainPath
@@ -34,8 +34,7 @@ from app.settings import Settings
 from app.telemetry.metrics import Metrics, Snapshot
 from model.inputs import Candidates, Context
 
-RETRY_AFTER_START_SECONDS = 2.0  # while loading, nobody knows better
-RETRY_AFTER_DOWN_SECONDS = 5.0
+RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # while loading, nobody knows better
 CROWDED_SECONDS = 0.1  # after a refusal, whether there is room is looked at before a request is read
 OVERRUN = Refusal("loop_overrun", "requests arrive faster than they can be answered", retry_after_seconds=1.0)
 
@@ -246,10 +245,8 @@ class RankingService:
 
     def is_busy(self) -> bool:
         """Whether anything is there to be done for callers."""
-        busy = (
-            self.admission.requests or self.retrieval.queue.admission.requests or self.loop_clock.lag.is_short_of_time
-        )
-        return bool(busy) or self.lifecycle.draining
+        waiting = self.admission.requests or self.retrieval.queue.admission.requests
+        return bool(waiting or self.loop_clock.lag.is_short_of_time or self.lifecycle.draining)
 
     # ranking
 
@@ -279,7 +276,7 @@ class RankingService:
 
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
-        return self.lifecycle.health(self.watchdog.stall() or self.retrieval.problem)
+        return self.lifecycle.health(self.watchdog.stall(), self.retrieval.problem)
 
     def has_running_threads(self) -> bool:
         """Whether an engine thread still loads or computes."""
@@ -287,13 +284,17 @@ class RankingService:
             thread.name.startswith((ENGINE_THREAD, RETRIEVAL_THREAD, PLAIN_THREAD)) for thread in threading.enumerate()
         )
 
+    async def corpus(self) -> Changed | None:
+        """What `retrieval` serves as it is now."""
+        return self.retrieval.state()
+
     async def exposition(self) -> bytes:
         """Every metric of this process."""
         return self.metrics.render()
 
     def snapshot(self) -> Snapshot:
         """For a scrape of the metrics."""
-        current, corpus = self.versions.current, self.retrieval.state()
+        current = self.versions.current
         return Snapshot(
             ready=self.health().ready,
             queue_requests=self.admission.requests,
@@ -304,8 +305,9 @@ class RankingService:
             device_memory_bytes=None if current is None else current.model.device_memory_bytes(),
             engine_steps_down=None if current is None else current.model.steps_down(),
             searches_waiting=self.retrieval.versions.waiting,
-            corpus_posts=None if corpus is None else corpus.posts,
-            corpus_changes=None if corpus is None else corpus.changes,
+            corpus=self.retrieval.state(),
+            milestone=self.retrieval.milestone,
+            feed_lag_seconds=None if self.retrieval.feed is None else self.retrieval.feed.lag_seconds,
         )
 
     async def _watch(self) -> None:

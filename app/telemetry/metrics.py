@@ -21,6 +21,7 @@ from app.budgets import Budget
 from app.telemetry.distributions import Histograms, ReplyProbabilities, write
 from app.telemetry.sink import Sink
 from model.engine import CacheStats
+from model.retrieval.inputs import Mark
 
 SCRAPE_SECONDS = 0.05  # from one scrape to the next
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,6 +33,9 @@ STAGES = ("parse", "queue", "collate", "forward", "serialize", "encode", "search
 REJECTIONS = ("queue_full", "key_rate", "loop_overrun", "deadline", "draining", "not_ready", "too_large")
 CANCEL_STAGES = ("body", "queue", "forward")
 VECTOR_SOURCES = ("cache", "tower")
+CHECK_TEXT = (
+    "The sequence × 10⁹ plus nine digits of the digest: what differs between replicas of one sequence has diverged."
+)
 RELOAD_RESULTS = ("success", "failure", "unchanged")
 
 Labels = Mapping[str, str]
@@ -52,8 +56,20 @@ class Snapshot:
     device_memory_bytes: int | None
     engine_steps_down: int | None = None
     searches_waiting: int = 0
-    corpus_posts: int | None = None
-    corpus_changes: int | None = None
+    corpus: Corpus | None = None
+    milestone: Mark | None = None
+    feed_lag_seconds: float | None = None
+
+
+class Corpus(Protocol):
+    """What a scrape says of a corpus: as `interface.Changed`."""
+
+    @property
+    def posts(self) -> int: ...
+    @property
+    def changes(self) -> int: ...
+    @property
+    def mark(self) -> Mark: ...
 
 
 class BatchReport(msgspec.Struct, frozen=True):
@@ -122,6 +138,7 @@ class Metrics:
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")
         self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
+        self.feed_entries = counter("feed_entries", "Changes that came by the feed.", "result")
         self.compactions = counter("compactions", "Attempts to write the corpus anew with its changes.", "result")
         self.forward_failures = counter(
             "forward_failures", "Forwards that raised; a batch of several requests is then split."
@@ -133,7 +150,7 @@ class Metrics:
         self.stage = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
-            (self.user_vectors, VECTOR_SOURCES), (self.compactions, RELOAD_RESULTS),
+            (self.user_vectors, VECTOR_SOURCES), (self.compactions, RELOAD_RESULTS), (self.feed_entries, ("made", "unreadable")),
         ):  # fmt: skip
             for value in values:
                 metric.labels(value)  # a series that is there from the start can be alerted on
@@ -232,7 +249,13 @@ def model_of(name: str, text: str, labels: Labels | None) -> Iterator[Metric]:
         yield family("gauge", name, text, [(labels, 1)])
 
 
+def check_of(mark: Mark) -> float:
+    """The sequence, of which nine million differ, and nine digits of the digest: a whole number that a float64 holds."""
+    return (mark.sequence % 9_000_000) * 10**9 + int(mark.digest[:12], 16) % 10**9
+
+
 def _figures(now: Snapshot) -> Iterator[Metric]:
+    corpus = now.corpus
     for name, text, value in (
         ("ready", "1 while requests may be sent here.", now.ready),
         ("queue_requests", "Requests admitted and not answered.", now.queue_requests),
@@ -250,11 +273,16 @@ def _figures(now: Snapshot) -> Iterator[Metric]:
             now.engine_steps_down,
         ),
         ("search_queue_requests", "Searches that are not begun.", now.searches_waiting),
-        ("corpus_posts", "Posts that a search can return.", now.corpus_posts),
-        ("corpus_changes", "Changes to the corpus since it was written.", now.corpus_changes),
+        ("corpus_posts", "Posts that a search can return.", None if corpus is None else corpus.posts),
+        ("corpus_changes", "Changes to the corpus since it was written.", None if corpus is None else corpus.changes),
+        ("corpus_sequence", "Changes that the corpus has ever had.", None if corpus is None else corpus.mark.sequence),
+        ("feed_lag_seconds", "How old the newest state of the feed is that the corpus has.", now.feed_lag_seconds),
     ):
         if value is not None:
             yield family("gauge", name, text, [({}, value)])
+    marks = {"now": None if corpus is None else corpus.mark, "milestone": now.milestone}
+    checks = {at: check_of(mark) for at, mark in marks.items() if mark is not None}
+    yield family("gauge", "corpus_check", CHECK_TEXT, by("at", checks))
     lookups = {"hit": now.cache.hits, "prefix": now.cache.prefixes, "miss": now.cache.misses}
     yield family("counter", "context_cache_lookups", "Lookups in the context cache.", by("result", lookups))
     evictions = "Contexts dropped from the cache for want of room."

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import orjson
@@ -35,17 +36,19 @@ FROZEN_SECONDS = 7.0
 
 
 class Processes:
-    """Processes of the demo on ports that they keep, whether they run or not."""
+    """Processes of the demo on ports that they keep, whether they run or not. `settings`: more of them, by number."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, settings: Callable[[int], dict[str, Any]] = lambda number: {}) -> None:
         self.ports = [free_port() for _ in range(count)]
+        self.settings = settings
         self.running: dict[int, Server] = {}
         self._stacks: dict[int, ExitStack] = {}
 
     def start(self, number: int) -> None:
         """Start one, and wait until it is ready."""
         stack = ExitStack()
-        server = stack.enter_context(real(port=self.ports[number], threads=1, drain__delay_seconds=0.5))
+        wanted = {"port": self.ports[number], "threads": 1, "drain__delay_seconds": 0.5, **self.settings(number)}
+        server = stack.enter_context(real(**wanted))
         self.running[number], self._stacks[number] = server, stack
 
     def end(self, number: int, by: signal.Signals = signal.SIGTERM) -> int:

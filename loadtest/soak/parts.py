@@ -19,6 +19,7 @@ from loadtest.soak import (
     pairs,
     posts,
     protocol,
+    replicas,
     shadow,
     slow,
     swaps,
@@ -58,6 +59,7 @@ PARTS: dict[str, tuple[float, Part]] = {  # name → share of the time, what run
     "fronts_posts": (0.03, lambda seconds: posts.changes(_count(seconds, 60, 500), fronts=2)),
     "posts_kills": (0.03, lambda seconds: [posts.kills(_count(seconds, 1 / 8, 2))]),
     "posts_pairs": (0.05, lambda seconds: pairs.pairs(_count(seconds, 1.5, 60), seconds=seconds)),
+    "replicas": (0.06, lambda seconds: replicas.all_rows(seconds, _count(seconds, 1 / 5, 3))),
     "cluster": (0.05, lambda seconds: cluster.all_rows(_count(seconds, 1 / 60, 2))),
     "vanishing": (0.05, lambda seconds: [endings.vanishing(_count(seconds, 80, 500))]),
 }

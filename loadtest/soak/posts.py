@@ -107,8 +107,10 @@ class Searched:
             towers, score = content["models"]["retrieval"], "retrieval_score"
             posts = sorted(content["candidates"], key=lambda row: int(row["retrieval_rank"]))
         self.crossed += towers["version"] != corpus
-        self.crossed += reply.headers[b"x-corpus-version"].decode() != content["corpus"]["version"]
         edits = int(before or 0) + content["corpus"]["changes"]
+        told, label = reply.headers[b"x-corpus-version"].decode(), f"{corpus}+{edits}" if edits else corpus
+        self.crossed += (told.rpartition(".")[0] if edits else told) != label
+        self.crossed += content["corpus"]["sequence"] != edits
         scores = np.array([row[score] for row in posts], np.float32).tobytes()
         answer = Answer(corpus, edits, user, [int(row["post_id"]) for row in posts], scores)
         self.answers.append(answer)

@@ -19,7 +19,7 @@ from model.native.build import KernelUnavailable, Vectors
 from model.native.search import NativeIndex
 from model.native.tower import NativeTower
 from model.retrieval.corpus import Corpus
-from model.retrieval.inputs import Answers, Change, Filters, NewPosts, Query, Retrieved
+from model.retrieval.inputs import Answers, Change, Filters, Mark, NewPosts, Query, Retrieved
 from model.retrieval.search import Found, Index, TorchIndex, Wish
 from model.retrieval.segment import Segment, segment_of
 from model.retrieval.towers import Towers
@@ -106,6 +106,8 @@ class RetrievalEngine:
         """Rows that a search without filters can return."""
         self.changes = 0
         """Calls of `change` so far."""
+        self.mark = Mark()
+        """Of the corpus with them, as its owner has set it and `change` moves it on."""
         self._gone = 0  # posts that were deleted or replaced
         self._users: ContextCache[NDArray[np.float32]] = ContextCache(options.cache_bytes, prefixes=False)
 
@@ -179,6 +181,7 @@ class RetrievalEngine:
         self.posts -= sum(hidden)
         self._gone += sum(hidden)
         self.changes += 1
+        self.mark = change.mark
         if is_merged:
             last = self._segments.pop()
             self.posts -= len(last.shown_rows())
@@ -308,6 +311,7 @@ class RetrievalEngine:
             cached,
             self.posts,
             self.changes,
+            self.mark,
         )
 
     def _check_search(self, vectors: NDArray[np.float32], make: Callable[[NDArray[np.float32]], Index]) -> None:

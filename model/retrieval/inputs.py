@@ -5,13 +5,40 @@ Nobody changes these values. Those that each request makes are not `frozen`, whi
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.config import ModelConfig
 from model.inputs import Context, Ids
+
+AT_LEAST = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?", re.ASCII)
+
+
+class Mark(NamedTuple):
+    """Which changes a corpus has had. `sequence`: how many, ever. `digest`: hex, of all of them in their order: equal for two corpora that
+    began as one and have had the same. `position`: where the last one stands in the feed that it came from, "" without a feed."""
+
+    sequence: int = 0
+    digest: str = ""
+    position: str = ""
+
+    def reaches(self, wanted: str) -> bool:
+        """Whether the corpus has had so many changes, or where `wanted` is a position of its feed, that one: two numbers and a dash."""
+        if "-" not in wanted:
+            return self.sequence >= int(wanted or 0)
+        return bool(self.position) and _numbers(self.position) >= _numbers(wanted)
+
+
+UNCHANGED = Mark()
+
+
+def _numbers(position: str) -> list[int]:
+    return [int(part) for part in position.split("-")]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,17 +53,21 @@ class Filters:
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more."""
+    """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more, from a corpus
+    whose `Mark` reaches `at_least`."""
 
     context: Context
     k: int
     filters: Filters
     least: float = -np.inf
+    at_least: str = ""
 
     def check(self, config: ModelConfig) -> None:
-        """As `Context.check`, and ValueError for a `k`, a `least` or a time that is none."""
+        """As `Context.check`, and ValueError for a `k`, a `least`, a time or an `at_least` that is none."""
         self.context.check(config)
         after = self.filters.created_after
+        if self.at_least and not AT_LEAST.fullmatch(self.at_least):
+            raise ValueError("a query of a corpus after no number of changes")
         if not 0 < self.k < 2**31 or np.isnan(self.least) or not (after is None or -(2**63) <= after < 2**63):
             raise ValueError("a query for no posts, or by no number")
 
@@ -58,10 +89,11 @@ class NewPosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What happens to a corpus in one step: posts that go, by id, and posts that come. No id is in both."""
+    """What happens to a corpus in one step: posts that go, by id, and posts that come. No id is in both. `mark`: of the corpus then."""
 
     delete: Ids
     posts: NewPosts
+    mark: Mark
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +114,31 @@ class PostChange:
     delete: Ids
     upsert: PostRows
 
+    @classmethod
+    def merged(cls, changes: Sequence[PostChange]) -> PostChange:
+        """One change that leaves the posts, and their order, as these do one after the other; none of none."""
+        gone: dict[int, None] = {}
+        rows: dict[int, tuple[int, int, str | None]] = {}
+        for change in changes:
+            for post in change.delete.tolist():
+                rows.pop(post, None)
+                gone[post] = None
+            upsert = change.upsert
+            for post, *row in zip(
+                upsert.post_ids.tolist(),
+                upsert.author_ids.tolist(),
+                upsert.created_at.tolist(),
+                upsert.topics,
+                strict=True,
+            ):
+                rows.pop(post, None)  # it goes to the end
+                gone.pop(post, None)
+                rows[post] = (row[0], row[1], row[2])
+        authors, times, topics = zip(*rows.values(), strict=True) if rows else ((), (), ())
+        ids = np.array(list(rows), np.uint64)
+        upsert = PostRows(ids, np.array(authors, np.uint64), np.array(times, np.int64), list(topics))
+        return cls(np.array(list(gone), np.uint64), upsert)
+
     def check(self, config: ModelConfig | None = None) -> None:
         """Raises ValueError where nothing changes or columns differ in length, for a post that comes twice or is none, and for a time
         before 1970."""
@@ -97,7 +154,7 @@ class PostChange:
 class Retrieved:
     """Posts, best first, equal scores by row. `post_ids, author_ids`: uint64 `[r]`; `scores`: float32 `[r]`; `created_at`: int64
     `[r]`, 0 where unknown; `topics`: a name or None for each. `visible`: rows that the filters left. `scored`: rows that were
-    scored in fp32. `cached`: whether the user's vector came from the cache. `posts` and `changes`: what the corpus was then, as
+    scored in fp32. `cached`: whether the user's vector came from the cache. `posts`, `changes` and `mark`: what the corpus was then, as
     `RetrievalEngine` counts them."""
 
     post_ids: Ids
@@ -110,6 +167,7 @@ class Retrieved:
     cached: bool
     posts: int
     changes: int
+    mark: Mark
 
     def __len__(self) -> int:
         return len(self.post_ids)

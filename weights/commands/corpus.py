@@ -12,6 +12,7 @@ import typer
 from weights.checkpoint import load_encoder
 from weights.commands.console import label_of, progress_bar, refusals, say, show_manifest
 from weights.corpus.importer import PostsFile, check_corpus, make_corpus
+from weights.corpus.snapshot import publish
 from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
 
@@ -24,6 +25,12 @@ Out = Annotated[Path, typer.Option(help="Corpus directory to write.")]
 Topics = Annotated[Path | None, typer.Option(help="Text file with the topic of each row, one a line, empty for none.")]
 Name = Annotated[str, typer.Option(help="Name of the corpus; that of the directory where not given.")]
 Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]
+Position = Annotated[
+    str,
+    typer.Option(
+        help="Of the last change in the feed that these posts have, such as 1764000000000-0 in a Redis stream."
+    ),
+]
 Replace = Annotated[bool, typer.Option("--replace", help="Replace the corpus that is there.")]
 Directory = Annotated[Path, typer.Argument(help="A corpus directory.")]
 
@@ -36,10 +43,19 @@ def import_(
     topics: Topics = None,
     name: Name = "",
     version: Version = "",
+    feed_position: Position = "",
     replace: Replace = False,
 ) -> None:
     """Convert a published corpus with its vectors. Some are encoded anew: the encoder must be the one that made them."""
-    _make(source, encoder, out, topics, CorpusLabels(name or label_of(out), version), encode=False, replace=replace)
+    _make(
+        source,
+        encoder,
+        out,
+        topics,
+        CorpusLabels(name or label_of(out), version, feed_position),
+        encode=False,
+        replace=replace,
+    )
 
 
 @app.command()
@@ -50,10 +66,19 @@ def build(
     topics: Topics = None,
     name: Name = "",
     version: Version = "",
+    feed_position: Position = "",
     replace: Replace = False,
 ) -> None:
     """Make a corpus from ids: the candidate tower encodes every post."""
-    _make(posts, encoder, out, topics, CorpusLabels(name or label_of(out), version), encode=True, replace=replace)
+    _make(
+        posts,
+        encoder,
+        out,
+        topics,
+        CorpusLabels(name or label_of(out), version, feed_position),
+        encode=True,
+        replace=replace,
+    )
 
 
 def _make(
@@ -94,6 +119,19 @@ def verify(
         f"{directory} is valid: {manifest.name} {manifest.version}, digest {manifest.digest}, {len(corpus)} posts, of which "
         f"{int(corpus.hidden.sum())} are hidden ({corpus.duplicates} duplicates); {time.perf_counter() - started:.2f} s"
     )
+
+
+@app.command()
+def snapshot(
+    directory: Directory,
+    out: Annotated[Path, typer.Option(help="Where snapshots are kept, each named NAME@SEQUENCE.")],
+) -> None:
+    """Copy the corpus as its last compaction wrote it, beside the service that changes it, for new replicas to begin with."""
+    with refusals():
+        path, manifest = publish(directory, out)
+    mark = manifest.first_mark
+    position = f"; it goes on behind {mark.position} in its feed" if mark.position else ""
+    say(f"{path} holds {manifest.name} {manifest.version} after {mark.sequence} changes{position}")
 
 
 @app.command()

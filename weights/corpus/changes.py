@@ -1,7 +1,7 @@
 """The changes to a corpus since it was written: a log beside it that a crash at any byte leaves readable.
 
 The log begins with MAGIC. A record is a header (the payload's length as uint32, little-endian; 8 bytes of BLAKE2b of the payload; 8 of
-the record's place in the file and those twelve), the payload (a JSON object, a line feed, the new posts' vectors as float32), and END.
+the record's place in the file and those twelve), the payload (`weights.corpus.records`), and END.
 The first record names the corpus. A change is acknowledged once its record is on the disk. Logs of before MAGIC are read as they are
 (`weights.corpus.old_changes`), and go on with MAGIC and such records.
 
@@ -17,23 +17,17 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from model.inputs import Ids
-from model.retrieval.inputs import Change, NewPosts
+from model.retrieval.inputs import Change
 from weights.corpus.manifest import CorpusManifest
-from weights.corpus.old_changes import digest_of, is_old_log, old_record
+from weights.corpus.old_changes import is_old_log, old_record
+from weights.corpus.records import decoded, encoded, record, record_at
 from weights.corpus.store import load_corpus_manifest
 from weights.errors import CheckpointError, LogLost, NotStored, kind_of
 from weights.format.manifest import MANIFEST_NAME
 from weights.format.writer import sync_directory
 
 MAGIC = b"\2\0\0\0changes\n"  # to the reader of before it is a damaged record of two bytes, which it refuses
-HEADER_BYTES = 20
-END = b"\xff"  # not 0: a file that a crash leaves too long reads as zeros where nothing was written
-NO_IDS = np.empty(0, np.uint64)
 
 Identity = tuple[int, ...]
 
@@ -46,6 +40,8 @@ class ChangeLog:
         self.path = directory / f"changes-{manifest.digest[:16]}.log"
         self.passed_over = 0
         """Bytes behind the last whole record when `read` was called last: what a crash left of one."""
+        self.mark = manifest.first_mark
+        """Of the corpus with the changes that were read and appended."""
         self._manifest = manifest
         self._end = 0  # after the last whole record
         self._is_old = False  # whether the records up to there are of the format before MAGIC
@@ -113,7 +109,7 @@ class ChangeLog:
                 continue
             if self._is_old and not start + at and not is_old_log(raw, self._name(), MAGIC):
                 raise self._refusal("is damaged at byte 0, or in a form that this build does not read")
-            payload, stop = old_record(raw, at, MAGIC) if self._is_old else _record_at(raw, at, start)
+            payload, stop = old_record(raw, at, MAGIC) if self._is_old else record_at(raw, at, start)
             if not stop:
                 raise self._refusal(
                     f"is damaged at byte {start + at}: what follows is not what was written. Restore the file; or, to go on "
@@ -136,7 +132,8 @@ class ChangeLog:
         self._check_whole()
         begin = b"" if self._end and not self._is_old else MAGIC
         self._is_old = False
-        self._write([begin, *([] if self._end else [self._name()]), _encoded(change)])
+        self._write([begin, *([] if self._end else [self._name()]), encoded(change)])
+        self.mark = change.mark
         self._check_whole()
 
     def hold(self) -> list[Change]:
@@ -183,7 +180,8 @@ class ChangeLog:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file = _place(os.fstat(self._descriptor))
-        self._write([MAGIC, self._name(), *map(_encoded, changes)])
+        self._write([MAGIC, self._name(), *map(encoded, changes)])
+        self.mark = changes[-1].mark if changes else self.mark
 
     def check(self) -> None:
         """Raises NotStored where the name of the log that is held no longer leads to it."""
@@ -244,7 +242,7 @@ class ChangeLog:
         assert self._descriptor is not None
         data = bytearray(parts[0])
         for payload in parts[1:]:
-            data += _record(payload, self._end + len(data))
+            data += record(payload, self._end + len(data))
         written = 0
         try:
             if os.fstat(self._descriptor).st_size > self._end:
@@ -269,19 +267,12 @@ class ChangeLog:
         return json.dumps({"corpus": self._manifest.digest}).encode()
 
     def _decoded(self, payload: bytes) -> Change:
-        head, _, vectors = payload.partition(b"\n")
         try:
-            values: dict[str, Any] = json.loads(head)
-            posts = NewPosts(
-                np.array(values["post_ids"], np.uint64),
-                np.array(values["author_ids"], np.uint64),
-                np.array(values["created_at"], np.int64),
-                values["topics"],
-                np.frombuffer(vectors, np.float32).reshape(len(values["post_ids"]), self._manifest.width).copy(),
-            )
-            return Change(np.array(values["delete"], np.uint64), posts)
+            change = decoded(payload, self._manifest.width, self.mark)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise self._refusal("holds a record that is no change") from error
+        self.mark = change.mark
+        return change
 
     # errors
 
@@ -300,43 +291,6 @@ class ChangeLog:
 
     def _refusal(self, reason: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
         return kind(f"The log of changes {self.path} {reason}.")
-
-
-def no_posts(width: int) -> NewPosts:
-    """For a change that only deletes."""
-    return NewPosts(NO_IDS, NO_IDS, np.empty(0, np.int64), [], np.empty((0, width), np.float32))
-
-
-def _encoded(change: Change) -> bytes:
-    posts = change.posts
-    ids: dict[str, Ids] = {"delete": change.delete, "post_ids": posts.post_ids, "author_ids": posts.author_ids}
-    head = {name: values.tolist() for name, values in ids.items()}
-    head |= {"created_at": posts.created_at.tolist(), "topics": posts.topics}
-    return json.dumps(head).encode() + b"\n" + np.ascontiguousarray(posts.vectors, np.float32).tobytes()
-
-
-def _record(payload: bytes, place: int) -> bytes:
-    """A record that lies `place` bytes into the file."""
-    head = len(payload).to_bytes(4, "little") + digest_of(payload)
-    return head + digest_of(place.to_bytes(8, "little") + head) + payload + END
-
-
-def _record_at(raw: bytes, at: int, start: int) -> tuple[bytes | None, int]:
-    """The payload of a record and where it stops, `raw` being the file from `start` on; None where a crash left what is there, and 0
-    where that is damage.
-
-    A crash leaves a file that is too short, or one whose last record lacks its end, and nothing behind it.
-    """
-    body = at + HEADER_BYTES
-    head = raw[at:body]
-    if head[12:] != digest_of((start + at).to_bytes(8, "little") + head[:12]):
-        return None, len(raw) if len(raw.rstrip(b"\0")) < body else 0
-    stop = body + int.from_bytes(head[:4], "little") + len(END)
-    payload = raw[body : stop - len(END)]
-    if raw[stop - len(END) : stop] == END and digest_of(payload) == head[4:12]:
-        return payload, stop
-    is_cut = len(raw) < stop or (len(raw) == stop and len(raw.rstrip(b"\0")) < stop)
-    return None, len(raw) if is_cut else 0
 
 
 def _place(found: os.stat_result) -> Identity:

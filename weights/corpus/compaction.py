@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.retrieval.corpus import ROWS_PER_STEP, Corpus
-from model.retrieval.inputs import Change
+from model.retrieval.inputs import Change, Mark
 from weights.corpus.changes import ChangeLog
 from weights.corpus.manifest import VECTORS, CorpusManifest, corpus_tensors, file_of
 from weights.corpus.store import StoredCorpus, load_corpus, load_corpus_manifest, read_corpus
@@ -64,13 +64,13 @@ class Compaction:
     mark: str = ""
     """In the names of the files that this compaction makes."""
 
-    def write(self, parts: Sequence[Part], changes: int) -> StoredCorpus:
-        """Write these rows as the corpus that has had so many `changes`, and read it back, checked. It is not in force yet."""
+    def write(self, parts: Sequence[Part], mark: Mark) -> StoredCorpus:
+        """Write these rows as the corpus with this mark, and read it back, checked. It is not in force yet."""
         try:
             self.log.hold_as_read()
             self._remove_others(self.old, self.log)
             self.mark = secrets.token_hex(4)
-            manifest = self._written(parts, changes)
+            manifest = self._written(parts, mark)
             mapped = MappedFiles()
             with open_directory(self.directory) as directory:
                 return StoredCorpus(self.directory, manifest, read_corpus(directory, manifest, mapped), mapped)
@@ -119,7 +119,7 @@ class Compaction:
                 raise CheckpointError(f"{name} was removed meanwhile") from None
             check_length(length, entry)
 
-    def _written(self, parts: Sequence[Part], changes: int) -> CorpusManifest:
+    def _written(self, parts: Sequence[Part], mark: Mark) -> CorpusManifest:
         old, posts = self.old, sum(len(rows) for _, rows in parts)
         if not posts:
             raise CheckpointError("no post is left in it")
@@ -138,8 +138,7 @@ class Compaction:
 
         files = write_files(self.directory, tensors, chunks)
         return CorpusManifest(
-            old.name, changed_version(old.version, changes), old.encoder, old.encoder_name, posts, old.width,
-            tuple(topics), files, tensors,
+            old.name, old.label(mark), old.encoder, old.encoder_name, posts, old.width, tuple(topics), files, tensors, mark,
         )  # fmt: skip
 
     def _remove_others(self, kept: CorpusManifest, log: ChangeLog) -> None:
@@ -156,14 +155,6 @@ class Compaction:
     def _refusal(self, error: Exception) -> CheckpointError:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".") or "not enough memory"
         return kind_of(error)(f"Corpus {self.directory} is not compacted: {reason}.")
-
-
-def changed_version(version: str, changes: int) -> str:
-    """`v1` after 7 changes is `v1+7`, and after 5 more `v1+12`."""
-    base, plus, before = version.rpartition("+")
-    if not plus or not before.isdigit():
-        base, before = version, "0"
-    return f"{base}+{int(before) + changes}"
 
 
 def _topics(old: CorpusManifest, parts: Sequence[Part]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from model.retrieval.inputs import AT_LEAST, UNCHANGED, Mark
 from weights.errors import CheckpointError
 from weights.format.manifest import (
     FORMAT_VERSION,
@@ -55,7 +56,8 @@ class CorpusManifest:
     """Everything about a corpus except its numbers. Raises CheckpointError for fields that contradict each other.
 
     `encoder` is the digest of the retrieval checkpoint that made the vectors, `encoder_name` its name and version, for people.
-    `topics` are the names that the column `topics` indexes, -1 for none. `digest` is the corpus's identity, as a checkpoint's.
+    `topics` are the names that the column `topics` indexes, -1 for none. `mark`: which changes are in it already. `digest` is the corpus's
+    identity, as a checkpoint's.
     """
 
     name: str
@@ -67,6 +69,7 @@ class CorpusManifest:
     topics: tuple[str, ...]
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
+    mark: Mark = UNCHANGED
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,9 @@ class CorpusManifest:
             raise CheckpointError(f"must name at most {MAX_TOPICS} topics, each once")
         if any(type(topic) is not str or not 0 < len(topic) <= 100 for topic in self.topics):
             raise CheckpointError("has a topic that is no text of 1 to 100 characters")
+        sequence, digest, position = self.mark
+        if sequence < 0 or not re.fullmatch("([0-9a-f]{32})?", digest) or not AT_LEAST.fullmatch(position or "0"):
+            raise CheckpointError("has a mark that is none")
         self._check_tensors()
         object.__setattr__(self, "digest", content_digest(self._content()))
 
@@ -99,7 +105,25 @@ class CorpusManifest:
 
     def _content(self) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        values |= (
+            {"mark": self.mark._asdict()} if any(values.pop("mark")) else {}
+        )  # so that corpora of before keep their digests
         return {"format_version": FORMAT_VERSION, "kind": KIND, **values, **entries_content(self.files, self.tensors)}
+
+    @property
+    def first_mark(self) -> Mark:
+        """Of the corpus before the changes in its log: `v1+12` of before November 2026 has had twelve."""
+        sequence, digest, position = self.mark
+        return Mark(sequence or self._base[1], digest or self.digest[:32], position)
+
+    def label(self, mark: Mark) -> str:
+        """What people call it after changes: `v1` after twelve is `v1+12`."""
+        return f"{self._base[0]}+{mark.sequence}" if mark.sequence else self.version
+
+    @property
+    def _base(self) -> tuple[str, int]:
+        base, plus, changes = self.version.rpartition("+")
+        return (base, int(changes)) if plus and changes.isdecimal() else (self.version, 0)
 
     def to_json(self) -> bytes:
         """The exact content of `manifest.json`."""
@@ -114,8 +138,12 @@ class CorpusManifest:
         check_format_version(values)
         texts = dict.fromkeys(("kind", "name", "version", "encoder", "encoder_name", "digest"), str)
         numbers = dict.fromkeys(("format_version", "posts", "width"), int)
-        check_keys(values, {**texts, **numbers, "topics": list, "files": dict, "tensors": dict}, "")
-        given = {one.name: values[one.name] for one in fields(cls) if one.init}
+        mark = {"mark": dict} if "mark" in values else {}
+        check_keys(values, {**texts, **numbers, "topics": list, "files": dict, "tensors": dict, **mark}, "")
+        given = {one.name: values[one.name] for one in fields(cls) if one.init and one.name in values}
+        if mark:
+            check_keys(values["mark"], {"sequence": int, "digest": str, "position": str}, "mark")
+            given["mark"] = Mark(**values["mark"])
         given |= entries(values, ("float32", "bfloat16", *COLUMNS.values()))
         given["version"] = given["version"] or "-"  # refused as a label: a written manifest always has a version
         manifest = cls(**given | {"topics": tuple(given["topics"])})

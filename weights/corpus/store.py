@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from model.retrieval.corpus import Corpus, worst_norm
+from model.retrieval.inputs import Mark
 from weights.checkpoint import Encoder
 from weights.corpus.manifest import VECTORS, CorpusManifest, corpus_tensors
 from weights.errors import CheckpointError
@@ -97,10 +98,11 @@ def check_encoder(manifest: CorpusManifest, encoder: Manifest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CorpusLabels:
-    """What people call a corpus; an empty `version` becomes a short digest."""
+    """What people call a corpus; an empty `version` becomes a short digest. `position`: of the last change in its feed that it has."""
 
     name: str
     version: str = ""
+    position: str = ""
 
 
 def write_corpus(
@@ -140,6 +142,7 @@ def write_corpus(
                 topics=tuple(topics()),
                 files=files,
                 tensors=tensors,
+                mark=Mark(position=labels.position),
             )
             write_file(partial / MANIFEST_NAME, manifest.to_json())
         return manifest

@@ -132,11 +132,13 @@ class Calls:
         *,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         request_id: str | None = None,
+        at_least: int | str | None = None,
         **options: Any,
     ) -> Call[Retrieval]:
-        """The best posts of the service's corpus; `options` are the other fields of RetrievalRequest. Raises RankerError."""
-        request = RetrievalRequest(user_id, history, **options)
-        return self._json("retrieve", request.to_json(), [request], Retrieval.from_json, timeout_seconds, request_id)
+        """The best posts of the service's corpus; `options` are the other fields of RetrievalRequest. `at_least`: a sequence of the corpus,
+        or a position of its feed, that the posts must have; a replica that is behind is asked again. Raises RankerError."""
+        request, read = RetrievalRequest(user_id, history, **options), Retrieval.from_json
+        return self._json("retrieve", request.to_json(), [request], read, timeout_seconds, request_id, at_least)
 
     def recommend(
         self,
@@ -146,12 +148,13 @@ class Calls:
         *,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         request_id: str | None = None,
+        at_least: int | str | None = None,
         **options: Any,
     ) -> Call[Recommendation]:
         """The best posts of the service's corpus, ranked; as `retrieve`."""
         request = RetrievalRequest(user_id, history, **options)
         read = Recommendation.from_json
-        return self._json("recommend", request.to_json(), [request], read, timeout_seconds, request_id)
+        return self._json("recommend", request.to_json(), [request], read, timeout_seconds, request_id, at_least)
 
     def _json(
         self,
@@ -161,6 +164,7 @@ class Calls:
         read: Callable[[Any], T],
         timeout_seconds: float,
         request_id: str | None,
+        at_least: int | str | None = None,
     ) -> Call[T]:
         def parse(headers: httpx.Headers, content: bytes) -> T:
             return read(orjson.loads(content))
@@ -170,7 +174,8 @@ class Calls:
             raw = orjson.dumps(body)
         except orjson.JSONEncodeError as error:
             raise RequestRefused(0, "invalid_request", f"The request is no JSON: {error}", request_id) from error
-        return self._call(path, raw, JSON, requests, parse, timeout_seconds, request_id)
+        headers = JSON if at_least is None else JSON | {"x-corpus-at-least": str(at_least)}
+        return self._call(path, raw, headers, requests, parse, timeout_seconds, request_id)
 
     def _call(
         self,

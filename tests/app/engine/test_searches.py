@@ -23,12 +23,12 @@ from model.cache import ContextKey
 from model.engine import CacheStats, EngineError
 from model.inputs import Context
 from model.retrieval.engine import Users
-from model.retrieval.inputs import Answers, Filters, Query, Retrieved
+from model.retrieval.inputs import Answers, Filters, Mark, Query, Retrieved
 from tests.app.bounds import fix
 from tests.app.fakes import FakeClock, Gate, ended, until
 
 NO_IDS = np.empty(0, np.uint64)
-NOTHING = Retrieved(NO_IDS, NO_IDS, np.empty(0, np.float32), np.empty(0, np.int64), [], 0, 0, False, 0, 0)
+NOTHING = Retrieved(NO_IDS, NO_IDS, np.empty(0, np.float32), np.empty(0, np.int64), [], 0, 0, False, 0, 0, Mark())
 
 
 class FakeRetrieval:

@@ -18,7 +18,7 @@ from app.fronts.wire import METHODS, encode, from_engine, from_front
 from app.interface import CheckpointNotFound, Found, Ranked, Reloads, Retrieval, Service
 from loadtest.soak import fake_engine
 from model.inputs import Candidates, Context, Scores
-from model.retrieval.inputs import Filters, PostChange, PostRows, Query, Retrieved
+from model.retrieval.inputs import Filters, Mark, PostChange, PostRows, Query, Retrieved
 from weights.errors import StorageFull
 
 ACTIONS = 3
@@ -151,7 +151,9 @@ def test_results_arrive_as_the_same_bits(count: int, outputs: int) -> None:
     logits, probabilities = draw.random((2, count, ACTIONS), np.float32)
     scores = Scores(logits, probabilities, draw.random((count, outputs), np.float32), finite=True)
     ids, topics = np.arange(2**63, 2**63 + count, dtype=np.uint64), [None, *["art"] * (count - 1)]
-    posts = Retrieved(ids, ids + np.uint64(1), logits[:, 0].copy(), ids.view(np.int64), topics, 8, 7, True, 6, 5)
+    posts = Retrieved(
+        ids, ids + np.uint64(1), logits[:, 0].copy(), ids.view(np.int64), topics, 8, 7, True, 6, 5, Mark(4, "ab", "1-2")
+    )
     for name, result in {
         "rank": Ranked(scores, "hit", 0.1, 0.2),
         "retrieve": Found(posts, 0.1, 0.2, 0.3),

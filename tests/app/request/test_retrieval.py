@@ -22,7 +22,7 @@ from app.request.schema import RecommendRequest, RetrieveRequest
 from app.request.vocabulary import Vocabulary
 from app.settings import Limits
 from model.inputs import Scores
-from model.retrieval.inputs import Retrieved
+from model.retrieval.inputs import Mark, Retrieved
 from tests.app.bounds import bounded
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.odd_bodies import mutated
@@ -247,7 +247,7 @@ def test_another_window_would_be_noticed() -> None:
 def found(scores: list[float]) -> Retrieved:
     count = len(scores)
     ids, times = np.arange(2**63, 2**63 + count, dtype=np.uint64), np.zeros(count, np.int64)
-    return Retrieved(ids, ids, np.array(scores, np.float32), times, [None] * count, 9, 9, True, 99, 0)
+    return Retrieved(ids, ids, np.array(scores, np.float32), times, [None] * count, 9, 9, True, 99, 0, Mark())
 
 
 def replies(library: ctypes.PyDLL, numbers: np.ndarray[Any, Any], wish: dict[str, Any]) -> list[bytes]:

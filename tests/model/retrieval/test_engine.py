@@ -17,7 +17,7 @@ from model.native.tower import NativeTower
 from model.presets import with_preset
 from model.retrieval.corpus import Corpus
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
-from model.retrieval.inputs import Change, Filters, NewPosts, Query, Retrieved
+from model.retrieval.inputs import Change, Filters, Mark, NewPosts, Query, Retrieved
 from model.retrieval.search import TorchIndex
 from model.retrieval.towers import Towers
 from model.tolerances import RETRIEVAL
@@ -262,12 +262,12 @@ def test_changes_are_what_an_oracle_says(
         if step % 3 == 2:
             gone = [*known, 10**15]
             nothing = as_new(corpus, np.empty(0, np.int64), [])
-            assert changed.change(Change(np.array(gone, np.uint64), nothing)) == len(known)
+            assert changed.change(Change(np.array(gone, np.uint64), nothing, Mark())) == len(known)
             for post in known:
                 del live[post]
         else:
             ids = [known[place] if chance.random() < 0.4 else 10**12 + step * 10 + place for place in range(len(rows))]
-            changed.change(Change(NONE, as_new(corpus, rows, ids)))
+            changed.change(Change(NONE, as_new(corpus, rows, ids), Mark()))
             live |= dict(zip(ids, rows.tolist(), strict=True))
         assert (changed.posts, changed.changes) == (len(live), step + 1)
         posts = np.array(list(live), np.uint64)
@@ -288,13 +288,13 @@ def test_changes_are_what_an_oracle_says(
 
 def test_a_new_post_has_its_time_and_topic(encoder: Encoder, corpus: Corpus, contexts: list[Context]) -> None:
     engine = RetrievalEngine(encoder.towers, corpus)
-    engine.change(Change(NONE, as_new(corpus, [40, 41], [1, 2])))
+    engine.change(Change(NONE, as_new(corpus, [40, 41], [1, 2]), Mark()))
     (only,) = engine.retrieve([wanted(contexts[4], 9, topics=("topic 0",))]).retrieved
     assert (only.post_ids.tolist(), only.topics, only.created_at.tolist()) == ([1], ["topic 0"], [2400])
     (young,) = engine.retrieve([wanted(contexts[4], 300, created_after=2401)]).retrieved
     assert 2 in young.post_ids.tolist()
     assert 1 not in young.post_ids.tolist()
-    engine.change(Change(NONE, replace(as_new(corpus, [40], [1]), vectors=np.zeros((1, 64), np.float32))))
+    engine.change(Change(NONE, replace(as_new(corpus, [40], [1]), vectors=np.zeros((1, 64), np.float32)), Mark()))
     (gone,) = engine.retrieve([wanted(contexts[4], 300)]).retrieved
     assert 1 not in gone.post_ids.tolist(), "a zero vector is hidden, and so is what it replaced"
 
@@ -305,9 +305,9 @@ def test_a_change_that_no_index_can_be_made_for_changes_nothing(
     def fail(*arguments: Any) -> Any:
         raise EngineError("there is not enough memory")
 
-    engine.change(Change(NONE, as_new(corpus, [40, 41], [900_001, 900_002])))
+    engine.change(Change(NONE, as_new(corpus, [40, 41], [900_001, 900_002]), Mark()))
     before, state = engine.retrieve([wanted(contexts[0], 500)]).retrieved[0], (engine.posts, engine.changes)
-    change = Change(np.array([900_001], np.uint64), as_new(corpus, [42], [900_003]))
+    change = Change(np.array([900_001], np.uint64), as_new(corpus, [42], [900_003]), Mark())
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_make_index", fail)
         with pytest.raises(EngineError):

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.retrieval.inputs import Change, NewPosts
-from weights.corpus.changes import HEADER_BYTES, ChangeLog, _encoded, no_posts
+from model.retrieval.inputs import Change, Mark, NewPosts
+from weights.corpus.changes import ChangeLog
 from weights.corpus.manifest import COLUMNS, CorpusManifest, file_of
 from weights.corpus.old_changes import digest_of
+from weights.corpus.records import HEADER_BYTES, encoded, no_posts
 from weights.errors import CheckpointError, LogLost, NotStored, StorageFull
 from weights.format.manifest import MANIFEST_NAME, FileEntry, TensorEntry
 
@@ -45,7 +46,7 @@ def change(seed: int) -> Change:
         rng.integers(1, 2**64, count, np.uint64), rng.integers(1, 2**64, count, np.uint64), rng.integers(0, 9, count),
         [None, "tópic"][:count], rng.standard_normal((count, WIDTH)).astype(np.float32),
     )  # fmt: skip
-    return Change(rng.integers(1, 2**64, 2, np.uint64), posts)
+    return Change(rng.integers(1, 2**64, 2, np.uint64), posts, Mark(seed))
 
 
 def seen(changes: list[Change]) -> list[Any]:
@@ -146,7 +147,7 @@ def test_a_length_of_zero_loses_no_change(tmp_path: Path) -> None:
 def old_log(directory: Path, count: int) -> Path:
     """As logs were written until November 2026."""
     path = ChangeLog(directory, manifest()).path
-    payloads = [json.dumps({"corpus": manifest().digest}).encode(), *(_encoded(change(seed)) for seed in range(count))]
+    payloads = [json.dumps({"corpus": manifest().digest}).encode(), *(encoded(change(seed)) for seed in range(count))]
     path.write_bytes(b"".join(len(one).to_bytes(4, "little") + digest_of(one) + one for one in payloads))
     return path
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from model.retrieval.engine import RetrievalEngine, RetrievalOptions
-from model.retrieval.inputs import Change, NewPosts
+from model.retrieval.inputs import Change, Mark, NewPosts
 from tests.app import retrieving
 from weights.checkpoint import Encoder, load_encoder
 from weights.corpus.changes import ChangeLog
-from weights.corpus.compaction import Compaction, changed_version, load_changed
+from weights.corpus.compaction import Compaction, load_changed
+from weights.corpus.records import mark_after
+from weights.corpus.snapshot import publish
 from weights.corpus.store import load_corpus
 from weights.errors import CheckpointError, NotStored
 
@@ -45,7 +48,13 @@ def change(encoder: Encoder, delete: list[int], new: list[int]) -> Change:
     if new:
         vectors = encoder.towers.encode_posts(ids, authors).numpy()
     topics: list[str | None] = ["news", None, "chess"][: len(new)]
-    return Change(np.array(delete, np.uint64), NewPosts(ids, authors, np.arange(len(new)) + 5, topics, vectors))
+    posts = NewPosts(ids, authors, np.arange(len(new)) + 5, topics, vectors)
+    return Change(np.array(delete, np.uint64), posts, Mark())
+
+
+def marked(log: ChangeLog, change: Change) -> Change:
+    """As the one that comes next."""
+    return replace(change, mark=mark_after(log.mark, change.delete, change.posts))
 
 
 def engine_of(directory: Path, encoder: Encoder) -> tuple[RetrievalEngine, ChangeLog]:
@@ -71,21 +80,22 @@ def changed(directory: Path, encoder: Encoder) -> tuple[Compaction, RetrievalEng
     """A corpus that has had three changes, and what is to write it anew."""
     engine, log = engine_of(directory, encoder)
     for one in (change(encoder, [1, 2], [900, 3]), change(encoder, [900], []), change(encoder, [], [901, 902, 903])):
-        log.append(one)
+        log.append(one := marked(log, one))
         engine.change(one)
     return Compaction(directory, load_corpus(directory).manifest, log), engine
 
 
 def compacted(compaction: Compaction, engine: RetrievalEngine, since: list[Change]) -> ChangeLog:
-    written = compaction.write(engine.parts(), engine.changes)
+    written = compaction.write(engine.parts(), engine.mark)
     return compaction.commit(written.manifest, since)
 
 
 def test_it_holds_the_same_posts_in_the_same_order(directory: Path, encoder: Encoder) -> None:
     compaction, engine = changed(directory, encoder)
-    since = change(encoder, [4], [904])
+    since = marked(compaction.log, change(encoder, [4], [904]))
     log = compacted(compaction, engine, [since])
     engine.change(since)
+    assert log.mark == since.mark
     new, again = engine_of(directory, encoder)
     assert posts_of(new) == posts_of(engine)
     assert (new.posts, new.changes) == (engine.posts, 1)
@@ -97,7 +107,16 @@ def test_it_holds_the_same_posts_in_the_same_order(directory: Path, encoder: Enc
         again.append(since)
     log.append(change(encoder, [905], []))
     assert engine_of(directory, encoder)[0].changes == 2
-    assert [changed_version(*one) for one in (("v1", 7), ("v1+7", 5), ("a+b", 1))] == ["v1+7", "v1+12", "a+b+1"]
+    assert manifest.mark == manifest.first_mark
+    assert [again.mark.sequence for again in (manifest.mark, since.mark)] == [3, 4]
+    for version, sequence, label in (
+        ("v1", 7, "v1+7"),
+        ("v1+7", 12, "v1+12"),
+        ("a+b", 1, "a+b+1"),
+        ("v1+7", 0, "v1+7"),
+    ):
+        assert replace(manifest, version=version).label(Mark(sequence)) == label
+    assert replace(manifest, version="v1+7", mark=Mark()).first_mark.sequence == 7, "of before there were marks"
 
 
 def test_columns_that_the_corpus_lacked_come_with_its_changes(tmp_path: Path) -> None:
@@ -330,8 +349,33 @@ def test_a_full_disk_leaves_the_old_corpus(directory: Path, encoder: Encoder, mo
         assert {path.name for path in directory.iterdir()} == names, fails_at
         assert posts_of(engine_of(directory, encoder)[0]) == expected
     compacted(compaction, engine, []).close()
-    gone = Change(np.array([post[0] for post in expected], np.uint64), change(encoder, [], []).posts)
+    gone = Change(np.array([post[0] for post in expected], np.uint64), change(encoder, [], []).posts, Mark())
     engine.change(gone)
     _, log, _ = load_changed(directory, encoder.manifest)
     with pytest.raises(CheckpointError, match="no post is left"):
         Compaction(directory, load_corpus(directory).manifest, log).write(engine.parts(), 1)
+
+
+def test_a_snapshot_is_what_was_compacted_and_stays(directory: Path, encoder: Encoder, tmp_path: Path) -> None:
+    compaction, engine = changed(directory, encoder)
+    log = compacted(compaction, engine, [])
+    log.append(marked(log, change(encoder, [5], [])))
+    path, manifest = publish(directory, tmp_path / "snapshots")
+    assert path.name == "posts@3"
+    assert {file.name for file in path.iterdir()} == {"manifest.json", *manifest.files}, (
+        "the changes since are in the feed"
+    )
+    copied, _, changes = load_changed(path, encoder.manifest)
+    assert (copied.manifest.digest, changes) == (load_corpus(directory).manifest.digest, [])
+    before = path.stat().st_ino
+    assert publish(directory, tmp_path / "snapshots")[0].stat().st_ino == before
+
+
+def test_a_snapshot_of_a_damaged_corpus_is_refused(directory: Path, tmp_path: Path) -> None:
+    file = next(directory.glob("vectors*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not written"):
+        publish(directory, tmp_path / "snapshots")
+    assert not list((tmp_path / "snapshots").glob("posts@*"))

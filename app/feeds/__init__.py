@@ -1,0 +1,1 @@
+"""Logs of changes of posts that people run already, which every replica reads by itself."""

@@ -1,0 +1,58 @@
+"""What a feed is to its reader, and which one a URL names. Each adapter is one module; its client library is an extra."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+MAX_ENTRY_BYTES = 4 * 2**20
+"""Of one change, as at the admin interface; a longer one is unreadable."""
+
+
+class Entry(NamedTuple):
+    """One change. `position`: two numbers and a dash, which grow; `body`: JSON as `POST /admin/posts` takes; `unix_seconds`: when it was
+    written."""
+
+    position: str
+    body: bytes
+    unix_seconds: float
+
+
+class FeedGap(Exception):
+    """The feed no longer holds what followed a position: to go on there would leave changes out. The message is a sentence."""
+
+
+class Source(Protocol):
+    """A log that others write. Used by one thread at a time; every method may wait for the network and raises what its library raises."""
+
+    def after(self, position: str, most: int, wait_seconds: float) -> list[Entry]:
+        """At most so many entries behind this position, from the beginning where it is ""; none where none comes in that time.
+
+        Raises FeedGap.
+        """
+
+    def bury(self, entry: Entry, reason: str) -> None:
+        """Put an entry that cannot be read where people find it, with the reason."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+def parts_of(url: str) -> tuple[str, str]:
+    """`redis://host:6379/posts` → `redis://host:6379` and `posts`. Raises ValueError for another scheme, and without a name."""
+    scheme, (base, _, name) = urlsplit(url).scheme, url.rpartition("/")
+    if scheme not in ("redis", "rediss", "kafka") or not name or base.endswith(":/"):
+        raise ValueError("must be redis://HOST:PORT/STREAM, rediss://… or kafka://HOST:PORT/TOPIC")
+    return base, name
+
+
+def open_feed(url: str) -> Source:
+    """The feed of this URL; connects when it is first read. Raises ImportError without its extra."""
+    base, name = parts_of(url)
+    if base.startswith("kafka"):
+        from app.feeds.kafka import KafkaFeed
+
+        return KafkaFeed(base.removeprefix("kafka://"), name)
+    from app.feeds.redis import RedisFeed
+
+    return RedisFeed(base, name)

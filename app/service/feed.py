@@ -1,0 +1,137 @@
+"""Follows a feed: reads what is behind the corpus's mark, and has it made in order, each entry once. Knows no library of a feed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from app.budgets import MAX_CHANGED
+from app.errors import CorpusNotLoaded, ServiceError
+from app.feeds.source import MAX_ENTRY_BYTES, Entry, FeedGap, Source
+from app.interface import Changed
+from app.telemetry.metrics import Metrics
+from model.retrieval.inputs import Mark, PostChange
+from weights.errors import CheckpointError, NotStored
+
+MOST_ENTRIES = 2000  # that are read at once
+MOST_BYTES = 16 * 2**20  # of them, as long as they are like those before
+WAIT_SECONDS = 0.2
+ROUND_SECONDS = 0.05
+MILESTONE = 2**16  # changes: replicas that are scraped a few seconds apart show their digests after the same one
+LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.2, 10.0  # after a failure, doubled each time
+
+log = structlog.get_logger("app.service.feed")
+
+
+class Follower(Protocol):
+    """What the feed changes."""
+
+    def mark(self) -> Mark:
+        """Of the corpus that serves. Raises CorpusNotLoaded."""
+
+    async def follow(self, changes: Sequence[PostChange], after: str, position: str) -> Changed:
+        """Make these changes as one, those behind `after` up to `position`; none where they were made meanwhile."""
+
+
+class FeedReader:
+    """`read` makes a change of an entry's body, or raises a ServiceError. All methods belong to the event loop."""
+
+    def __init__(
+        self, source: Source, read: Callable[[bytes], PostChange], metrics: Metrics, most_lag_seconds: float
+    ) -> None:
+        self._source = source
+        self._read = read
+        self._metrics = metrics
+        self._most_lag_seconds = most_lag_seconds
+        self._as_of: float | None = None  # Unix time up to which everything was made
+        self._reason = ""
+        self._longest = MOST_BYTES // 16  # of an entry, in bytes
+
+    @property
+    def lag_seconds(self) -> float | None:
+        """How old the newest state of the feed is that the corpus surely has; None before the first."""
+        return None if self._as_of is None else max(0.0, time.time() - self._as_of)
+
+    @property
+    def problem(self) -> str:
+        """Why this process is not to be asked: a sentence, empty where it is as near to its feed as it has to be."""
+        lag = self.lag_seconds
+        if lag is not None and lag <= self._most_lag_seconds:
+            return ""
+        said = "have not been read from their feed yet" if lag is None else f"are {lag:.0f} s behind their feed"
+        return f"The posts {said}.{self._reason and ' '}{self._reason}"
+
+    async def run(self, corpus: Follower) -> None:
+        """Follow the feed until this is cancelled. What fails is tried again; what is missing in the feed is not passed over."""
+        pause = 0.0
+        try:
+            while True:
+                reason = ""
+                try:
+                    await self._follow(corpus)
+                    pause = 0.0
+                except Exception as error:
+                    pause = min(MOST_PAUSE_SECONDS, max(LEAST_PAUSE_SECONDS, 2 * pause))
+                    told = isinstance(error, (FeedGap, CheckpointError))
+                    reason = str(error) if told else f"{type(error).__name__}: {error}"
+                    if isinstance(error, CorpusNotLoaded) or type(error) is NotStored:
+                        pause, self._reason = LEAST_PAUSE_SECONDS, reason  # another process may change our directory
+                if reason != self._reason:
+                    self._reason = reason
+                    log.error("feed_stopped", reason=reason) if reason else log.info("feed_goes_on")
+                await asyncio.sleep(pause)
+        finally:
+            self._source.close()
+
+    async def _follow(self, corpus: Follower) -> None:
+        """Make what is there, or wait for a moment for something."""
+        began, mark = time.time(), corpus.mark()
+        position = mark.position
+        most = max(1, min(MOST_ENTRIES, MOST_BYTES // self._longest))
+        entries = await asyncio.to_thread(self._source.after, position, most, WAIT_SECONDS)
+        self._longest = max(self._longest // 2, 1024, *(len(entry.body) for entry in entries))
+        if entries:
+            self._as_of = entries[0].unix_seconds  # what was written before it has been made
+        for part, changes in await asyncio.to_thread(self._parts, entries, mark.sequence):
+            changed = await corpus.follow(changes, position, part[-1].position)
+            if changed.mark.position != part[-1].position:
+                return  # another process has made some of them
+            self._metrics.feed_entries.labels("made").inc(len(changes))
+            position, self._as_of = part[-1].position, part[-1].unix_seconds
+        if len(entries) < most:
+            self._as_of = began
+            await asyncio.sleep(ROUND_SECONDS if entries else 0.0)  # more of them cost little more
+
+    def _parts(self, entries: Sequence[Entry], sequence: int) -> list[tuple[list[Entry], list[PostChange]]]:
+        """Entries with what they change, parted so that no part changes more posts than one request may, or goes beyond a milestone."""
+        parts: list[tuple[list[Entry], list[PostChange]]] = []
+        posts = 0
+        for entry in entries:
+            change = self._readable(entry)
+            count = 0 if change is None else len(change.delete) + len(change.upsert.post_ids)
+            if not parts or posts + count > MAX_CHANGED or (parts[-1][1] and not sequence % MILESTONE):
+                parts.append(([], []))
+                posts = 0
+            posts += count
+            parts[-1][0].append(entry)
+            if change is not None:
+                parts[-1][1].append(change)
+                sequence += 1
+        return parts
+
+    def _readable(self, entry: Entry) -> PostChange | None:
+        """What the entry changes; None where it cannot be read, which is counted and said, and stops nobody."""
+        try:
+            if len(entry.body) <= MAX_ENTRY_BYTES:
+                return self._read(entry.body)
+            reason = f"The entry is longer than {MAX_ENTRY_BYTES} bytes."
+        except Exception as error:
+            reason = error.detail if isinstance(error, ServiceError) else type(error).__name__
+        self._source.bury(entry, reason)
+        self._metrics.feed_entries.labels("unreadable").inc()
+        log.error("feed_entry_unreadable", position=entry.position, reason=reason)
+        return None

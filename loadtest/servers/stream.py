@@ -1,0 +1,67 @@
+"""Debian's redis-server with an append-only file, as a feed of posts for replicas; it may be killed and started again. Writes nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from loadtest.servers.launch import HOST, free_port, start_process
+
+START_SECONDS = 20.0
+
+
+class RedisServer:
+    """One, in a directory that keeps its file, on a port that it keeps. A context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        self.directory = directory
+        self._process: subprocess.Popen[Any] | None = None
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether this machine has one."""
+        return shutil.which("redis-server") is not None
+
+    def url(self, stream: str) -> str:
+        """Of a stream in it, as `RANKER_RETRIEVAL__FEED`."""
+        return f"redis://{HOST}:{self.port}/{stream}"
+
+    def client(self) -> Any:
+        """A connection to it."""
+        import redis
+
+        return redis.Redis(HOST, self.port, socket_timeout=5)
+
+    def start(self) -> None:
+        """Return when it answers."""
+        command = ["redis-server", "--bind", HOST, "--port", str(self.port), "--save", "", "--appendonly", "yes"]
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._process = start_process([*command, "--dir", str(self.directory)], stdout=subprocess.DEVNULL)
+        import redis
+
+        until = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                self.client().ping()
+                return
+            except redis.RedisError:
+                assert time.monotonic() < until, "redis-server does not answer"
+                assert self._process.poll() is None, "redis-server has ended"
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> RedisServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()

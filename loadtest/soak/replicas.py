@@ -1,0 +1,270 @@
+"""R5 and R6: three replicas follow one Redis stream under load; replicas and Redis are killed at random; then all are compared."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+from phoenix_ranker_client.call import routing_key
+
+from loadtest.generate.payload import post
+from loadtest.machine import ROOT
+from loadtest.matrix import Row
+from loadtest.servers.balancer import balancer
+from loadtest.servers.stream import RedisServer
+from loadtest.soak.clients import ask_all, p99
+from loadtest.soak.cluster import Processes
+from loadtest.soak.servers import real
+
+TOWERS, POSTS = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
+STREAM = "posts"
+REPLICAS = 3
+PER_SECOND = 2000.0
+DELETED_SHARE = 0.05
+IDS = range(10**6, 10**6 + 20_000)  # that change, none of them in the corpus
+USERS, TOP = 500, 200
+SEARCHES = 200  # one after the other, for one reading
+
+
+def search(user: int, top: int = 50, at_least: str = "") -> bytes:
+    """What a user asks `/retrieve`, as bytes for the wire."""
+    headers = {"X-Routing-Key": routing_key(user)} | ({"X-Corpus-At-Least": at_least} if at_least else {})
+    return post("localhost", "/retrieve", orjson.dumps({"user_id": user, "k": top}), headers)
+
+
+@dataclass
+class Writer:
+    """Upserts and deletes in a thread, at a steady rate; what cannot be written is dropped: the stream itself is what counts."""
+
+    redis: RedisServer
+    per_second: float = PER_SECOND
+    written: int = 0
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Writer:
+        self._thread = threading.Thread(target=self._write)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        import redis
+
+        client, draw = self.redis.client(), random.Random(self.written)
+        began = time.monotonic()
+        while not self._stopped.wait(0.01):
+            due = int((time.monotonic() - began) * self.per_second) - self.written
+            with suppress(redis.RedisError):
+                pipe = client.pipeline(transaction=False)
+                for _ in range(due):
+                    pipe.xadd(STREAM, {"change": json.dumps(change(draw))})
+                pipe.execute()
+            self.written += due
+
+
+def change(draw: random.Random) -> dict[str, Any]:
+    """One upsert, or one delete, as `POST /admin/posts` takes it."""
+    one = draw.choice(IDS)
+    if draw.random() < DELETED_SHARE:
+        return {"delete": [one]}
+    return {"upsert": [{"post_id": one, "author_id": draw.randrange(1, 500)}]}
+
+
+class Fleet(Processes):
+    """Three replicas of the demo, each with a copy of the corpus that it keeps, behind a Redis stream."""
+
+    def __init__(self, root: Path, redis: RedisServer) -> None:
+        self.redis = redis
+        for number in range(REPLICAS):
+            shutil.copytree(POSTS, root / f"corpus-{number}")
+        super().__init__(
+            REPLICAS,
+            lambda number: {
+                "retrieval__checkpoint": TOWERS,
+                "retrieval__corpus": root / f"corpus-{number}",
+                "retrieval__feed": redis.url(STREAM),
+            },
+        )
+
+    def states(self) -> list[dict[str, Any]]:
+        """What each says of its corpus."""
+        return [httpx.get(f"{one.url}/info", timeout=10).json()["retrieval"]["corpus"] for one in self.running.values()]
+
+    def wait_for(self, position: str, seconds: float) -> bool:
+        """Whether all have had the stream up to there within this time."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            with suppress(httpx.HTTPError, KeyError, TypeError):
+                if all(state["position"] == position for state in self.states()):
+                    return True
+            time.sleep(0.1)
+        return False
+
+
+@contextmanager
+def fleet() -> Iterator[tuple[Fleet, Path]]:
+    """All three run."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        with RedisServer(root / "redis") as redis:
+            made = Fleet(root, redis)
+            try:
+                for number in range(REPLICAS):
+                    made.start(number)
+                yield made, root
+            finally:
+                made.close()
+
+
+def lags(made: Fleet, seconds: float) -> list[float]:
+    """From a write until each replica answers a caller who insists on it, one write after the other, in seconds."""
+    client, found, until = made.redis.client(), list[float](), time.monotonic() + seconds
+    while time.monotonic() < until:
+        began = time.monotonic()
+        position = client.xadd(STREAM, {"change": json.dumps(change(random.Random(len(found))))}).decode()
+        for port in made.ports:
+            while ask_all(port, [search(1, 1, position)])[0].status != 200:
+                time.sleep(0.01)
+            found.append(time.monotonic() - began)
+    return found
+
+
+def under_load(seconds: float, per_second: float = PER_SECOND) -> list[Row]:
+    """R5: lag, and what searches through HAProxy lose, while posts change; readings with and without changes in turns."""
+    with fleet() as (made, _), balancer(made.ports) as target:
+        time.sleep(2.5)
+        payloads = [search(user) for user in range(1, SEARCHES + 1)]
+        readings: list[list[float]] = [[], []]
+        refused, tried, written, seen = 0, 0, 0.0, list[float]()
+        began = time.monotonic()
+        while time.monotonic() - began < seconds or len(readings[1]) < 2:
+            for kind, rate in enumerate((1.0, per_second)):
+                with Writer(made.redis, rate) as writer:
+                    started = time.monotonic()
+                    replies = ask_all(target.port, payloads)
+                    if kind:
+                        seen += lags(made, min(5.0, seconds / 4))
+                        written = max(written, writer.written / (time.monotonic() - started))
+                readings[kind].append(p99(replies))
+                refused += sum(reply.status != 200 for reply in replies)
+                tried += len(replies)
+        ratio = float(np.median([with_ / without for without, with_ in zip(*readings, strict=True)]))
+    lag = float(np.percentile(seen, 99))
+    return [
+        Row(
+            "R5", f"{per_second:g} changes/s into three replicas: written", 1, 0, written, 0.97 * per_second, "/s", True
+        ),
+        Row("R5", "until every replica serves a change: p99", len(seen), 0, lag, 1.0, "s"),
+        Row("R5", "a search through HAProxy beside them: p99", tried, refused, ratio, 1.5, "× without"),
+    ]
+
+
+def kills(count: int, seconds: float, per_second: float = PER_SECOND) -> list[Row]:
+    """R6: so many kills of replicas, and one of Redis, while posts change; then sequences, digests, and the best posts of all."""
+    draw = random.Random(0)
+    with fleet() as (made, root):
+        began = time.monotonic()
+        with Writer(made.redis, per_second):
+            done = 0
+            while done < count and time.monotonic() - began < seconds:
+                number = draw.randrange(REPLICAS)
+                time.sleep(draw.uniform(0, 1.5))
+                made.end(number, signal.SIGKILL)
+                if done == count // 2:
+                    made.redis.kill()
+                    time.sleep(draw.uniform(0, 1.0))
+                    made.redis.start()
+                made.start(number)
+                done += 1
+        client = made.redis.client()
+        info = client.xinfo_stream(STREAM)
+        whole = made.wait_for(info["last-generated-id"].decode(), 120)
+        states, entries = made.states(), info["length"]
+        lost = sum(abs(state["sequence"] - entries) for state in states) if whole else entries
+        digests = {state["changes_digest"] for state in states}
+        differing = _differing(made, built_at_once(root, client))
+    return [
+        Row(
+            "R6",
+            f"{done} kills of replicas and one of Redis: {entries} changes, lost or made twice",
+            done,
+            0,
+            lost,
+            0,
+            "",
+        ),
+        Row("R6", "different digests of three replicas", len(states), len(digests) - 1, len(digests), 1, ""),
+        Row("R6", f"users whose best {TOP} differ, beside a corpus built at once", USERS, differing, differing, 0, ""),
+    ]
+
+
+def built_at_once(root: Path, client: Any) -> Path:
+    """A corpus of the posts that are left when everything in the stream was made, by `weights corpus build`."""
+    from safetensors.numpy import load_file
+
+    rows = load_file(POSTS / "posts.safetensors")
+    left = dict(zip(rows["post_ids"].tolist(), rows["author_ids"].tolist(), strict=True))
+    for _, fields in client.xrange(STREAM):
+        wanted = orjson.loads(fields[b"change"])
+        for gone in (*wanted.get("delete", ()), *(row["post_id"] for row in wanted.get("upsert", ()))):
+            left.pop(gone, None)
+        left |= {row["post_id"]: row["author_id"] for row in wanted.get("upsert", ())}
+    source, corpus = root / "posts.npz", root / "corpus-at-once"
+    np.savez(source, post_ids=np.array(list(left), np.int64), author_ids=np.array(list(left.values()), np.int64))
+    command = [
+        sys.executable,
+        "-m",
+        "weights",
+        "corpus",
+        "build",
+        str(source),
+        "--encoder",
+        str(TOWERS),
+        "--out",
+        str(corpus),
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    return corpus
+
+
+def _differing(made: Fleet, corpus: Path) -> int:
+    """Users who get other posts, or other bits, from one of the replicas than from this corpus."""
+    payloads = [search(user, TOP) for user in range(1, USERS + 1)]
+
+    def posts(port: int) -> list[bytes]:
+        replies = ask_all(port, payloads, keep_bodies=True, timeout_seconds=60)
+        return [_posts(reply.body) if reply.status == 200 else b"" for reply in replies]
+
+    with real(threads=1, retrieval__checkpoint=TOWERS, retrieval__corpus=corpus) as server:
+        right = posts(server.port)
+    found = [posts(port) for port in made.ports]
+    return sum(not one or any(other != one for other in others) for one, *others in zip(right, *found, strict=True))
+
+
+def _posts(body: bytes) -> bytes:
+    return orjson.dumps([(row["post_id"], row["author_id"], row["score"]) for row in orjson.loads(body)["posts"]])
+
+
+def all_rows(seconds: float, count: int) -> list[Row]:
+    """R5 and R6, where Debian's redis-server is installed."""
+    if not RedisServer.is_installed():
+        return [Row("R5", "redis-server is not installed", 0, 0, 0, 0, "")]
+    return under_load(seconds / 3) + kills(count, seconds)

@@ -1,0 +1,92 @@
+"""Marks and merged changes: what replicas are compared by, and batches that leave the same posts in the same order."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.retrieval.inputs import Change, Mark, NewPosts, PostChange, PostRows
+from weights.corpus.records import decoded, encoded, mark_after, no_posts
+
+START = Mark(0, "00" * 16)
+POSTS = st.lists(st.integers(1, 6), max_size=3, unique=True)
+CHANGES = st.lists(st.tuples(POSTS, POSTS, st.integers(1, 2**64 - 1)), min_size=1, max_size=12)
+
+
+def change(delete: list[int], upsert: list[int], author: int = 9) -> PostChange:
+    ids, gone = np.array(upsert, np.uint64), np.array([post for post in delete if post not in upsert], np.uint64)
+    rows = PostRows(ids, np.full(len(ids), author, np.uint64), np.arange(len(ids)), ["a", None, "b"][: len(ids)])
+    return PostChange(gone, rows)
+
+
+def made(changes: list[PostChange]) -> list[tuple[int, int, int, str | None]]:
+    """The posts that are left of 1 to 6 by author 0, in their order."""
+    left = {post: (post, 0, 0, None) for post in range(1, 7)}
+    for one in changes:
+        for post in one.delete.tolist():
+            left.pop(post, None)
+        upsert = one.upsert
+        for row in zip(
+            *(column.tolist() for column in (upsert.post_ids, upsert.author_ids, upsert.created_at)),
+            upsert.topics,
+            strict=True,
+        ):
+            left.pop(row[0], None)
+            left[row[0]] = row
+    return list(left.values())
+
+
+@given(CHANGES)
+def test_merged_changes_leave_the_same_posts_in_the_same_order(wanted: list[tuple[list[int], list[int], int]]) -> None:
+    changes = [change(*one) for one in wanted]
+    merged = PostChange.merged(changes)
+    assert made([merged]) == made(changes)
+    assert not set(merged.delete.tolist()) & set(merged.upsert.post_ids.tolist())
+    assert merged.upsert.author_ids.dtype == np.uint64
+
+
+@given(CHANGES, st.data())
+def test_one_change_more_less_or_elsewhere_has_another_digest(
+    wanted: list[tuple[list[int], list[int], int]], data: st.DataObject
+) -> None:
+    def digest(changes: list[PostChange]) -> str:
+        mark = START
+        for one in changes:
+            mark = mark_after(mark, one.delete, one.upsert)
+        assert mark.sequence == len(changes)
+        return mark.digest
+
+    changes = [change(*one) for one in wanted]
+    assert digest(changes) == digest([change(*one) for one in wanted])
+    place = data.draw(st.integers(0, len(changes) - 1))
+    assert digest(changes) != digest(changes[:place] + changes[place + 1 :])
+    assert digest(changes) != digest([*changes[:place], change([], [5], 77), *changes[place + 1 :]])
+
+
+def test_a_record_holds_its_mark_and_one_of_before_gets_it() -> None:
+    posts = NewPosts(
+        np.array([2**64 - 1], np.uint64), np.array([7], np.uint64), np.array([5]), ["x"], np.ones((1, 3), np.float32)
+    )
+    mark = Mark(4, "ab" * 16, "12-0")
+    one = Change(np.array([3], np.uint64), posts, mark)
+    assert decoded(encoded(one), 3, START).mark == mark
+    head, _, vectors = encoded(one).partition(b"\n")
+    old = json.loads(head)
+    del old["mark"]
+    again = decoded(json.dumps(old).encode() + b"\n" + vectors, 3, START)
+    assert again.mark == mark_after(START, one.delete, posts)
+    assert again.posts.vectors.tobytes() == posts.vectors.tobytes()
+    assert len(no_posts(3)) == 0
+
+
+def test_a_mark_reaches_numbers_and_positions() -> None:
+    mark = Mark(12, "", "1764000000000-3")
+    for wanted, is_reached in (
+        ("", True), ("12", True), ("13", False), ("1764000000000-3", True), ("1764000000000-4", False),
+        ("1763999999999-9", True), ("999-9", True), ("1764000000000-10", False),
+    ):  # fmt: skip
+        assert mark.reaches(wanted) is is_reached, wanted
+    assert not Mark(12).reaches("0-0"), "a corpus without a feed has no position"

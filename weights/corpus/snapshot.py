@@ -1,0 +1,35 @@
+"""Copies of a corpus for others to begin with: what its last compaction wrote, without the changes since, which are in the feed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from weights.corpus.manifest import CorpusManifest
+from weights.corpus.store import load_corpus, load_corpus_manifest
+from weights.format.manifest import MANIFEST_NAME
+from weights.format.writer import refused_writing, write_file, written_beside
+
+
+def publish(directory: Path, out: Path) -> tuple[Path, CorpusManifest]:
+    """Copy the corpus to `out/NAME@SEQUENCE`, checked, in one step; a copy that is there already stays. A service may write beside.
+
+    Raises CheckpointError.
+    """
+    while True:
+        manifest = load_corpus_manifest(directory)
+        target = out / f"{manifest.name}@{manifest.first_mark.sequence}"
+        if target.exists():
+            return target, load_corpus_manifest(target)
+        with refused_writing(f"Snapshot {target}"):
+            out.mkdir(parents=True, exist_ok=True)
+            try:
+                with written_beside(target) as partial:
+                    for name in manifest.files:
+                        shutil.copyfile(directory / name, partial / name)
+                    write_file(partial / MANIFEST_NAME, manifest.to_json())
+                    load_corpus(partial)
+                return target, manifest
+            except FileNotFoundError:
+                if load_corpus_manifest(directory).digest == manifest.digest:
+                    raise  # else it was compacted meanwhile
