@@ -57,14 +57,14 @@ demo: $(VENV)/.installed ## train weights/demo again, the same bytes on one mach
 WORKERS ?= 3
 
 test: $(VENV)/.installed .cache/prometheus/.fetched ## every test that needs no GPU
-	@.ci/debian wrk haproxy nginx-light g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; .ci/fetch-types envoy $(BIN)/python
+	@.ci/debian wrk haproxy nginx-light redis-server g++-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user clang; .ci/fetch-types envoy $(BIN)/python
 	@$(BIN)/python .ci/suite $(WORKERS)
 
 test-quick: $(VENV)/.installed ## all but the files and folders that take longest, for between two edits: a minute and a half
 	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test-long: $(VENV)/.installed ## the long forms of properties that no other target runs: a quarter of an hour
-	@.ci/debian wrk haproxy nginx-light
+	@.ci/debian wrk haproxy nginx-light redis-server
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 test-light: ## what needs no torch, in an environment without it: PYTHON=python3.12
@@ -99,7 +99,7 @@ bench: $(VENV)/.installed ## engines beside the dense definition, the service ar
 	$(BIN)/python -m loadtest bench $(ARGS)
 
 bench-% load-%: $(VENV)/.installed ## a command by its name: bench-front ARGS="--rounds 9 --before DIR", bench-retrieve, load-open ARGS="--rate 100", ...
-	@.ci/debian wrk
+	@.ci/debian wrk haproxy redis-server
 	$(BIN)/python -m loadtest $(patsubst bench-%,%,$(@:load-%=%)) $(ARGS)
 
 bench-gpu: ## the first half hour on one card, in guarded phases, with torch, numpy, safetensors and triton alone: ARGS='--device cpu --tiny'
@@ -109,7 +109,7 @@ kernels: ## the table of all kernels, compiled here without a card: registers, s
 	$(or $(wildcard $(BIN)/python),python3) -m model.split.kernels.build $(ARGS)
 
 profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
-	@.ci/debian wrk
+	@.ci/debian wrk haproxy redis-server
 	$(BIN)/python -m loadtest profile $(ARGS)
 
 URL ?= http://$(HOST):$(PORT)
@@ -131,7 +131,7 @@ peers: .cache/peers/.installed ## the same traffic and model behind FastAPI alon
 	.cache/peers/bin/python -m loadtest peers --checkpoint "$(CHECKPOINT)" $(ARGS)
 
 soak: $(VENV)/.installed ## long forms of the reliability matrix, one JSON line a row: SECONDS=1800; ARGS="--only NAME" for some
-	@.ci/debian wrk haproxy nginx-light
+	@.ci/debian wrk haproxy nginx-light redis-server
 	@failed=0; share() { expr $(or $(SECONDS),1800) \* $$1 / 100; }; loadtest="$(BIN)/python -m loadtest"; \
 	$$loadtest soak --seconds $(if $(ARGS),$(or $(SECONDS),1800),$$(share 75)) $(ARGS) || failed=1; \
 	if [ -z '$(ARGS)' ]; then \

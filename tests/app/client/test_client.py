@@ -126,6 +126,19 @@ def test_retry_after_is_honoured_unless_the_deadline_forbids() -> None:
     assert (error.retry_after_seconds, error.request_id, len(seen)) == (30.0, "theirs", 3)
 
 
+def test_a_replica_that_is_behind_is_asked_again() -> None:
+    posts = {"model": {"name": "t", "version": "v"}, "corpus": {}, "posts": [], "visible": 0, "timings_ms": {}, "request_id": "r",
+             "history_used": 0, "history_dropped": 0}  # fmt: skip
+    client, seen = scripted(refusal(503, "corpus_behind", "0"), httpx.Response(200, json=posts))
+    assert client.retrieve(1, at_least="1764000000000-0", timeout_seconds=5).posts == []
+    assert [request.headers["x-corpus-at-least"] for request in seen] == ["1764000000000-0"] * 2
+    client, seen = scripted(refusal(422, "invalid_request"), refusal(422, "invalid_request"))
+    for method, at_least in ((client.recommend, 12), (client.retrieve, None)):
+        with pytest.raises(RequestRefused):
+            method(1, at_least=at_least)
+    assert [request.headers.get("x-corpus-at-least") for request in seen] == ["12", None]
+
+
 def test_attempts_are_counted() -> None:
     client, seen = scripted(*[refusal(429, "overloaded")] * 9, attempts=4)
     with pytest.raises(Unavailable):

@@ -149,7 +149,8 @@ def test_a_change_is_seen_by_the_next_search_of_every_front(load: RetrievalLoade
             new = np.array([10**6], np.uint64)
             rows = PostRows(new, new, np.array([retrieving.NOW]), ["art"])
             changed = await one.retrieval.change(PostChange(best[:1].copy(), rows))
-            assert (changed.posts, changed.changes, changed.deleted) == (299, 1, 1)
+            assert (changed.posts, changed.changes, changed.deleted, changed.mark.sequence) == (299, 1, 1, 1)
+            assert (await one.corpus()).mark == changed.mark
             posts = (await found(other, query(1, k=299))).posts
             assert best[0] not in posts.post_ids
             assert 10**6 in posts.post_ids

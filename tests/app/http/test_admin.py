@@ -463,7 +463,7 @@ def test_posts_are_changed(retrieving_client: tuple[TestClient, RankingService],
     ]
     status, reply = change(client, upsert=new, delete=[1, "2", 12345])
     assert (status, reply["upserted"], reply["deleted"]) == (200, 2, 2)
-    assert reply["corpus"] == {"name": "posts", "version": "v1", "posts": 299 - 2 + 1, "changes": 1}
+    assert reply["corpus"] == {"name": "posts", "version": "v1", "posts": 299 - 2 + 1, "changes": 1, "sequence": 1}
     assert change(client, delete=[1])[1]["deleted"] == 0
     before = (tmp_path / "corpus-v1").glob("changes-*.log")
     assert len(list(before)) == 1
@@ -471,7 +471,7 @@ def test_posts_are_changed(retrieving_client: tuple[TestClient, RankingService],
     assert client.post("/admin/reload", json={"corpus": "corpus-v1"}, headers=GOOD).status_code == 200
     status, reply = change(client, delete=["9"])
     assert (status, reply["deleted"]) == (200, 1)
-    assert reply["corpus"] == {"name": "posts", "version": "v1", "posts": 299 - 2, "changes": 3}
+    assert reply["corpus"] == {"name": "posts", "version": "v1", "posts": 299 - 2, "changes": 3, "sequence": 3}
 
 
 @pytest.mark.parametrize(

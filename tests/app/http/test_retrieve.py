@@ -70,7 +70,7 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
     content = reply.json()
     assert reply.status_code == 200
     assert content["model"] == {"name": "towers", "version": "v1"}
-    assert content["corpus"] == {"name": "posts", "version": "v1", "posts": 299, "changes": 0}
+    assert content["corpus"] == {"name": "posts", "version": "v1", "posts": 299, "changes": 0, "sequence": 0}
     assert list(content["posts"][0]) == ["post_id", "author_id", "score", "rank", "created_at", "topics"]
     assert [post["rank"] for post in content["posts"]] == list(range(1, 11))
     scores = [post["score"] for post in content["posts"]]
@@ -83,6 +83,28 @@ def test_a_reply_holds_what_the_contract_says(client: TestClient) -> None:
     again = client.post("/retrieve", json=asked(k=10))
     assert again.headers["x-context-cache"] == "hit"
     assert again.json()["posts"] == content["posts"]
+
+
+def test_a_caller_may_insist_on_a_change(directory: Path) -> None:
+    """A header names the change; both endpoints refuse until the corpus has had it, and say which it has had."""
+    with served(retrieval=retrieving.loader(directory / "own")) as (client, service):
+        for path in ("/retrieve", "/recommend"):
+            for wrong in ("x", "-1", "1.5", "1-2-3", "²"):
+                refused = client.post(path, json=asked(), headers={"x-corpus-at-least": wrong.encode()})
+                assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "X-Corpus-At-Least")
+            behind = client.post(path, json=asked(), headers={"x-corpus-at-least": "1"})
+            assert (behind.status_code, behind.json()["code"]) == (503, "corpus_behind")
+            assert behind.headers["retry-after"] == "1"
+            assert client.post(path, json=asked(), headers={"x-corpus-at-least": "0"}).status_code == 200
+        rows = PostRows(np.array([901], np.uint64), np.array([1], np.uint64), np.zeros(1, np.int64), [None])
+        changed = client.portal.call(service.retrieval.change, PostChange(np.array([5], np.uint64), rows))  # type: ignore[union-attr]
+        for path in ("/retrieve", "/recommend"):
+            reply = client.post(path, json=asked(), headers={"x-corpus-at-least": "1"})
+            assert reply.status_code == 200
+            assert reply.json()["corpus"] == {"name": "posts", "version": "v1", "posts": 299, "changes": 1, "sequence": 1}
+            assert reply.headers["x-corpus-version"] == f"v1+1.{changed.mark.digest[:8]}"
+        about = client.get("/info").json()["retrieval"]["corpus"]
+        assert (about["sequence"], about["changes_digest"], about["posts"]) == (1, changed.mark.digest, 299)
 
 
 def test_each_post_has_the_topic_of_the_corpus(client: TestClient) -> None:
