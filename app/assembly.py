@@ -11,7 +11,7 @@ import uvloop
 
 from app import ports
 from app.engine.loading import Loader, checkpoint_loader, retrieval_loader
-from app.feeds.source import open_feed
+from app.feeds.adapters import open_feed
 from app.fronts.host import EngineHost
 from app.fronts.role import Role
 from app.http.application import Application, create_app
@@ -21,7 +21,7 @@ from app.server.process import RankingServer, serve
 from app.service.feed import FeedReader
 from app.service.reload import Reloader
 from app.service.service import RankingService
-from app.settings import Settings
+from app.settings import Settings, SettingsProblem
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 
@@ -37,7 +37,10 @@ def build_service(settings: Settings, metrics: Metrics, *, clock: Clock = time.m
         second = second_loader(settings.shadow.checkpoint, settings)
     service = RankingService(load, settings, metrics, retrieval=retrieval, second=second, clock=clock)
     if wanted.feed is not None:
-        source = open_feed(wanted.feed.get_secret_value())
+        try:
+            source = open_feed(wanted.feed.get_secret_value())
+        except ImportError as error:
+            raise SettingsProblem(f"RANKER_RETRIEVAL__FEED needs the `redis` or the `kafka` extra: {error}") from error
         service.retrieval.feed = FeedReader(source, read_change, metrics, wanted.feed_lag_seconds)
     return service
 

@@ -89,7 +89,7 @@ def replicas_command(
     kills: Annotated[int, typer.Option(help="Of replicas at random moments; Redis is killed once.")] = 100,
     per_second: Annotated[float, typer.Option(help="Changes that are written.")] = 2000.0,
 ) -> None:
-    """Three replicas behind one Redis stream and HAProxy: lag, searches beside changes, kills, equal posts. Exit code 1 where one is red."""
+    """Three replicas of one Redis stream behind HAProxy: lag, searches beside changes, kills, equal posts. Exit code 1 for a red row."""
     from loadtest.matrix import table
     from loadtest.soak import replicas
 

@@ -27,6 +27,7 @@ PLANTS = {  # contract → file, an import that the contract forbids there
     "the engine process speaks no HTTP": ("app/fronts/host.py", "import app.request.reply"),
     "scheduling is pure policy": ("app/engine/forecast.py", "import numpy"),
     "gRPC is an extra": ("app/http/rank.py", "import grpc"),
+    "the libraries of feeds are extras": ("app/service/feed.py", "import redis"),
     "Ray is an extra": ("app/ray/replica.py", "import ray"),
     "the client stands alone": ("app/client/phoenix_ranker_client/messages.py", "import app.errors"),
     "the server does not need its client": ("app/http/rank.py", "import phoenix_ranker_client"),

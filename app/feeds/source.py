@@ -1,4 +1,4 @@
-"""What a feed is to its reader, and which one a URL names. Each adapter is one module; its client library is an extra."""
+"""What a feed is to its reader, and how a URL names one."""
 
 from __future__ import annotations
 
@@ -44,15 +44,3 @@ def parts_of(url: str) -> tuple[str, str]:
     if scheme not in ("redis", "rediss", "kafka") or not name or base.endswith(":/"):
         raise ValueError("must be redis://HOST:PORT/STREAM, rediss://… or kafka://HOST:PORT/TOPIC")
     return base, name
-
-
-def open_feed(url: str) -> Source:
-    """The feed of this URL; connects when it is first read. Raises ImportError without its extra."""
-    base, name = parts_of(url)
-    if base.startswith("kafka"):
-        from app.feeds.kafka import KafkaFeed
-
-        return KafkaFeed(base.removeprefix("kafka://"), name)
-    from app.feeds.redis import RedisFeed
-
-    return RedisFeed(base, name)

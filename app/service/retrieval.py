@@ -306,7 +306,7 @@ class RetrievalService:
         worker = self.versions.find(served)
         if worker is None:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
-        if not worker.model.engine.mark.reaches(query.at_least):
+        if query.at_least and not worker.model.engine.mark.reaches(query.at_least):
             raise CorpusBehind(retry_after_seconds=1.0)
         excluded = len(query.filters.exclude)
         job = SearchJob(

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from loadtest.generate.traffic import Traffic, TrafficSettings
+from loadtest.servers.stream import RedisServer
 from tests.e2e.process import Server as Service
 from tests.e2e.process import serving
 from tests.ops.boards import boards, concrete, expressions
@@ -43,12 +44,16 @@ def offer_load(url: str, stop: threading.Event) -> None:
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    if not RedisServer.is_installed():
+        pytest.skip("Debian's redis-server is not installed: figures of a feed need one")
     towers, corpus = ROOT / "weights/demo-towers", ROOT / "weights/demo-posts"
     demo = ROOT / "weights/demo"
     second = {"shadow__checkpoint": demo, "shadow__share": 1.0}
-    with serving(demo, retrieval__checkpoint=towers, retrieval__corpus=corpus, **second) as running:
-        yield running
+    with RedisServer(tmp_path_factory.mktemp("redis")) as redis:
+        posts = {"retrieval__checkpoint": towers, "retrieval__corpus": corpus, "retrieval__feed": redis.url("posts")}
+        with serving(demo, **posts, **second) as running:
+            yield running
 
 
 def lacking(server: Server) -> list[str]:

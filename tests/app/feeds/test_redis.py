@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from app.feeds.adapters import open_feed
 from app.feeds.redis import RedisFeed
-from app.feeds.source import FeedGap, open_feed
+from app.feeds.source import FeedGap
 from loadtest.servers.stream import RedisServer
 
 pytestmark = pytest.mark.skipif(not RedisServer.is_installed(), reason="Debian's redis-server is not installed")

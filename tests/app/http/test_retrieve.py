@@ -23,6 +23,7 @@ from app.http.application import Application
 from app.service.service import RankingService
 from app.settings import Auth, Deadline, Limits, Queue, Settings
 from model.retrieval.engine import RetrievalEngine
+from model.retrieval.inputs import PostChange, PostRows
 from tests.app import retrieving
 from tests.app.bounds import bounded
 from tests.app.fakes import Gate, until
@@ -101,7 +102,13 @@ def test_a_caller_may_insist_on_a_change(directory: Path) -> None:
         for path in ("/retrieve", "/recommend"):
             reply = client.post(path, json=asked(), headers={"x-corpus-at-least": "1"})
             assert reply.status_code == 200
-            assert reply.json()["corpus"] == {"name": "posts", "version": "v1", "posts": 299, "changes": 1, "sequence": 1}
+            assert reply.json()["corpus"] == {
+                "name": "posts",
+                "version": "v1",
+                "posts": 299,
+                "changes": 1,
+                "sequence": 1,
+            }
             assert reply.headers["x-corpus-version"] == f"v1+1.{changed.mark.digest[:8]}"
         about = client.get("/info").json()["retrieval"]["corpus"]
         assert (about["sequence"], about["changes_digest"], about["posts"]) == (1, changed.mark.digest, 299)
@@ -363,7 +370,7 @@ def test_info_and_metrics_say_what_is_served(client: TestClient) -> None:
     posts_of(client)
     info = client.get("/info").json()["retrieval"]
     assert info["model"] == {"name": "towers", "version": "v1"}
-    assert (info["corpus"]["posts"], info["corpus"]["hidden"], info["corpus"]["duplicates"]) == (300, 1, 1)
+    assert (info["corpus"]["posts"], info["corpus"]["hidden"], info["corpus"]["duplicates"]) == (299, 1, 1)
     assert info["engine"]["user_tower"]["backend"] in ("native", "torch")
     metrics = client.get("/metrics").text
     assert value_of(metrics, "ranker_search_requests_count") > 0

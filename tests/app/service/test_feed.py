@@ -17,7 +17,7 @@ import structlog
 
 from app.engine.loading import retrieval_loader
 from app.errors import ChangedByFeed, CorpusBehind
-from app.feeds.source import open_feed
+from app.feeds.adapters import open_feed
 from app.interface import Changed
 from app.request.posts import read_change
 from app.service import feed as reader
@@ -134,7 +134,13 @@ def test_a_change_that_was_recorded_and_not_made_is_made_once(
 
 
 def test_what_cannot_be_read_is_counted_said_and_kept_and_stops_nobody(tmp_path: Path, redis: RedisServer) -> None:
-    bad = ["{", "", '{"upsert": 3}', '{"delete": [0]}', json.dumps({"delete": [1], "more": 2})]
+    bad = [
+        "{",
+        "",
+        '{"upsert": 3}',
+        '{"upsert": [{"post_id": 0, "author_id": 1}]}',
+        json.dumps({"delete": [1], "more": 2}),
+    ]
 
     async def scenario() -> None:
         async with replica(redis, tmp_path / "a") as service:
@@ -142,9 +148,9 @@ def test_what_cannot_be_read_is_counted_said_and_kept_and_stops_nobody(tmp_path:
                 last = write(redis, upsert(900), *bad, upsert(901), "[]")
                 state = await at(service, last)
             assert (state.mark.sequence, state.posts) == (2, 299 + 2)
-            text = service.metrics.render().decode()
-            assert 'ranker_feed_entries_total{result="unreadable"} 6' in text
-            assert 'ranker_feed_entries_total{result="made"} 2' in text
+            counted = service.metrics.feed_entries
+            await until(lambda: counted.labels("made")._value.get() == 2)
+            assert counted.labels("unreadable")._value.get() == 6
             said = [line for line in logs if line["event"] == "feed_entry_unreadable"]
             assert len(said) == 6
             assert all(line["reason"] and line["position"] for line in said)

@@ -396,9 +396,9 @@ def test_a_compaction_that_fails_changes_nothing(tmp_path: Path, monkeypatch: py
 def test_more_changes_at_once_than_the_budget_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, record = Gate(), LoadedRetrieval.record
 
-    def held(loaded: LoadedRetrieval, asked: PostChange) -> Any:
+    def held(loaded: LoadedRetrieval, *asked: Any) -> Any:
         gate(asked)
-        return record(loaded, asked)
+        return record(loaded, *asked)
 
     monkeypatch.setattr(LoadedRetrieval, "record", held)
     fix(monkeypatch, CHANGES=2)

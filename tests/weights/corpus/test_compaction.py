@@ -108,7 +108,7 @@ def test_it_holds_the_same_posts_in_the_same_order(directory: Path, encoder: Enc
     log.append(change(encoder, [905], []))
     assert engine_of(directory, encoder)[0].changes == 2
     assert manifest.mark == manifest.first_mark
-    assert [again.mark.sequence for again in (manifest.mark, since.mark)] == [3, 4]
+    assert (manifest.mark.sequence, since.mark.sequence) == (3, 4)
     for version, sequence, label in (
         ("v1", 7, "v1+7"),
         ("v1+7", 12, "v1+12"),
@@ -173,10 +173,10 @@ def test_a_crash_at_any_step_leaves_the_old_corpus_or_the_new_one(
     directory: Path, encoder: Encoder, power: bool
 ) -> None:
     compaction, engine = changed(directory, encoder)
-    since = change(encoder, [5], [906])
+    since = marked(compaction.log, change(encoder, [5], [906]))
     compaction.log.append(since)
     compaction.log.close()
-    snapshot, changes = engine.parts(), engine.changes
+    snapshot, mark = engine.parts(), engine.mark
     engine.change(since)
     expected, versions = posts_of(engine), set()
     pristine = Path(shutil.copytree(directory, directory.with_name("pristine")))
@@ -184,7 +184,7 @@ def test_a_crash_at_any_step_leaves_the_old_corpus_or_the_new_one(
     def work() -> None:
         _, log, _ = load_changed(directory, encoder.manifest)
         again = Compaction(directory, load_corpus(directory).manifest, log)
-        again.commit(again.write(snapshot, changes).manifest, [since])
+        again.commit(again.write(snapshot, mark).manifest, [since])
 
     for at in range(100):
         shutil.rmtree(directory)
@@ -194,10 +194,10 @@ def test_a_crash_at_any_step_leaves_the_old_corpus_or_the_new_one(
         found, log = engine_of(directory, encoder)
         assert posts_of(found) == expected, at
         versions.add(load_corpus(directory).manifest.version)
-        log.append(change(encoder, [6], []))  # and it goes on
+        log.append(six := marked(log, change(encoder, [6], [])))  # and it goes on
         assert found.posts == len(expected)
         after = Compaction(directory, load_corpus(directory).manifest, log)
-        found.change(change(encoder, [6], []))
+        found.change(six)
         compacted(after, found, []).close()
         assert len(list(directory.iterdir())) == 4, "two files, a manifest, a log: nothing else is left"
         log.close()
@@ -209,7 +209,7 @@ def test_a_crash_at_any_step_leaves_the_old_corpus_or_the_new_one(
 
 def test_nobody_reads_what_is_not_in_force(directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     compaction, engine = changed(directory, encoder)
-    written = compaction.write(engine.parts(), engine.changes)
+    written = compaction.write(engine.parts(), engine.mark)
     expected = posts_of(engine)
     for name in written.manifest.files:
         for cut in range(0, written.manifest.files[name].bytes, 997):
@@ -224,7 +224,7 @@ def test_nobody_reads_what_is_not_in_force(directory: Path, encoder: Encoder, mo
 
     monkeypatch.setattr(Compaction, "_written", cut_short)
     with pytest.raises(CheckpointError, match=r"is not compacted: .* is 1000 bytes long instead of"):
-        compaction.write(engine.parts(), engine.changes)
+        compaction.write(engine.parts(), engine.mark)
 
 
 def test_only_who_may_change_the_corpus_may_compact_it(directory: Path, encoder: Encoder) -> None:
@@ -261,7 +261,7 @@ def test_a_compaction_that_is_refused_removes_nothing(directory: Path, encoder: 
         refused()  # its new log and manifest lie there and are not in force
         real(self, *arguments)
 
-    written = compaction.write(engine.parts(), engine.changes)
+    written = compaction.write(engine.parts(), engine.mark)
     refused()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Compaction, "_check_there", between)
@@ -277,7 +277,7 @@ def test_a_compaction_puts_nothing_in_force_that_is_not_there(
     directory: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, gone: str
 ) -> None:
     compaction, engine = changed(directory, encoder)
-    written, expected = compaction.write(engine.parts(), engine.changes), posts_of(engine)
+    written, expected = compaction.write(engine.parts(), engine.mark), posts_of(engine)
     names = {tensor: directory / entry.file for tensor, entry in written.manifest.tensors.items()}
     real = Compaction._check_there
 
@@ -306,7 +306,7 @@ def test_a_compaction_puts_nothing_in_force_that_is_not_there(
 def test_who_has_lost_the_corpus_leaves_what_he_made(directory: Path, encoder: Encoder) -> None:
     """The process ends, another one holds the log: what is there is that one's to tidy up."""
     compaction, engine = changed(directory, encoder)
-    written = compaction.write(engine.parts(), engine.changes)
+    written = compaction.write(engine.parts(), engine.mark)
     compaction.log.close()
     compaction.drop()
     assert all((directory / name).exists() for name in written.manifest.files)
@@ -319,7 +319,7 @@ def test_who_has_lost_the_corpus_leaves_what_he_made(directory: Path, encoder: E
 
 def test_a_corpus_that_was_replaced_meanwhile_stays(directory: Path, encoder: Encoder, tmp_path: Path) -> None:
     compaction, engine = changed(directory, encoder)
-    written = compaction.write(engine.parts(), engine.changes)
+    written = compaction.write(engine.parts(), engine.mark)
     directory.rename(tmp_path / "old")
     other = retrieving.written(tmp_path / "other", seed=3, version="v9")[1]
     other.rename(directory)
