@@ -1,0 +1,37 @@
+"""R6 and R7, short: replicas of one stream under changes and kills are equal, to the bit, and what is lost would be seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtest.servers.balancer import HAPROXY
+from loadtest.servers.stream import RedisServer
+from loadtest.soak.replicas import kills, under_load
+
+pytestmark = pytest.mark.skipif(
+    not RedisServer.is_installed() or HAPROXY.program is None, reason="needs Debian's redis-server and haproxy"
+)
+
+
+@pytest.mark.timeout(240)
+def test_r7_replicas_are_equal_after_kills_of_each_and_of_redis() -> None:
+    for row in kills(3, 60, 500):
+        assert row.ok, row.to_json()
+
+
+@pytest.mark.timeout(240)
+def test_r7_is_red_without_an_entry() -> None:
+    lost, digests, differing = kills(1, 10, 500, spoil=True)
+    assert not lost.ok
+    assert lost.failed == 0
+    assert lost.figure == 3, "each replica has made one more than the stream holds"
+    assert digests.ok
+    assert not differing.ok
+
+
+@pytest.mark.timeout(240)
+def test_r6_a_change_reaches_every_replica_within_a_second() -> None:
+    written, lag, searches = under_load(4, 500)
+    for row in (written, lag):
+        assert row.ok, row.to_json()
+    assert (searches.tried, searches.failed) >= (800, 0), "milliseconds are judged by the long form"
