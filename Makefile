@@ -17,7 +17,7 @@ DEMO = $(filter weights/demo,$(CHECKPOINT))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo test test-quick test-changed test-long test-light test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom clean
+.PHONY: help install serve demo test test-quick test-changed test-long test-light test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom site clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -84,11 +84,15 @@ test-ray: .cache/ray/.installed ## the service on a real Ray Serve, two replicas
 test-changed: $(VENV)/.installed ## the tests that reach what has changed, by the records of make mutants: SINCE=main
 	$(BIN)/python .ci/mutants/changed.py $(or $(SINCE),main)
 
-check: $(VENV)/.installed ## lint, format, types, directions of imports: what a commit must pass
+check: $(VENV)/.installed ## lint, format, types, directions of imports, links of the pages: what a commit must pass
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/site build/site
+
+site: $(VENV)/.installed ## the documentation as a searchable site in build/site, which also opens as a file
+	$(BIN)/python .ci/site build/site
 
 mutants: $(VENV)/.installed ## change a decision or drop wiring, run the tests that reach it: SAMPLE=200 SEED=0 ARGS="--only app/http --kinds guard,with"
 	$(BIN)/python .ci/mutants --sample $(or $(SAMPLE),200) --seed $(or $(SEED),0) $(ARGS)

@@ -1,0 +1,76 @@
+"""The site: built from the pages of the clone, searchable from a file, with nothing from elsewhere; a link to nowhere stops it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_explore import CHROMIUM
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / ".ci" / "site"
+
+
+def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(root / ".ci" / "site"), str(out)], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = build(ROOT, out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_every_page_is_there_and_nothing_comes_from_elsewhere(site: Path) -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").with_suffix(".html")
+        assert (site / str(name).replace("README.html", "index.html")).exists(), name
+    for page in site.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"?(https?:[^\"\s>]+)", page.read_text()
+        )
+        assert not loaded, (page, loaded)
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as started:
+        with started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as opened:
+            yield opened
+
+
+def test_it_is_searched_and_shows_the_api_from_a_file(site: Path, browser: Any) -> None:
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((site / "index.html").as_uri())
+    page.locator("input[name=query]").first.fill("candidate isolation")
+    page.locator(".md-search-result__link").first.wait_for(timeout=20_000)
+    page.goto((site / "reference.html").as_uri())
+    page.get_by_text("/recommend", exact=True).first.wait_for(timeout=20_000)
+    assert not [url for url in asked if url.startswith("http")]
+
+
+@pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](api.md#no-such-part)", "[x](../app/nowhere.py)"])
+def test_a_link_to_nowhere_stops_it(tmp_path: Path, link: str) -> None:
+    for entry in ROOT.iterdir():
+        if entry.name != "docs":
+            (tmp_path / entry.name).symlink_to(entry)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    page = tmp_path / "docs" / "explore.md"
+    page.write_text(page.read_text() + f"\n{link}\n")
+    done = build(tmp_path, tmp_path / "out")
+    assert done.returncode == 1
+    assert "explore.md" in done.stderr
