@@ -46,9 +46,11 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as started:
-        with started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as opened:
-            yield opened
+    with (
+        playwright.sync_playwright() as started,
+        started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as opened,
+    ):
+        yield opened
 
 
 def test_it_is_searched_and_shows_the_api_from_a_file(site: Path, browser: Any) -> None:
@@ -56,7 +58,8 @@ def test_it_is_searched_and_shows_the_api_from_a_file(site: Path, browser: Any) 
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto((site / "index.html").as_uri())
-    page.locator("input[name=query]").first.fill("candidate isolation")
+    page.locator(".md-search__input").click(force=True)
+    page.keyboard.type("candidate isolation")
     page.locator(".md-search-result__link").first.wait_for(timeout=20_000)
     page.goto((site / "reference.html").as_uri())
     page.get_by_text("/recommend", exact=True).first.wait_for(timeout=20_000)
