@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,10 +17,14 @@ import pytest
 from phoenix_ranker_client import RankerError, call
 from phoenix_ranker_client.messages import error_from
 
+from loadtest.machine import ROOT
 from loadtest.servers.balancer import HAPROXY, NGINX, Balancer
-from loadtest.servers.launch import HOST, free_port
+from loadtest.servers.launch import HOST, free_port, start_process
 from loadtest.soak import cluster
-from tests.reliability.live import all_ok
+from loadtest.soak.servers import real
+from tests.reliability.live import all_ok, wait_until
+from weights.checkpoint import load_checkpoint
+from weights.format.writer import replace_manifest
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -123,3 +133,39 @@ def test_g3_a_rolling_update_loses_no_request(processes: cluster.Processes, kind
 @kinds(HAPROXY)
 def test_g3_is_red_when_a_process_does_not_drain(processes: cluster.Processes, kind: Balancer) -> None:
     assert not cluster.rolling(processes, (0,), kind, kind.sent_once, by=signal.SIGKILL).ok
+
+
+@pytest.mark.skipif(not HAPROXY.program, reason="apt-get install haproxy")
+def test_a_path_names_the_group_of_processes_that_ranks(tmp_path: Path) -> None:
+    """docker/haproxy/models.cfg, with one real process in each group."""
+    other = Path(shutil.copytree(ROOT / "weights/demo", tmp_path / "other"))
+    replace_manifest(other, replace(load_checkpoint(other).manifest, version="other"))
+    body = (ROOT / "weights/demo/example.json").read_bytes()
+    with real(threads=1) as feed, real(threads=1, checkpoint=other) as search:
+        text, port = (ROOT / "docker/haproxy/models.cfg").read_text(), free_port()
+        for name, server in (("feed", feed), ("search", search)):
+            text = text.replace(f"{name}-1:8000", f"{HOST}:{server.port}").replace(f"    server {name}-2", "    # ")
+        (tmp_path / "models.cfg").write_text(text.replace("bind :8000", f"bind {HOST}:{port}"))
+        command = [str(HAPROXY.program), "-db", "-f", str(tmp_path / "models.cfg")]
+        process = start_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            with httpx.Client(base_url=f"http://{HOST}:{port}", headers={"content-type": "application/json"}) as client:
+                wait_until(lambda: connects(port) and client.get("/readyz").status_code == 200, 20)
+                direct = httpx.post(f"{feed.url}/rank", content=body, headers=client.headers)
+                answered = {path: client.post(path, content=body) for path in ("/rank", "/rank/feed", "/rank/search")}
+                versions = [reply.headers["x-model-version"] for reply in answered.values()]
+                assert versions == [direct.headers["x-model-version"]] * 2 + ["other"]
+                assert all(reply.json()["candidates"] == direct.json()["candidates"] for reply in answered.values())
+                assert client.post("/rank/batch", content=b'{"requests": [%b]}' % body).status_code == 200
+                unknown = client.post("/rank/nobody", content=body)
+                assert (unknown.status_code, unknown.json()["code"]) == (404, "not_found")
+                assert client.post("/rank/feed/more", content=body).status_code == 404
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def connects(port: int) -> bool:
+    with suppress(OSError), socket.create_connection((HOST, port), 1):
+        return True
+    return False
