@@ -23,6 +23,7 @@ wait within the limit, fill the next forward `FILLED_TIMES` over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -152,6 +153,11 @@ class Admission:
         full_seconds = self.forward_time.seconds((self.cost - now.cost) / forwards) or 0.0
         ahead = int(forwards * self._share_ahead(job) + 1e-9)
         return Wait(left + ahead * full_seconds, ahead)
+
+    def behind_seconds(self) -> float:
+        """What a small request that comes now would wait for forwards that are not begun yet."""
+        wait = self.wait(Job(candidates=1, context_tokens=1, deadline=math.inf))
+        return wait.seconds if wait.forwards else 0.0
 
     def _share_ahead(self, job: Job) -> float:
         """Which part of the queue is served before the job: all that its key holds, and as much of each other key's work."""

@@ -1,42 +1,32 @@
-"""How many replicas a deployment should have: more when requests wait for the engine, fewer when the others could do the work."""
+"""How many replicas a deployment should have: as many as bring the load of each to 1, and fewer one at a time."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Any
 
-WAIT = "queue_wait_seconds"  # what a request that comes now would wait for its first forward
-BUSY = "busy"  # 1 while a forward runs, else 0: its mean is the share of the time that the engine works
+from app.load import replicas_for
 
-MOST_AT_ONCE = 2.0  # times the replicas that there are, in one step
-BUSY_AFTER = 0.6  # of their time may the replicas that stay be busy
+LOAD = "load"  # `app.load.Load.value` of each replica
+SPARE = 0.95  # of the load may those have that stay, or the next moment brings the replica back
 
 
-class QueueWait:
-    """An autoscaling policy for Ray Serve, which averages both figures over its look-back period, and applies bounds and delays."""
-
-    def __init__(self, target_seconds: float = 0.02) -> None:
-        """Replicas come while requests wait longer than this."""
-        self.target_seconds = target_seconds
+class ByLoad:
+    """An autoscaling policy for Ray Serve, which averages the figures over its look-back period, and applies bounds and delays."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """`context`: Ray Serve's AutoscalingContext. Replicas wanted, and no state."""
         figures: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
-        waits, busy = (list(figures.get(name, {}).values()) for name in (WAIT, BUSY))
-        wanted = replicas_wanted(
-            context.current_num_replicas, context.target_num_replicas, waits, busy, self.target_seconds
-        )
-        return wanted, {}
+        loads = list(figures.get(LOAD, {}).values())
+        return replicas_wanted(context.current_num_replicas, context.target_num_replicas, loads), {}
 
 
-def replicas_wanted(running: int, target: int, waits: list[float], busy: list[float], target_seconds: float) -> int:
-    """`running` replicas, `target` of them wanted so far; `waits` in seconds and `busy` shares, one of each for a replica that reports."""
-    if not waits or len(waits) < running:
+def replicas_wanted(running: int, target: int, loads: list[float]) -> int:
+    """`running` replicas, `target` of them wanted so far; `loads`: one for each replica that reports."""
+    if not loads or len(loads) < running:
         return target  # a replica that is silent may be the busiest
-    if (wait := fmean(waits)) > target_seconds:
-        return max(target, math.ceil(running * min(wait / target_seconds, MOST_AT_ONCE)))
-    if running > 1 and sum(busy) < (running - 1) * BUSY_AFTER:
-        return min(target, running - 1)
+    if (wanted := replicas_for(running, loads)) > running:
+        return max(target, wanted)
+    if running > 1 and sum(loads) < (running - 1) * SPARE:
+        return min(target, running - 1)  # its users come to caches that do not know them
     return target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 from starlette.types import Message
 
 from app.assembly import build_service, create_reloader
-from app.engine.batching import Job
 from app.errors import NotReady
 from app.http.application import Application, create_app
-from app.ray.autoscaling import BUSY, WAIT
+from app.ray.autoscaling import LOAD
 from app.ray.ingress import Asked, Reply
 from app.service.reload import Reloader
 from app.service.service import RankingService
@@ -91,7 +89,5 @@ class Replica:
             raise NotReady(health.reason)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `autoscaling.QueueWait` decides by, as of now."""
-        smallest = Job(candidates=1, context_tokens=1, deadline=math.inf)
-        running = self.service.second_checkpoint.running()
-        return {WAIT: self.service.admission.wait(smallest).seconds, BUSY: float(running.requests > 0)}
+        """What `autoscaling.ByLoad` decides by, as of now."""
+        return {LOAD: self.service.load.value}

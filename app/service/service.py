@@ -24,6 +24,7 @@ from app.engine.versions import Versions
 from app.engine.worker import Worker
 from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import Changed, Done, Health, Second, ServedModel, Ticket
+from app.load import Load
 from app.loop_lag import Clock, LoopClock, Work
 from app.service.lifecycle import Lifecycle, State
 from app.service.plain_path import PLAIN_THREAD, PlainPath
@@ -67,8 +68,10 @@ class RankingService:
         self.plain_path = PlainPath()
         self.versions: Versions[RankJob] = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.second_checkpoint = SecondCheckpoint(second, settings, self.versions, metrics, clock, self)
-        self.watchdog = Watchdog(settings.queue, self.versions, self.retrieval.versions, self.second_checkpoint)
         self.admission = Admission(settings.queue, settings.batching, clock, self.second_checkpoint.running)
+        self.load = Load(clock, lambda: metrics.busy_seconds, self.admission.behind_seconds)
+        watched = self.versions, self.retrieval.versions, self.second_checkpoint
+        self.watchdog = Watchdog(settings.queue, *watched, self.load)
         self.queue: Queue[RankJob] = Queue(
             self.admission, metrics, metrics.record_batch, self.second_checkpoint.soon if second else None
         )
@@ -272,8 +275,6 @@ class RankingService:
         """What the candidates attend to; as `interface.Service.attention`."""
         return await self.plain_path.attention(self._worker(model).model, context, candidates, deadline - self.clock())
 
-    # health
-
     def health(self) -> Health:
         """Whether requests may be sent here, and why not."""
         return self.lifecycle.health(self.watchdog.stall(), self.retrieval.problem)
@@ -297,6 +298,7 @@ class RankingService:
         current = self.versions.current
         return Snapshot(
             ready=self.health().ready,
+            load=self.load.value,
             queue_requests=self.admission.requests,
             queue_candidates=self.admission.candidates,
             cache=self.second_checkpoint.cache_stats(),
@@ -333,8 +335,6 @@ class RankingService:
     def engine_lost(self, reason: str) -> None:
         """An engine broke for good."""
         self._fatal(reason)
-
-    # swaps
 
     async def swap(self, load: Loader) -> ServedModel:
         """Load and warm another model beside the one that serves, then serve new requests with it.

@@ -13,6 +13,7 @@ import structlog
 from app.engine.job import RankJob, SearchJob
 from app.engine.versions import Versions
 from app.exits import EXIT_ENGINE_LOST
+from app.load import Load
 from app.service.second import SecondCheckpoint
 from app.settings import Queue
 from app.telemetry import logs
@@ -31,11 +32,13 @@ class Watchdog:
         versions: Versions[RankJob],
         searches: Versions[SearchJob],
         second: SecondCheckpoint,
+        load: Load,
     ) -> None:
         self._queue = queue
         self._versions = versions
         self._searches = searches
         self._second = second
+        self._load = load
         self._looks: int | None = None  # of `hang`; None before and after it
 
     async def hang(self) -> str:
@@ -52,6 +55,7 @@ class Watchdog:
                 self._looks += 1
                 collect_garbage()
                 self._second.look()
+                self._load.look()
                 before, silence = silence, self._silence(self._queue.stall_exit_seconds)
         finally:
             self._looks = None

@@ -48,6 +48,7 @@ class Snapshot:
     """What is read at scrape time. `model` holds the labels of `model_info`; None while nothing serves."""
 
     ready: bool
+    load: float
     queue_requests: int
     queue_candidates: int
     cache: CacheStats
@@ -131,6 +132,7 @@ class Metrics:
             "batch_padding_ratio", "Share of a forward's candidate slots that a rectangle would waste.", buckets=RATIOS
         )
         self.last_forward_unix = 0.0  # seconds
+        self.busy_seconds = 0.0  # of all forwards
         self.reply_probabilities = ReplyProbabilities()
         registry.register(self.reply_probabilities)
         self.rejected = counter("rejected", "Requests refused before any work was done.", "reason")
@@ -173,6 +175,7 @@ class Metrics:
     def record_batch(self, report: BatchReport) -> None:
         """A forward of the ranker finished."""
         self.last_forward_unix = time.time()
+        self.busy_seconds += report.forward_seconds
         candidates, rows = sum(report.candidates), len(report.candidates)
         if report.failed:
             self.forward_failures.inc()
@@ -258,6 +261,7 @@ def _figures(now: Snapshot) -> Iterator[Metric]:
     corpus = now.corpus
     for name, text, value in (
         ("ready", "1 while requests may be sent here.", now.ready),
+        ("load", "How much is asked of this process: 1 is as much as should be. Replicas are counted by it.", now.load),
         ("queue_requests", "Requests admitted and not answered.", now.queue_requests),
         ("queue_candidates", "Candidates of those requests.", now.queue_candidates),
         ("context_cache_bytes", "Bytes held by the context cache.", now.cache.bytes),

@@ -145,7 +145,7 @@ def test_the_autoscaler_reads_what_the_adapter_makes_of_metrics_that_exist(objec
     [metric] = objects["HorizontalPodAutoscaler/ranker"]["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     named = set(re.findall(r"`(ranker_[a-z_]+)`", (ROOT / "docs/scaling.md").read_text()))  # are looked up
-    assert set(re.findall(r"ranker_[a-z_]+", rule["seriesQuery"] + rule["metricsQuery"])) == named
+    assert set(re.findall(r"ranker_[a-z_]+", rule["seriesQuery"] + rule["metricsQuery"])) <= named
 
 
 def test_a_card_is_asked_for_in_the_gpu_overlay_alone_whose_pod_goes_where_cards_are_and_needs_no_spare_one() -> None:

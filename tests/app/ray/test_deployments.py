@@ -440,7 +440,7 @@ def test_replicas_come_while_requests_wait_and_go_afterwards(url: str, rows: lis
 
     scaling = AutoscalingConfig(
         min_replicas=1, max_replicas=2, upscale_delay_s=0, downscale_delay_s=1, look_back_period_s=2,
-        policy=AutoscalingPolicy(policy_function="app.ray.autoscaling:QueueWait", policy_kwargs={"target_seconds": 0.02}),
+        policy=AutoscalingPolicy(policy_function="app.ray.autoscaling:ByLoad"),
     )  # fmt: skip
     with deployed(planted=True, autoscaling_config=scaling):
         assert running() == 1

@@ -65,5 +65,5 @@ class Silent:
     ],
 )
 def test_a_silence_names_what_is_silent(forward: float, search: float, said: str) -> None:
-    watchdog = Watchdog(Queue(stall_seconds=4.0), Silent(forward), Silent(search), None)  # type: ignore[arg-type]
+    watchdog = Watchdog(Queue(stall_seconds=4.0), Silent(forward), Silent(search), None, None)  # type: ignore[arg-type]
     assert watchdog._silence(4.0) == said
