@@ -48,6 +48,7 @@ class Figures:
     shares: Array
     row_error: float
     edges: Array
+    cap: float | None
     raw: Array
     capped: Array
     beyond_half: Array
@@ -86,6 +87,7 @@ def figures_of(ranker: Ranker, request: Request, chosen: int = 0) -> Figures:
         shares=np.stack(seen.shares),
         row_error=seen.row_error,
         edges=seen.edges,
+        cap=config.attention_cap,
         raw=np.stack(seen.raw),
         capped=np.stack(seen.capped),
         beyond_half=np.array(seen.beyond_half),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
 from weights.explain.figures import DRAWN_TOKENS, Figures
@@ -114,17 +115,27 @@ def positions(figures: Figures, labels: Labels) -> Panel:
 def attention(figures: Figures, labels: Labels) -> Panel:
     """4: all heads of all layers, small."""
     layers, heads = figures.attention.shape[:2]
-    figure, grid = plt.subplots(layers, heads, figsize=(1.6 * heads, 1.6 * layers), squeeze=False, layout="constrained")
+    figure, grid = plt.subplots(
+        layers, heads, figsize=(1.7 * heads + 0.8, 1.7 * layers + 0.4), squeeze=False, layout="constrained"
+    )
+    border = (figures.history + 1) * figures.attention.shape[2] / len(figures.mask) - 0.5
     for layer in range(layers):
         spread = figures.attention[layer].max(-1).mean(-1)
         for column, head in enumerate(np.argsort(spread)):
-            grid[layer, column].imshow(figures.attention[layer, head], cmap=SHADES, vmin=0, vmax=0.5)
-            grid[layer, column].set(xticks=[], yticks=[])
-            grid[layer, column].set_title(f"{layer}.{head}", fontsize=7)
+            axes = grid[layer, column]
+            image = axes.imshow(figures.attention[layer, head], cmap=SHADES, vmin=0, vmax=0.5)
+            _lines(axes, border, both=True)
+            axes.set(xticks=[0, border], yticks=[0, border])
+            axes.set_xticklabels(["user", "candidates"], fontsize=5)
+            axes.set_yticklabels(["user", "candidates"], fontsize=5, rotation=90)
+            axes.set_title(f"layer {layer}, head {head}", fontsize=7)
+    figure.colorbar(image, ax=grid, label="attention weight, 0.5 and above", shrink=0.8)
+    figure.supxlabel("looked at: user, events oldest first, | candidates", fontsize=8)
+    figure.supylabel("asks", fontsize=8)
     drawn = f" Above {DRAWN_TOKENS} tokens a pixel is the mean of a block." if len(figures.mask) > DRAWN_TOKENS else ""
     text = (
-        "Dark = much. A picture a head, named layer.head, flat heads on the left of their row and spiky ones "
-        "on the right; rows ask, columns are looked at. fp32, the plain path. "
+        "Dark = much; the dashed lines are where the candidates begin. A picture a head, flat heads on the left of their row and spiky ones "
+        "on the right. fp32, the plain path. "
         f"Rows sum to 1 within {figures.row_error:.1g}.{drawn}"
     )
     return _panel("attention", "Attention of every head", text, figure)
@@ -161,8 +172,8 @@ def enlarged(figures: Figures, labels: Labels) -> Panel:
 
 def soft_cap(figures: Figures, labels: Labels) -> Panel:
     """5: logits before and after the cap."""
-    layers = len(figures.raw)
-    columns = min(layers, 4)
+    layers, columns = len(figures.raw), min(len(figures.raw), 4)
+    limit = figures.edges[-1]
     figure, grid = plt.subplots(
         -(-layers // columns),
         columns,
@@ -173,7 +184,10 @@ def soft_cap(figures: Figures, labels: Labels) -> Panel:
     for layer, axes in enumerate(grid.flat[:layers]):
         axes.stairs(figures.raw[layer], figures.edges, label="raw", color=COLOURS[0], fill=True)
         axes.stairs(figures.capped[layer], figures.edges, label="capped", color=COLOURS[1])
-        axes.set_yscale("symlog")
+        for sign in (-1, 1) if figures.cap else ():
+            label = f"the cap, ±{figures.cap:g}" if sign > 0 else None
+            axes.axvline(sign * (figures.cap or limit), color="#c0392b", linestyle="--", linewidth=1, label=label)
+        axes.set(yscale="symlog", xlim=(-limit, limit), xlabel="attention logit", ylabel="pairs of tokens")
         axes.set_title(f"layer {layer}: {figures.beyond_half[layer]:.2%} beyond half the cap", fontsize=8)
     grid[0, 0].legend(fontsize=7)
     text = (
@@ -210,14 +224,16 @@ def leave_one_out(figures: Figures, labels: Labels) -> Panel:
         (grid[1], figures.changes[:, figures.chosen], labels.actions, f"probabilities of candidate {figures.chosen}"),
     ):
         most = max(float(np.abs(values).max(initial=0)), 1e-12)
-        image = axes.imshow(values, cmap=SIGNS, vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
+        shades = SymLogNorm(most / 100, vmin=-most, vmax=most)  # else two large rows leave the rest blank
+        image = axes.imshow(values, cmap=SIGNS, norm=shades, aspect="auto", interpolation="nearest")
         axes.set_title(title, fontsize=9)
         _names(axes, names, "y")
         _names(axes, columns, "x")
-        figure.colorbar(image, ax=axes)
+        ticks = [sign * most * share for sign, share in ((-1, 1), (-1, 0.1), (1, 0), (1, 0.1), (1, 1))]
+        figure.colorbar(image, ax=axes, ticks=ticks, format="%+.2g", label="with it less without it, logarithmic")
     text = (
         "What each event and the user change: the numbers with it less those without it. Blue raises, red "
-        "lowers. Compare with the attention above: an event may get much of it and change little. "
+        "lowers, on a logarithmic scale. Compare with the attention above: an event may get much of it and change little. "
         "Changes one at a time do not add up where events say the same."
     )
     return _panel("changes", "What moved the score", text, figure)
@@ -281,7 +297,10 @@ def _token_axes(axes: Axes, figures: Figures, labels: Labels) -> None:
 
 def _border(axes: Axes, figures: Figures, *, both: bool) -> None:
     """Dashed lines where the candidates begin."""
-    start = figures.history + 0.5
+    _lines(axes, figures.history + 0.5, both=both)
+
+
+def _lines(axes: Axes, start: float, *, both: bool) -> None:
     axes.axvline(start, color="#c0392b", linestyle="--", linewidth=1)
     if both:
         axes.axhline(start, color="#c0392b", linestyle="--", linewidth=1)
