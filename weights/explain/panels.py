@@ -134,8 +134,8 @@ def attention(figures: Figures, labels: Labels) -> Panel:
     figure.supylabel("asks", fontsize=8)
     drawn = f" Above {DRAWN_TOKENS} tokens a pixel is the mean of a block." if len(figures.mask) > DRAWN_TOKENS else ""
     text = (
-        "Dark = much; the dashed lines are where the candidates begin. A picture a head, flat heads on the left of their row and spiky ones "
-        "on the right. fp32, the plain path. "
+        "Dark = much; dashed lines show where the candidates begin. A picture a head, flat heads on the left of "
+        "their row and spiky ones on the right. fp32, the plain path. "
         f"Rows sum to 1 within {figures.row_error:.1g}.{drawn}"
     )
     return _panel("attention", "Attention of every head", text, figure)
