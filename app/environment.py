@@ -56,20 +56,21 @@ GONE = {
 def load_settings(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
     """Settings from flags, then the environment, then defaults. `environ` is only looked at for unknown names.
 
-    Raises SettingsProblem for a `RANKER_` name or a flag that is unknown or gone, and for a value that does not fit; argparse exits on
-    any other unknown flag.
+    Raises SettingsProblem for a `RANKER_` name or a flag that is unknown or gone, and for a value that does not fit.
     """
     flags = [_dashed(flag) for flag in argv]
     for flag in argv:
         if flag.startswith("--"):
-            _refuse_gone(flag.split("=")[0], flag[2:].split("=")[0].replace(".", "__").replace("-", "_").upper())
+            name = flag[2:].split("=")[0].replace(".", "__").replace("-", "_").upper()
+            _refuse_gone(flag.split("=")[0], name)
+            _refuse_unknown_flag(flag.split("=")[0], name)
     _refuse_unknown(os.environ if environ is None else environ)
     try:
         return Settings(_cli_parse_args=flags)  # type: ignore[call-arg]  # an initialiser's argument of BaseSettings
     except ValidationError as error:
         raise SettingsProblem("; ".join(_sentences(error))) from None
     except SettingsError as error:
-        raise SettingsProblem(str(error)) from None
+        raise SettingsProblem(f"{str(error).removeprefix('error parsing CLI: ')}; --help lists every setting") from None
 
 
 def names(model: type[BaseModel] = Settings, prefix: str = PREFIX) -> Iterator[str]:
@@ -85,6 +86,18 @@ def names(model: type[BaseModel] = Settings, prefix: str = PREFIX) -> Iterator[s
 def _refuse_gone(given: str, name: str) -> None:
     if name in GONE:
         raise SettingsProblem(f"{given} is no longer a setting: {GONE[name]}")
+
+
+def _refuse_unknown_flag(flag: str, name: str) -> None:
+    flags = {known.removeprefix(PREFIX): _flag(known) for known in names()}
+    if name != "HELP" and name not in flags and name not in {known.partition("__")[0] for known in flags}:
+        nearest = flags[difflib.get_close_matches(name, flags, n=1, cutoff=0)[0]]
+        raise SettingsProblem(f"{flag} is not a setting; the nearest one is {nearest}, and --help lists them all")
+
+
+def _flag(name: str) -> str:
+    """`RANKER_QUEUE__MAX_CANDIDATES` as `--queue.max-candidates`."""
+    return "--" + name.removeprefix(PREFIX).lower().replace("__", ".").replace("_", "-")
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:

@@ -203,6 +203,7 @@ class Settings(BaseSettings):
         cli_kebab_case=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
+        cli_exit_on_error=False,
     )
 
     host: str = "127.0.0.1"

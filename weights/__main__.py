@@ -1,6 +1,23 @@
 """`python -m weights`; the commands are in `weights.commands`."""
 
-from weights.commands.checkpoints import app
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Run the command line, unless `model` is somebody else's, such as a model.py in the working directory."""
+    found = importlib.util.find_spec("model")
+    origin = found.origin if found else None
+    if origin is None or Path(origin).parents[1] != Path(__file__).parents[1]:
+        sys.exit(f"python -m weights: the package model is not ours but {origin or 'missing'}: start with python -P -m weights")
+    from weights.commands.checkpoints import app
+    from weights.commands.console import run
+
+    run(app, "python -m weights")
+
 
 if __name__ == "__main__":
-    app(prog_name="python -m weights")
+    main()

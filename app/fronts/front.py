@@ -48,5 +48,6 @@ def run(settings: Settings, role: Role) -> int:
     number, sockets = role.wait_assigned()
     service = RemoteService(settings, role.path, number, Metrics())
     server = build_server(settings, service, RemoteReloads(service), FrontServer)
+    server.tells = number == 1
     gc.freeze()  # what is there now stays, and need not be walked again
     return serve(server, sockets, front=number)

@@ -33,6 +33,7 @@ from model.inputs import Candidates, Context, Scores
 from model.native.build import KernelUnavailable, build_kernel
 from weights.format.manifest import Manifest
 
+SOURCE = Path(__file__).parent / "native" / "codec.cpp"
 MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
 MOST_KNOWN, SHORT_BYTES = 64, 512  # wishes that are kept, and how long each may be as JSON
 HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
@@ -59,7 +60,7 @@ class _Checkpoint(ctypes.Structure):
 def load_library() -> ctypes.PyDLL | None:
     """The compiled codec, built where that was not done before; None, after a line in the log, where that is not possible."""
     try:
-        return open_library(build_kernel(source=Path(__file__).parent / "native" / "codec.cpp").path)
+        return open_library(build_kernel(source=SOURCE).path)
     except (KernelUnavailable, OSError) as error:
         structlog.get_logger("app.request").warning("no_codec", reason=str(error))
         return None

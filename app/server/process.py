@@ -30,6 +30,7 @@ import uvloop
 from app.budgets import BACKLOG
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
 from app.interface import Reloads, Service
+from app.server import banner
 from app.server.connection import Connection
 from app.server.cycle import Routes
 from app.server.listener import Listener
@@ -102,6 +103,7 @@ class RankingServer:
         self.others = others
         self.observer = Observer(service.metrics, settings)
         self.should_exit = self.started = False
+        self.tells = True  # where it listens; of several fronts the first one does
         self.exit_code = 0
         self.listeners: list[Listener] = []
         self._close = close
@@ -145,9 +147,8 @@ class RankingServer:
         for listener in self.listeners:
             listener.start()
             log.info("listening", host=listener.socket.getsockname()[0], port=listener.socket.getsockname()[1])
-        if self.settings.explores:
-            host, port = self.listeners[0].socket.getsockname()[:2]
-            log.info("page", url=f"http://{f'[{host}]' if ':' in host else host}:{port}/explore")
+        if self.tells:
+            banner.show(self.settings, *self.listeners[0].socket.getsockname()[:2])
         self.started = True
         if self.settings.reload.watch_seconds:
             self.reloads.watch(self.settings.reload.watch_seconds)

@@ -57,8 +57,7 @@ def configure(settings: Logs, stream: TextIO | None = None, front: int | None = 
 
     They go to the process's sink, or straight to a stream. `front`: the number that is in every line.
     """
-    is_terminal = os.isatty(2) if stream is None else stream.isatty()
-    for_people = settings.format == "console" or (settings.format == "auto" and is_terminal)
+    for_people = are_for_people(settings, stream)
     process: Event = {} if front is None else {"front": front}
     shared: list[Any] = [lambda logger, name, event: {**event, **process}] if process else []
     shared += [structlog.stdlib.add_log_level, _stamp, structlog.processors.format_exc_info, _shorten]
@@ -76,6 +75,12 @@ def configure(settings: Logs, stream: TextIO | None = None, front: int | None = 
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(output.level, logging.WARNING))  # libraries speak only when something is wrong
+
+
+def are_for_people(settings: Logs, stream: TextIO | None = None) -> bool:
+    """Whether lines are for a terminal, else JSON."""
+    is_terminal = os.isatty(2) if stream is None else stream.isatty()
+    return settings.format == "console" or (settings.format == "auto" and is_terminal)
 
 
 class RequestLog:

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, free_port, start_process
 from loadtest.servers.target import Target, get
@@ -120,5 +118,5 @@ def balancer(ports: Sequence[int], *changes: Change, kind: Balancer = HAPROXY) -
 def _is_up(target: Target) -> bool:
     try:
         return get(f"{target.origin}/readyz", 2).status_code == 200
-    except httpx.HTTPError:
+    except OSError:
         return False

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
-
 from loadtest.machine import ROOT
 from loadtest.servers.target import Target, TargetError, get
 
@@ -70,7 +68,7 @@ class Server:
         """Whether a GET gets 200 now."""
         try:
             return get(f"{self.url}{path}", 2).status_code == 200
-        except httpx.HTTPError:
+        except OSError:
             return False
 
     def metric(self, name: str) -> float:

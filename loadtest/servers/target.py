@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.generate.payload import post
@@ -20,9 +21,25 @@ class TargetError(RuntimeError):
     """The server cannot be measured; the message says why."""
 
 
-def get(url: str, timeout_seconds: float) -> httpx.Response:
-    """A plain HTTP GET, without the tens of milliseconds that loading certificates takes. Raises httpx.HTTPError."""
-    return httpx.get(url, timeout=timeout_seconds, verify=False)
+class Answer(NamedTuple):
+    """What a GET got."""
+
+    status_code: int
+    text: str
+
+
+def get(url: str, timeout_seconds: float) -> Answer:
+    """A GET of an http:// address. Raises OSError where nothing answers that speaks HTTP."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_seconds)
+    try:
+        connection.request("GET", parts._replace(scheme="", netloc="").geturl() or "/")
+        reply = connection.getresponse()
+        return Answer(reply.status, reply.read().decode(errors="replace"))
+    except http.client.HTTPException as error:
+        raise ConnectionError(str(error)) from error
+    finally:
+        connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +67,26 @@ class Target:
         """`GET /info`, empty where the server has none. Raises TargetError where the server does not answer."""
         try:
             reply = get(f"{self.origin}/info", 5)
-        except httpx.HTTPError as error:
-            raise TargetError(
-                f"{self.origin} does not answer ({type(error).__name__}); start it with: make serve"
-            ) from error
+        except OSError as error:
+            reason = f"{self.origin} does not answer ({type(error).__name__})"
+            raise TargetError(f"{reason}; start a server with phoenix-ranker serve, or in a checkout make serve") from error
         if reply.status_code != 200:
             return {}
-        values: dict[str, Any] = reply.json()
+        values: dict[str, Any] = json.loads(reply.text)
         return values
 
     def scrape(self) -> MetricsSnapshot:
-        """`GET /metrics`. Raises httpx.HTTPError, or ValueError where it is no exposition."""
-        return MetricsSnapshot.parse(get(f"{self.origin}/metrics", 5).raise_for_status().text)
+        """`GET /metrics`. Raises OSError, or ValueError where it is no exposition."""
+        reply = get(f"{self.origin}/metrics", 5)
+        if reply.status_code != 200:
+            raise ValueError(f"/metrics answers {reply.status_code}")
+        return MetricsSnapshot.parse(reply.text)
 
     def metrics(self) -> MetricsSnapshot | None:
         """The same, None where the server has none that can be read."""
         try:
             return self.scrape()
-        except (httpx.HTTPError, ValueError):
+        except (OSError, ValueError):
             return None
 
     def request(self, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""Compiles the kernels for this machine once and keeps them; a later start only checks them. Knows nothing of models."""
+"""Finds the kernels for this machine among those that a wheel brings, or compiles them once and keeps them. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ NEEDED: dict[Vectors, set[str]] = {
     "neon": {"asimd"},
 }  # as /proc/cpuinfo has it
 COMPILE_SECONDS = 300
+PREBUILT = "prebuilt"  # the folder beside a source where a wheel has its kernels
 DIGEST_BYTES = 32
 HERE = Path(__file__).parent
+
+V3, V4 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"}, {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 _one_build = threading.Lock()
 
@@ -45,10 +48,67 @@ class BuiltKernel:
     note: str
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One of the processors that a wheel's kernels are compiled for: the compiler's flags, what /proc/cpuinfo must have, and the
+    sources that gain by it."""
+
+    name: str
+    machine: str
+    march: str
+    words: frozenset[str]
+    sources: tuple[str, ...] = ("kernel", "search", "codec")
+
+
+LEVELS = (
+    Level("amx", "x86_64", "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16",
+          frozenset(V3 | V4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}), ("kernel",)),
+    Level("avx512bf16", "x86_64", "-march=x86-64-v4 -mavx512vnni -mavx512bf16",
+          frozenset(V3 | V4 | {"avx512_vnni", "avx512_bf16"}), ("kernel",)),
+    Level("avx512vnni", "x86_64", "-march=x86-64-v4 -mavx512vnni", frozenset(V3 | V4 | {"avx512_vnni"}), ("search",)),
+    Level("avx512", "x86_64", "-march=x86-64-v4", frozenset(V3 | V4)),
+    Level("avx2", "x86_64", "-march=x86-64-v3", frozenset(V3)),
+    Level("bf16", "aarch64", "-march=armv8.2-a+bf16", frozenset({"asimd", "atomics", "asimdrdm", "bf16"}), ("kernel",)),
+    Level("neon", "aarch64", "-march=armv8-a", frozenset({"asimd"})),
+)  # fmt: skip
+"""The widest first."""
+
+
+def find_prebuilt(source: Path, vectors: Vectors = "auto") -> Path | None:
+    """The widest kernel of this very source that came with the wheel and that this processor runs; None where there is none."""
+    if not (source.parent / PREBUILT).is_dir():
+        return None
+    words, digest = _processor_words(), source_digest(source)
+    for level in LEVELS:
+        if vectors in ("auto", level.name) and level.machine == platform.machine() and level.words <= words:
+            library = source.parent / PREBUILT / f"{source.stem}-{level.name}-{digest}.so"
+            if _is_whole(library, ours=False):
+                return library
+    return None
+
+
+def source_digest(source: Path) -> str:
+    """Names a source with its headers, so that a kernel of other sources is never taken for it."""
+    hashed = hashlib.sha256()
+    for file in sorted([source, *source.parent.glob("*.h")]):
+        hashed.update(file.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+def seal(library: Path) -> None:
+    """Append the SHA-256 of what is there: a loader ignores what follows a library's sections."""
+    with library.open("r+b") as output:
+        output.write(hashlib.sha256(output.read()).digest())
+        output.flush()
+        os.fchmod(output.fileno(), 0o500)
+        os.fsync(output.fileno())
+
+
 def build_kernel(
     directory: Path | None = None, *defines: str, source: Path = HERE / "kernel.cpp", vectors: Vectors = "auto"
 ) -> BuiltKernel:
-    """The compiled `source` from `directory` (default: the user's cache), or built into it: about ten seconds for the ranker.
+    """The compiled `source` as the wheel brings it; else from `directory` (default: the user's cache), or built into it: about ten
+    seconds for the ranker. A given `directory` or `defines` are never answered by the wheel's.
 
     A file that is cut, empty, foreign or a link is replaced. A directory that others may write to, or that cannot be
     written, is not used: a private temporary one takes its place, the same for the whole process. `defines` are
@@ -57,6 +117,8 @@ def build_kernel(
     """
     if missing := NEEDED[vectors] - _processor_words():
         raise KernelUnavailable(f"this processor has no {vectors} vectors: it lacks {', '.join(sorted(missing))}")
+    if directory is None and not defines and (prebuilt := find_prebuilt(source, vectors)):
+        return BuiltKernel(prebuilt, "")
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise KernelUnavailable("no C++ compiler found: install g++ to use the native CPU engine")
@@ -118,15 +180,15 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="phoenix-ranking-server-")
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether this is a regular file of ours that ends with the SHA-256 of all before it, as `_compile` left it.
+def _is_whole(library: Path, *, ours: bool = True) -> bool:
+    """Whether this is a regular file that ends with the SHA-256 of all before it, as `seal` left it. `ours`: and nobody else's.
 
     A library is checked before it is mapped: a page that is missing would kill the process.
     """
     try:
         with open(os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or _foreign(library, found):
+            if not stat.S_ISREG(found.st_mode) or (ours and _foreign(library, found)):
                 return False
             content = file.read()
     except OSError:
@@ -159,18 +221,14 @@ def _processor_words() -> set[str]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, library: Path) -> None:
-    """Build, append the SHA-256 (a loader ignores what follows its sections), and rename only what is on the disk."""
+    """Build, seal, and rename only what is on the disk."""
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
         command = [compiler, *flags, str(source), "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
         if result.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
-        with built.open("r+b") as output:
-            output.write(hashlib.sha256(output.read()).digest())
-            output.flush()
-            os.fchmod(output.fileno(), 0o500)
-            os.fsync(output.fileno())
+        seal(built)
         built.replace(library)  # atomic: a process that starts at the same time sees all of it or nothing
     _sync(library.parent)
 

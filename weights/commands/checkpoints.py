@@ -18,7 +18,7 @@ from weights import checkpoint
 from weights.actions import default_score_weights
 from weights.checkpoint import CheckpointError
 from weights.commands import corpus, explain, scoring, training
-from weights.commands.console import label_of, progress_bar, read_json, refusals, say, show_manifest
+from weights.commands.console import label_of, out_option, progress_bar, read_json, refusals, say, show_manifest
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
@@ -50,7 +50,7 @@ def import_(
     source: Annotated[
         Path, typer.Argument(help="The ranker or retrieval directory of a download: config.json, two npz files.")
     ],
-    out: Annotated[Path, typer.Option(help="Checkpoint directory to write.")],
+    out: Annotated[Path, out_option("Checkpoint directory to write.")],
     name: Annotated[str, typer.Option(help="Name of the checkpoint; that of the directory where not given.")] = "",
     version: Annotated[str, typer.Option(help="Version; a short digest where not given.")] = "",
     tables: Annotated[TableDtype, typer.Option(help="How to store embeddings; bfloat16 halves them.")] = "float32",
@@ -102,7 +102,7 @@ def import_(
 def graft(
     trunk: Annotated[Path, typer.Option(help="Directory of a Hugging Face decoder: config.json and safetensors.")],
     onto: Annotated[Path, typer.Option(help="The checkpoint that gives inputs, heads, names and lengths.")],
-    out: Annotated[Path, typer.Option(help="Checkpoint directory to write.")],
+    out: Annotated[Path, out_option("Checkpoint directory to write.")],
     name: Annotated[str, typer.Option(help="Name of the checkpoint; that of the directory where not given.")] = "",
     version: Annotated[str, typer.Option(help="Version; a short digest where not given.")] = "",
     seed: Seed = 0,
@@ -188,7 +188,7 @@ def relabel(
 
 @app.command("random")
 def random_(
-    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    out: Annotated[Path, out_option("Directory to write.")],
     seed: Seed = 0,
     replace: Replace = False,
 ) -> None:
@@ -200,7 +200,7 @@ def random_(
 
 @app.command()
 def synthetic(
-    out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
+    out: Annotated[Path, out_option("Directory to write; must not exist.")],
     published_layout: Annotated[
         bool, typer.Option("--published", help="Write the published layout, for `import`, instead of a checkpoint.")
     ] = False,

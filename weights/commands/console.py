@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -26,6 +27,43 @@ from rich.table import Table
 from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
+
+
+USAGE_ERROR = typer.BadParameter.__mro__[2]  # ClickException, of click or of the copy in typer
+
+
+def run(app: typer.Typer, program: str) -> NoReturn:
+    """Run a command line and exit. A slip is one sentence on standard error and exit code 2; usage is printed on request."""
+    try:
+        code = typer.main.get_command(app).main(prog_name=program, standalone_mode=False)
+    except USAGE_ERROR as error:
+        where = getattr(getattr(error, "ctx", None), "command_path", program)
+        sentence = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]
+        if sentence:
+            print(f"{where}: {sentence}; {where} --help lists what there is", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def writable(path: Path | None) -> Path | None:
+    """The same path, for an option: refused before any work where nothing can be written there."""
+    if path is None:
+        return path
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            return path
+    except OSError as error:
+        raise typer.BadParameter(f"nothing can be written at {path} ({error.strerror}); try ./{path.name}") from error
+
+
+def out_option(text: str) -> Any:
+    """`--out`, with its help."""
+    return typer.Option(help=text, callback=writable)
 
 
 def say(text: str) -> None:
@@ -59,7 +97,7 @@ def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed; this needs: pip install -e '.[{extra}]'", file=sys.stderr, flush=True)
+        print(f"{error.name} is not installed; this needs: pip install 'phoenix-ranking-server[{extra}]'", file=sys.stderr, flush=True)
         raise typer.Exit(1) from error
     except refused as error:
         print(error, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weights.checkpoint import load_encoder
-from weights.commands.console import label_of, progress_bar, refusals, say, show_manifest
+from weights.commands.console import label_of, out_option, progress_bar, refusals, say, show_manifest
 from weights.corpus.importer import PostsFile, check_corpus, make_corpus
 from weights.corpus.snapshot import publish
 from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 Encoder = Annotated[Path, typer.Option(help="The retrieval checkpoint.")]
-Out = Annotated[Path, typer.Option(help="Corpus directory to write.")]
+Out = Annotated[Path, out_option("Corpus directory to write.")]
 Topics = Annotated[Path | None, typer.Option(help="Text file with the topic of each row, one a line, empty for none.")]
 Name = Annotated[str, typer.Option(help="Name of the corpus; that of the directory where not given.")]
 Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
-from weights.commands.console import read_json, refusals, say
+from weights.commands.console import out_option, read_json, refusals, say
 from weights.corpus.store import load_corpus
 
 
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
-    out: Annotated[Path, typer.Option(help="Directory to write; files of an earlier run are replaced.")],
+    out: Annotated[Path, out_option("Directory to write; files of an earlier run are replaced.")],
     request: Annotated[
         Path | None, typer.Option(help="A request of /rank as JSON. Default: the checkpoint's own example.json.")
     ] = None,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from weights.checkpoint import load_checkpoint
-from weights.commands.console import progress_bar, refusals, say
+from weights.commands.console import out_option, progress_bar, refusals, say
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +23,7 @@ def score(
         Path, typer.Option(help="A Parquet file of impressions, or a directory of such; columns: docs/training.md.")
     ],
     out: Annotated[
-        Path, typer.Option(help="Directory to write. What a run that was ended has left there is not computed again.")
+        Path, out_option("Directory to write. What a run that was ended has left there is not computed again.")
     ],
     actions: Annotated[
         str | None, typer.Option(help="Whose probabilities to write, separated by commas. Default: all.")

@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
 from weights.actions import continuous_outputs, default_score_weights
 from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, save_checkpoint
-from weights.commands.console import progress_bar, read_json, refusals, say, show
+from weights.commands.console import out_option, progress_bar, read_json, refusals, say, show
 
 if TYPE_CHECKING:
     from model.ranker import Ranker
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
 
-Out = Annotated[Path, typer.Option(help="Directory to write.")]
+Out = Annotated[Path, out_option("Directory to write.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. See docs/training.md."),
@@ -66,7 +66,7 @@ def world(
 
 def sort_log(
     log: Annotated[Path, typer.Option(help="A Parquet log, or a directory of such.")],
-    out: Annotated[Path, typer.Option(help="Directory to write, for `train --log`.")],
+    out: Annotated[Path, out_option("Directory to write, for `train --log`.")],
 ) -> None:
     """Sort a log that does not fit into memory, once: training then reads it from the disk, a request at a time."""
     with refusals(*REFUSED):
@@ -81,7 +81,7 @@ def train(
     log: Annotated[
         Path, typer.Option(help="Parquet log of impressions, see docs/training.md; or what sort-log wrote.")
     ],
-    out: Annotated[Path, typer.Option(help="Checkpoint directory to write.")],
+    out: Annotated[Path, out_option("Checkpoint directory to write.")],
     name: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "trained",
     until: Annotated[int | None, typer.Option(help="Unix seconds: train on earlier requests only.")] = None,
     config: Annotated[
@@ -146,7 +146,7 @@ def _what_to_train(
 
 def eval_(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],
-    out: Annotated[Path, typer.Option(help="Directory for report.md, figures.json and the plots.")],
+    out: Annotated[Path, out_option("Directory for report.md, figures.json and the plots.")],
     world_directory: Annotated[
         Path | None, typer.Option("--world", help="A world: its log, truth and test period.")
     ] = None,
@@ -205,7 +205,7 @@ def compare(
     first: Annotated[Path, typer.Argument(help="A checkpoint directory: what serves now, say.")],
     second: Annotated[Path, typer.Argument(help="Another one: what might serve next.")],
     log: Annotated[Path, typer.Option(help="A log of impressions.")],
-    out: Annotated[Path, typer.Option(help="Directory for index.html and figures.json.")],
+    out: Annotated[Path, out_option("Directory for index.html and figures.json.")],
     since: Annotated[int, typer.Option(help="Unix seconds: the requests from then on.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Most requests, drawn by --seed.")] = 2000,
     seed: Annotated[int, typer.Option(help="Equal seeds, equal requests.")] = 1,

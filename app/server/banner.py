@@ -1,0 +1,34 @@
+"""Says where the server listens and what to try: a few lines at a terminal, else fields of a log line."""
+
+from __future__ import annotations
+
+import structlog
+
+from app.settings import ANY_ADDRESS, Settings
+from app.telemetry import logs
+
+log = structlog.get_logger("app.server.process")
+
+
+def show(settings: Settings, host: str, port: int) -> None:
+    """Tell of the page, where there is one, and of a request that works, where the checkpoint brings an example."""
+    reached = "127.0.0.1" if host in ANY_ADDRESS else host
+    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
+    example = settings.checkpoint.absolute() / "example.json"
+    told = {"url": f"{url}/explore"} if settings.explores else {}
+    if example.is_file():
+        told["curl"] = f"curl -s {url}/rank -H 'content-type: application/json' -d @'{example}'"
+    if not logs.are_for_people(settings.logs):
+        if settings.explores:
+            log.info("page", **told)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    lines = [f"[bold]Phoenix ranking server[/], {escape(f"{settings.checkpoint.name}, on {url}")}"]
+    lines += [f"  page  {escape(told['url'])}"] if "url" in told else []
+    lines += [f"  try   {escape(told['curl'])}"] if "curl" in told else []
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with console.capture() as captured:
+        console.print("\n".join([*lines, "  stop  Ctrl-C"]))
+    logs.process_sink().write(captured.get())
