@@ -17,7 +17,7 @@ DEMO = $(filter weights/demo,$(CHECKPOINT))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo test test-quick test-changed test-long test-light test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom site clean
+.PHONY: help install serve demo test test-quick test-changed test-long test-light test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom site wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -163,6 +163,11 @@ audit: $(VENV)/.installed ## known vulnerabilities in the locked dependencies
 sbom: $(VENV)/.installed ## bills of materials of both images' packages, CycloneDX, in build/
 	.ci/sbom $(BIN)
 
+wheel: $(VENV)/.installed ## the sdist and the wheels with compiled kernels, in dist/: REPOSITORY=https://... for absolute links; then its test
+	@.ci/debian g++ g++-aarch64-linux-gnu libc6-dev-arm64-cross
+	$(BIN)/python .ci/wheel dist
+	$(BIN)/python -m pytest tests/test_distribution.py
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

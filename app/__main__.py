@@ -1,84 +1,28 @@
-"""`python -m app`: settings from flags and environment, then serve."""
+"""`python -m app`: starts the service, unless the packages that it needs are somebody else's."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import structlog
-
-from app.environment import load_settings
 from app.exits import EXIT_USAGE
-from app.fronts.role import Role
-from app.settings import Settings, SettingsProblem
-from app.telemetry import logs
-
-ROOT = Path(__file__).parents[1]
 
 
 def main(arguments: Sequence[str] = (), program: str = "python -m app") -> int:
-    """Exit code of the process: 0 after a drain, 2 for settings that cannot be used."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a checkpoint to be read again
-    try:
-        _refuse_foreign()
-        role = Role.inherited()
-        settings = load_settings(arguments)
-        if role is None:
-            _refuse_missing(settings)
-        logs.configure(settings.logs)
-        if role is None:
-            log = structlog.get_logger("app")
-            (log.debug if logs.are_for_people(settings.logs) else log.info)("settings", **settings.effective())
-        return run(settings, role, arguments)
-    except SettingsProblem as error:
-        with contextlib.suppress(OSError):  # the exit code holds without a reader
-            os.write(2, f"{program}: {error}\n".encode(errors="backslashreplace"))
-        return EXIT_USAGE
-
-
-def run(settings: Settings, role: Role | None, arguments: Sequence[str] = ()) -> int:
-    """Serve until the end; the exit code. What is not needed is not imported: --help and a slip in a setting need no torch."""
-    if role is None and settings.fronts:
-        from app.fronts import supervisor
-
-        return supervisor.run(settings, arguments)
-    if role is not None and role.is_front:
-        from app.fronts import front
-
-        return front.run(settings, role)
-    from app import assembly
-
-    try:
-        return assembly.run(settings, role)
-    except SystemExit as ended:  # uvicorn cannot listen; loading has begun meanwhile, in native code that nothing stops
-        logs.process_sink().drain()
-        os._exit(ended.code if isinstance(ended.code, int) else 1)
-
-
-def _refuse_foreign() -> None:
-    """Raises SettingsProblem where `model` or `weights` would be somebody else's, such as a model.py in the working directory."""
+    """Exit code of the process. A model.py or weights.py in the working directory is named and not run."""
     for name in ("model", "weights"):
         found = importlib.util.find_spec(name)
         origin = found.origin if found else None
-        if origin is None or Path(origin).parents[1] != ROOT:
-            raise SettingsProblem(
-                f"the package {name} is not ours but {origin or 'missing'}: start with python -P -m app, which leaves the working "
-                "directory out, or with phoenix-ranker serve"
-            )
+        if origin is None or Path(origin).parents[1] != Path(__file__).parents[1]:
+            advice = "start with python -P -m app, which leaves the working directory out, or with phoenix-ranker serve"
+            os.write(2, f"{program}: the package {name} is not ours but {origin or 'missing'}: {advice}\n".encode())
+            return EXIT_USAGE
+    from app.start import start
 
-
-def _refuse_missing(settings: Settings) -> None:
-    """Raises SettingsProblem where there is no checkpoint: said before anything listens."""
-    if not (settings.checkpoint / "manifest.json").is_file():
-        raise SettingsProblem(
-            f"{settings.checkpoint.absolute()} is no checkpoint: it has no manifest.json; phoenix-ranker serve without a checkpoint "
-            "serves the demo, phoenix-ranker import makes a checkpoint of a published one"
-        )
+    return start(arguments, program)
 
 
 if __name__ == "__main__":

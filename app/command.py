@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from loadtest.measure.runs import Run
@@ -36,20 +36,10 @@ OF_WEIGHTS = {
 
 
 class Commands(TyperGroup):
-    """The commands here, and those of `weights` without importing them before one runs."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """In the order of a first visit."""
-        return ["serve", *OF_WEIGHTS, "bench", "info"]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A command as the help lists it."""
-        if cmd_name in OF_WEIGHTS:
-            return TyperCommand(cmd_name, help=OF_WEIGHTS[cmd_name])
-        return super().get_command(ctx, cmd_name)
+    """Loads a command of `weights` when it runs; what is listed until then is its line in OF_WEIGHTS."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """A command as it runs."""
+        """The command that was asked for."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in OF_WEIGHTS:
             from weights.commands.checkpoints import app as weights
@@ -65,6 +55,19 @@ cli = typer.Typer(
     help="Ranks a feed with the Grok transformer: serve a checkpoint, make one, load a server.",
     epilog="More about checkpoints: python -P -m weights --help",
 )
+
+
+@cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve() -> None:
+    """Serve a checkpoint, or without one the demo: `phoenix-ranker serve --help` lists the settings."""
+
+
+def _listed() -> None:
+    """Stands for a command of `weights` in the list."""
+
+
+for _name, _line in OF_WEIGHTS.items():
+    cli.command(_name, help=_line)(_listed)
 
 
 def main() -> NoReturn:
@@ -91,11 +94,6 @@ def with_demo(arguments: Sequence[str], environ: Any) -> list[str]:
     return [*given, *(word for name, path in chosen.items() for word in (f"--{name}", str(path)))]
 
 
-@cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def serve() -> None:
-    """Serve a checkpoint, or without one the demo: `phoenix-ranker serve --help` lists the settings."""
-
-
 @cli.command()
 def bench(
     url: Annotated[str, typer.Argument(help="The server's address.")] = "http://127.0.0.1:8000",
@@ -118,9 +116,9 @@ def bench(
     try:
         with progress_bar() as bar:
             told = iter(range(1, 1 << 30))
-            run = LoadRun(
-                Target.parse(url), settings, lambda line: bar(line, next(told), round(warmup + seconds))
-            ).run(seed=traffic.seed)
+            run = LoadRun(Target.parse(url), settings, lambda line: bar(line, next(told), round(warmup + seconds))).run(
+                seed=traffic.seed
+            )
     except (TargetError, ValueError) as error:
         print(f"{PROGRAM} bench: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(1) from error
@@ -143,8 +141,11 @@ def _show(run: Run) -> None:
         "offered, requests/s": f"{figures['offered_rps']:.1f}",
         "answered with 200, requests/s": f"{figures['answered_rps']:.1f}",
         "within the objective": f"{figures['good_share']:.2%}",
-        "latency, ms": ", ".join(f"{name} {latency[name]:.2f}" for name in ("p50", "p95", "p99", "max") if name in latency),
-        "other replies": ", ".join(f"{code}: {n}" for code, n in figures["statuses"].items() if code != "200") or "none",
+        "latency, ms": ", ".join(
+            f"{name} {latency[name]:.2f}" for name in ("p50", "p95", "p99", "max") if name in latency
+        ),
+        "other replies": ", ".join(f"{code}: {n}" for code, n in figures["statuses"].items() if code != "200")
+        or "none",
         "without a reply": str(sum(figures["failures"].values())),
     }
     table = Table(show_header=False, title=f"{figures['requests']} requests in {figures['seconds']:.0f} s")
@@ -157,7 +158,9 @@ def _show(run: Run) -> None:
 
 @cli.command()
 def info(
-    directory: Annotated[Path | None, typer.Argument(help="A checkpoint or corpus; without one: this installation.")] = None,
+    directory: Annotated[
+        Path | None, typer.Argument(help="A checkpoint or corpus; without one: this installation.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Describe a checkpoint or a corpus, or what is installed here and which kernels it would use."""
@@ -165,7 +168,8 @@ def info(
         from weights.commands import checkpoints, corpus
 
         is_corpus = (directory / "posts.safetensors").is_file()
-        return (corpus.inspect if is_corpus else checkpoints.inspect)(directory, as_json=as_json)
+        (corpus.inspect if is_corpus else checkpoints.inspect)(directory, as_json=as_json)
+        return
     from app.request.codec import SOURCE as CODEC
     from model.native.build import HERE, find_prebuilt
 
@@ -185,4 +189,3 @@ def info(
     else:
         for name, value in rows.items():
             print(f"{name:14} {value}")
-

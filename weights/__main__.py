@@ -12,7 +12,9 @@ def main() -> None:
     found = importlib.util.find_spec("model")
     origin = found.origin if found else None
     if origin is None or Path(origin).parents[1] != Path(__file__).parents[1]:
-        sys.exit(f"python -m weights: the package model is not ours but {origin or 'missing'}: start with python -P -m weights")
+        sys.exit(
+            f"python -m weights: the package model is not ours but {origin or 'missing'}: start with python -P -m weights"
+        )
     from weights.commands.checkpoints import app
     from weights.commands.console import run
 

@@ -319,6 +319,8 @@ def run(settings: Settings, arguments: Sequence[str] = (), engine: Sequence[str]
     `arguments` are the settings on the command line; `engine` is the command of another engine process than ours.
     """
     logs.configure(settings.logs)
-    safe = () if Path(__file__).parents[2] == Path.cwd() else ("-P",)  # else somebody's app.py in the working directory would start
+    safe = (
+        () if Path(__file__).parents[2] == Path.cwd() else ("-P",)
+    )  # else somebody's app.py in the working directory would start
     front = [sys.executable, *safe, "-m", "app", *arguments]
     return asyncio.run(Supervisor(settings, engine or front, front).run())

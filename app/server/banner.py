@@ -23,12 +23,13 @@ def show(settings: Settings, host: str, port: int) -> None:
             log.info("page", **told)
         return
     from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    lines = [f"[bold]Phoenix ranking server[/], {escape(f"{settings.checkpoint.name}, on {url}")}"]
-    lines += [f"  page  {escape(told['url'])}"] if "url" in told else []
-    lines += [f"  try   {escape(told['curl'])}"] if "curl" in told else []
+    lines = [f"Phoenix ranking server: {settings.checkpoint.name} on {url}"]
+    lines += [f"  {name:5} {said}" for name, said in {"page": told.get("url"), "try": told.get("curl")}.items() if said]
     console = Console(stderr=True, soft_wrap=True, highlight=False)
+    text = Text("\n".join([*lines, "  stop  Ctrl-C"]))
+    text.highlight_regex(r"^.*|https?://\S+", "bold")
     with console.capture() as captured:
-        console.print("\n".join([*lines, "  stop  Ctrl-C"]))
+        console.print(text)
     logs.process_sink().write(captured.get())

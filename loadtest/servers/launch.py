@@ -26,7 +26,8 @@ HOST = "127.0.0.1"
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 LOG_TAIL_CHARACTERS = 2_000
-WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()  # of util-linux
+SETPRIV = shutil.which("setpriv")  # of util-linux
+WITH_US = (SETPRIV, "--pdeathsig", "KILL") if SETPRIV else ()
 _STARTER = ThreadPoolExecutor(1)  # the kernel's signal comes when the thread that started ends: so one that stays
 
 

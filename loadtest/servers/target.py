@@ -69,7 +69,9 @@ class Target:
             reply = get(f"{self.origin}/info", 5)
         except OSError as error:
             reason = f"{self.origin} does not answer ({type(error).__name__})"
-            raise TargetError(f"{reason}; start a server with phoenix-ranker serve, or in a checkout make serve") from error
+            raise TargetError(
+                f"{reason}; start a server with phoenix-ranker serve, or in a checkout make serve"
+            ) from error
         if reply.status_code != 200:
             return {}
         values: dict[str, Any] = json.loads(reply.text)

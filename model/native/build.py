@@ -31,7 +31,10 @@ PREBUILT = "prebuilt"  # the folder beside a source where a wheel has its kernel
 DIGEST_BYTES = 32
 HERE = Path(__file__).parent
 
-V3, V4 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"}, {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+V3, V4 = (
+    {"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"},
+    {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+)
 
 _one_build = threading.Lock()
 

@@ -28,8 +28,7 @@ from weights.corpus.manifest import CorpusManifest
 from weights.errors import CheckpointError
 from weights.format.manifest import Manifest
 
-
-USAGE_ERROR = typer.BadParameter.__mro__[2]  # ClickException, of click or of the copy in typer
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, of click or of the copy in typer
 
 
 def run(app: typer.Typer, program: str) -> NoReturn:
@@ -97,7 +96,11 @@ def refusals(*further: type[Exception], extra: str = "train") -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed; this needs: pip install 'phoenix-ranking-server[{extra}]'", file=sys.stderr, flush=True)
+        print(
+            f"{error.name} is not installed; this needs: pip install 'phoenix-ranking-server[{extra}]'",
+            file=sys.stderr,
+            flush=True,
+        )
         raise typer.Exit(1) from error
     except refused as error:
         print(error, file=sys.stderr, flush=True)

@@ -1,0 +1,63 @@
+"""Starts a process: settings from flags and environment, then serve."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+
+import structlog
+
+from app.environment import load_settings
+from app.exits import EXIT_USAGE
+from app.fronts.role import Role
+from app.settings import Settings, SettingsProblem
+from app.telemetry import logs
+
+
+def start(arguments: Sequence[str], program: str) -> int:
+    """Exit code of the process: 0 after a drain, 2 for settings that cannot be used."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a checkpoint to be read again
+    try:
+        role = Role.inherited()
+        settings = load_settings(arguments)
+        if role is None:
+            _refuse_missing(settings)
+        logs.configure(settings.logs)
+        if role is None:
+            log = structlog.get_logger("app")
+            (log.debug if logs.are_for_people(settings.logs) else log.info)("settings", **settings.effective())
+        return run(settings, role, arguments)
+    except SettingsProblem as error:
+        with contextlib.suppress(OSError):  # the exit code holds without a reader
+            os.write(2, f"{program}: {error}\n".encode(errors="backslashreplace"))
+        return EXIT_USAGE
+
+
+def run(settings: Settings, role: Role | None, arguments: Sequence[str] = ()) -> int:
+    """Serve until the end; the exit code. What is not needed is not imported: --help and a slip in a setting need no torch."""
+    if role is None and settings.fronts:
+        from app.fronts import supervisor
+
+        return supervisor.run(settings, arguments)
+    if role is not None and role.is_front:
+        from app.fronts import front
+
+        return front.run(settings, role)
+    from app import assembly
+
+    try:
+        return assembly.run(settings, role)
+    except SystemExit as ended:  # uvicorn cannot listen; loading has begun meanwhile, in native code that nothing stops
+        logs.process_sink().drain()
+        os._exit(ended.code if isinstance(ended.code, int) else 1)
+
+
+def _refuse_missing(settings: Settings) -> None:
+    """Raises SettingsProblem where there is no checkpoint: said before anything listens."""
+    if not (settings.checkpoint / "manifest.json").is_file():
+        raise SettingsProblem(
+            f"{settings.checkpoint.absolute()} is no checkpoint: it has no manifest.json; phoenix-ranker serve without a checkpoint "
+            "serves the demo, phoenix-ranker import makes a checkpoint of a published one"
+        )
