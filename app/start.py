@@ -10,23 +10,29 @@ from collections.abc import Sequence
 import structlog
 
 from app.environment import load_settings
-from app.exits import EXIT_USAGE
+from app.exits import EXIT_FAILED, EXIT_USAGE
 from app.fronts.role import Role
 from app.settings import Settings, SettingsProblem
 from app.telemetry import logs
 
+NO_CHECKPOINT = (
+    "it has no manifest.json; phoenix-ranker serve without a checkpoint serves the demo, phoenix-ranker import makes a checkpoint of a "
+    "published one"
+)
+
 
 def start(arguments: Sequence[str], program: str) -> int:
-    """Exit code of the process: 0 after a drain, 2 for settings that cannot be used."""
+    """Exit code of the process: 0 after a drain, 1 without a checkpoint, 2 for settings that cannot be used."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a checkpoint to be read again
     try:
         role = Role.inherited()
         settings = load_settings(arguments)
-        if role is None:
-            _refuse_missing(settings)
         logs.configure(settings.logs)
         if role is None:
             log = structlog.get_logger("app")
+            if not (settings.checkpoint / "manifest.json").is_file():  # said before anything listens
+                log.error("fatal", reason=f"{settings.checkpoint.absolute()} is no checkpoint: {NO_CHECKPOINT}")
+                return EXIT_FAILED
             (log.debug if logs.are_for_people(settings.logs) else log.info)("settings", **settings.effective())
         return run(settings, role, arguments)
     except SettingsProblem as error:
@@ -52,12 +58,3 @@ def run(settings: Settings, role: Role | None, arguments: Sequence[str] = ()) ->
     except SystemExit as ended:  # uvicorn cannot listen; loading has begun meanwhile, in native code that nothing stops
         logs.process_sink().drain()
         os._exit(ended.code if isinstance(ended.code, int) else 1)
-
-
-def _refuse_missing(settings: Settings) -> None:
-    """Raises SettingsProblem where there is no checkpoint: said before anything listens."""
-    if not (settings.checkpoint / "manifest.json").is_file():
-        raise SettingsProblem(
-            f"{settings.checkpoint.absolute()} is no checkpoint: it has no manifest.json; phoenix-ranker serve without a checkpoint "
-            "serves the demo, phoenix-ranker import makes a checkpoint of a published one"
-        )

@@ -68,7 +68,7 @@ def test_the_help_lists_what_the_commands_say_of_themselves_without_importing_th
         (["train", "--lgo", "x"], 2, "--log"),
         (["serve", "--nonsense"], 2, "--nonsense is not a setting; the nearest one is --"),
         (["serve", "--port", "x"], 2, "RANKER_PORT"),
-        (["serve", "nowhere"], 2, f"{ROOT}/nowhere is no checkpoint"),
+        (["serve", "nowhere"], 1, f"{ROOT}/nowhere is no checkpoint"),
         (["bench", "http://127.0.0.1:1"], 1, "does not answer (ConnectionRefusedError); start a server with phoenix-ranker serve"),
         (["explain", str(DEMO), "--out", "/proc/x"], 2, "nothing can be written at /proc/x"),
         (["score", "--checkpoint", "c", "--log", "l", "--out", str(DEMO / "manifest.json")], 2, "Not a directory"),
@@ -140,4 +140,4 @@ def test_elsewhere_a_log_line_says_the_same() -> None:
 def test_a_missing_checkpoint_is_refused_before_anything_listens(tmp_path: Path) -> None:
     ended = told("serve", str(tmp_path / "none"))
     assert "phoenix-ranker serve without a checkpoint serves the demo" in ended.stderr
-    assert "http" not in ended.stderr
+    assert json.loads(ended.stderr)["event"] == "fatal"
