@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from model.create import EngineOptions, create_engine
 from model.native import build
-from model.native.build import KernelUnavailable, build_kernel
+from model.native.build import (
+    LEVELS,
+    PREBUILT,
+    KernelUnavailable,
+    Level,
+    Vectors,
+    build_kernel,
+    find_prebuilt,
+    seal,
+    source_digest,
+)
 from tests.model.builders import random_config, random_ranker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,3 +195,70 @@ def test_with_a_full_disk_auto_takes_the_torch_engine(
 def test_a_compiler_that_refuses_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(KernelUnavailable, match=r"(?s)g\+\+ .* failed:\n.*error: "):
         build_kernel(tmp_path / "kept", "1X")
+
+
+# kernels that a wheel brings
+
+
+@pytest.fixture
+def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source with sealed kernels of every level beside it, on an x86-64 machine."""
+    source = tmp_path / "installed" / "kernel.cpp"
+    (source.parent / PREBUILT).mkdir(parents=True)
+    source.write_text("int kernel;")
+    for level in LEVELS:
+        library = source.parent / PREBUILT / f"kernel-{level.name}-{source_digest(source)}.so"
+        library.write_bytes(b"a library")
+        seal(library)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    return source
+
+
+def chosen(
+    source: Path, words: Iterable[str], monkeypatch: pytest.MonkeyPatch, vectors: Vectors = "auto"
+) -> str | None:
+    monkeypatch.setattr(build, "_processor_words", lambda: set(words))
+    found = find_prebuilt(source, vectors)
+    return found.name.split("-")[1] if found else None
+
+
+@pytest.mark.parametrize(
+    "level", [level for level in LEVELS if level.machine == "x86_64"], ids=lambda level: level.name
+)
+def test_the_widest_kernel_that_the_processor_runs_is_taken(
+    brought: Path, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen(brought, level.words, monkeypatch) == level.name
+    assert chosen(brought, level.words, monkeypatch, "avx2") == "avx2"
+    lacking = chosen(brought, level.words - {max(level.words)}, monkeypatch)
+    assert lacking != level.name
+
+
+def test_a_processor_without_any_of_them_compiles(
+    brought: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert chosen(brought, (), monkeypatch) is None
+    assert build_kernel(source=brought).path.parent == tmp_path / ".cache/phoenix-ranking-server"
+    assert compiler.runs == 1
+
+
+def test_where_one_fits_no_compiler_runs(brought: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(brought, LEVELS[0].words, monkeypatch) == LEVELS[0].name
+    assert build_kernel(source=brought).path.parent == brought.parent / PREBUILT
+    assert compiler.runs == 0
+    build_kernel(brought.parent, source=brought)  # a directory of its own is asked for
+    assert compiler.runs == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "foreign"])
+def test_one_that_is_not_whole_gives_way_to_the_next(
+    brought: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DAMAGES[damage](brought.parent / PREBUILT / f"kernel-amx-{source_digest(brought)}.so")  # type: ignore[operator]
+    assert chosen(brought, LEVELS[0].words, monkeypatch) == "avx512bf16"
+
+
+def test_those_of_other_sources_are_not_taken(brought: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (brought.parent / "more.h").write_text("int more;")
+    assert chosen(brought, LEVELS[0].words, monkeypatch) is None
