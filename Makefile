@@ -166,7 +166,7 @@ sbom: $(VENV)/.installed ## bills of materials of both images' packages, Cyclone
 wheel: $(VENV)/.installed ## the sdist and the wheels with compiled kernels, in dist/: REPOSITORY=https://... for absolute links; then its test
 	@.ci/debian g++ g++-aarch64-linux-gnu libc6-dev-arm64-cross
 	$(BIN)/python .ci/wheel dist
-	$(BIN)/python -m pytest tests/test_distribution.py
+	DIST=dist $(BIN)/python -m pytest tests/test_distribution.py
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

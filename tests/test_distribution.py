@@ -61,7 +61,9 @@ def belongs(path: str) -> bool:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the sdist, the wheel for any machine, and the one with kernels for this one."""
+    """A directory with the sdist, the wheel for any machine, and the one with kernels for this one: DIST, or built anew."""
+    if given := os.environ.get("DIST"):
+        return Path(given).resolve()
     if shutil.which(f"{platform.machine()}-linux-gnu-g++") is None:
         pytest.skip("the kernels are compiled with Debian's g++")
     out = tmp_path_factory.mktemp("dist")
