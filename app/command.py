@@ -173,7 +173,8 @@ def info(
     from app.request.codec import SOURCE as CODEC
     from model.native.build import HERE, find_prebuilt
 
-    kernels = {source.stem: find_prebuilt(source) for source in (HERE / "kernel.cpp", HERE / "search.cpp", CODEC)}
+    sources = {"ranker": HERE / "kernel.cpp", "search": HERE / "search.cpp", "codec": CODEC}
+    kernels = {name: find_prebuilt(source) for name, source in sources.items()}
     rows = {
         "version": importlib.metadata.version(DISTRIBUTION),
         "python": platform.python_version(),

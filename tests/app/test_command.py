@@ -87,7 +87,7 @@ def test_a_slip_is_one_sentence(words: list[str], code: int, said: str) -> None:
 def test_info_tells_of_this_installation_and_of_a_checkpoint() -> None:
     here = json.loads(told("info", "--json").stdout)
     assert here["demo"] == str(DEMO)
-    assert here["kernel kernel"] == "compiled at the first start"  # a checkout has no compiled kernels
+    assert here["ranker kernel"] == "compiled at the first start"  # a checkout has no compiled kernels
     assert json.loads(told("info", str(DEMO), "--json").stdout)["name"] == "demo"
     assert json.loads(told("info", str(ROOT / "weights/demo-posts"), "--json").stdout)["posts"] > 1000
 
