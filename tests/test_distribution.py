@@ -35,6 +35,7 @@ DATA = {".cpp", ".h", ".html", ".css", ".js", ".svg", ".typed"}
 DEMO_DATA = re.compile(r"weights/(demo/[^/]+\.(json|safetensors)|demo-(posts|towers)/[^/]+)")
 BUILDER = runpy.run_path(str(ROOT / ".ci/wheel"))
 DIST_INFO = "phoenix_ranking_server-0.1.0.dist-info"
+MOST_BYTES = 11_000_000
 SLOW_START_SECONDS = 15.0  # 1.7 s on an idle machine; compiling the kernels would take longer where there is a compiler
 REPOSITORY = "https://git.example/feed/ranker"
 
@@ -123,7 +124,9 @@ def test_the_wheel_of_a_machine_holds_a_kernel_for_every_width_of_vectors(
         if level.machine == platform.machine() and Path(source).stem in level.sources
     }
     assert kernels == wanted
+    assert wheel.stat().st_size < MOST_BYTES
     with zipfile.ZipFile(wheel) as archive:
+        assert sum(entry.file_size for entry in archive.infolist()) < 2 * MOST_BYTES
         assert b"Root-Is-Purelib: false" in archive.read(f"{DIST_INFO}/WHEEL")
         archive.extractall(tmp_path, kernels)  # noqa: S202
     for name in kernels:
