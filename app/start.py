@@ -33,7 +33,8 @@ def start(arguments: Sequence[str], program: str) -> int:
             if not (settings.checkpoint / "manifest.json").is_file():  # said before anything listens
                 log.error("fatal", reason=f"{settings.checkpoint.absolute()} is no checkpoint: {NO_CHECKPOINT}")
                 return EXIT_FAILED
-            (log.debug if logs.are_for_people(settings.logs) else log.info)("settings", **settings.effective())
+            if not logs.are_for_people(settings.logs):
+                log.info("settings", **settings.effective())
         return run(settings, role, arguments)
     except SettingsProblem as error:
         with contextlib.suppress(OSError):  # the exit code holds without a reader

@@ -193,7 +193,7 @@ def test_the_demo_is_served_from_an_empty_home_without_a_compiler(
         info = httpx.get(f"{server.url}/info").json()
         mapped = set(re.findall(r"\S+\.so", Path(f"/proc/{server.process.pid}/maps").read_text()))
         [page] = [line for line in server.lines if line["event"] == "page"]
-        curl = subprocess.run(shlex.split(page["curl"]), capture_output=True, timeout=30)
+        curl = subprocess.run(shlex.split(page["try"]), capture_output=True, timeout=30)
         loaded = subprocess.run(
             [command, "bench", server.url, "--rate", "20", "--seconds", "1", "--warmup", "0"],
             env=ours, capture_output=True, text=True, timeout=60,

@@ -15,18 +15,19 @@ def show(settings: Settings, host: str, port: int) -> None:
     reached = "127.0.0.1" if host in ANY_ADDRESS else host
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
     example = settings.checkpoint.absolute() / "example.json"
-    told = {"url": f"{url}/explore"} if settings.explores else {}
-    if example.is_file():
-        told["curl"] = f"curl -s {url}/rank -H 'content-type: application/json' -d @'{example}'"
+    curl = f"curl -s {url}/rank -H 'content-type: application/json' -d @'{example}'"
+    told = {"try": curl} if example.is_file() else {}
     if not logs.are_for_people(settings.logs):
         if settings.explores:
-            log.info("page", **told)
+            log.info("page", url=f"{url}/explore", **told)
         return
     from rich.console import Console
     from rich.text import Text
 
     lines = [f"Phoenix ranking server: {settings.checkpoint.name} on {url}"]
-    lines += [f"  {name:5} {said}" for name, said in {"page": told.get("url"), "try": told.get("curl")}.items() if said]
+    if settings.explores:
+        lines.append(f"  page  {url}/explore")
+    lines += [f"  {name:5} {said}" for name, said in told.items()]
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     text = Text("\n".join([*lines, "  stop  Ctrl-C"]))
     text.highlight_regex(r"^.*|https?://\S+", "bold")

@@ -135,7 +135,7 @@ def test_elsewhere_a_log_line_says_the_same() -> None:
     with ranking_server(*COMMAND, "serve", logs__format="json") as server:
         [page] = [line for line in server.lines if line["event"] == "page"]
         assert page["url"] == f"{server.url}/explore"
-        assert page["curl"].startswith(f"curl -s {server.url}/rank ")
+        assert page["try"].startswith(f"curl -s {server.url}/rank ")
 
 
 def test_a_missing_checkpoint_is_refused_before_anything_listens(tmp_path: Path) -> None:
