@@ -1,97 +1,195 @@
-// The state of the page, what changes it, and how it is drawn. Not for what asks the service for scores: that is explore.js.
+// The state of the page and what changes it. How it is drawn: draw.js. What asks the service: explore.js.
 
 import { call } from "./api.js";
-import { byId } from "./dom.js";
-import { drawLevers } from "./levers.js";
+import { kept } from "./changes.js";
+import { draw, drawLists } from "./draw.js";
 import { words } from "./names.js";
-import { balance, RankedList } from "./ranking.js";
+import { Past } from "./past.js";
 import { body, normal } from "./state.js";
-import { drawTimeline, eventWith, liked } from "./timeline.js";
-import { drawSource, drawTools } from "./tools.js";
+import { STORIES } from "./stories.js";
+import { eventWith, liked } from "./timeline.js";
 
 const START_K = 500; // posts of the corpus: one author's may fill the first hundred
-const MOST_ROWS = 60;
 const ONE_GESTURE_MS = 1500;
+const AGAINST = ["report", "block_author", "mute_author", "not_interested"];
 
-const lists = []; // of A, and of B
-
-/** The state and all that changes it. `rank`, `explainSoon`, `keepLink` and `tell` are added by explore.js. */
-export const app = {
+/** The state and all that changes it. `rank`, `explainSoon`, `keepLink` and `tell` are added by explore.js.
+ * @type {App} */
+export const app = /** @type {any} */ ({
   state: null,
-  names: null,
-  info: null,
-  carried: null, // by the checkpoint: an example and names, each of them perhaps null
   replies: [], // the last of each side
   held: null, // the reply of A that stays
-  explained: [], // of each side, what /explain said of the post whose row is open
-  before: [], // rank by post, before the last gesture
+  explained: [], // of each side, what /explain said of its posts
+  before: [], // of each side, its list before the last gesture
+  did: "", // the last gesture, in words
   chosen: {},
   gesture: { key: "", at: 0 },
+  past: new Past(),
+  sweep: "",
+  attention: false,
 
   get request() {
     return this.state.sides[this.state.side];
   },
+  /** The checkpoint of a side: its version, actions and default weights. @param {number} side */
+  checkpoint(side = this.state?.side ?? 0) {
+    const { model, second } = this.info;
+    const version = this.state?.versions[side] ?? model.version;
+    const { actions, weights } = version === model.version ? this.info : second;
+    return { version, actions, weights };
+  },
   get actions() {
-    return this.info.actions;
+    return this.checkpoint().actions;
   },
   get canRetrieve() {
     return this.info.retrieval !== null;
   },
-  /** The action that speaks against an author; none where the checkpoint knows none of these. */
-  get disliked() {
-    return ["report", "block_author", "mute_author", "not_interested"].find((name) => this.actions.includes(name));
+  /** The actions that speak against an author, of those that the checkpoint knows. */
+  get negative() {
+    return AGAINST.filter((name) => this.actions.includes(name));
   },
   /** Of the checkpoints that the process holds. */
   get versions() {
     return [this.info.model.version, this.info.second?.model?.version].filter((version) => version !== undefined);
   },
-  weights(request = this.request, version = this.info.model.version) {
-    return request.weights ?? (version === this.info.model.version ? this.info : this.info.second).weights;
+  weights(side = this.state.side) {
+    return this.state.sides[side].weights ?? this.checkpoint(side).weights;
   },
   weightOf(name) {
     return this.weights()[name] ?? 0;
+  },
+  body(side) {
+    return body(this.state, side, this.state.versions.length ? this.checkpoint(side).actions : null);
   },
   /** Of the reply that a side has; none before its first, as when a comparison has just begun. */
   posts(side = this.state.side) {
     return (this.replies[side]?.candidates ?? []).map((post) => this.known(post));
   },
-
   /** What a side's list shows, best first: each with a `key` that it keeps from one ranking to the next, and its `place`. */
   shown(side) {
     const { onePer } = this.state;
     const keys = new Set();
-    const posts = this.posts(side).sort((a, b) => a.rank - b.rank);
-    const rows = posts.map((post) => ({
-      ...post,
-      key: onePer && post.author_id !== "0" ? `author ${post.author_id}` : post.post_id,
-    }));
-    return rows
+    return this.posts(side)
+      .sort((a, b) => a.rank - b.rank)
+      .map((post) => ({ ...post, key: onePer && post.author_id !== "0" ? `author ${post.author_id}` : post.post_id }))
       .filter(({ key }) => !keys.has(key) && keys.add(key))
-      .slice(0, MOST_ROWS)
       .map((post, place) => ({ ...post, place: place + 1 }));
   },
-
   /** A post of a reply, with its author and its time. */
   known(post) {
     return { author_id: "0", ...this.names.posts.get(String(post.post_id)), ...post, post_id: String(post.post_id) };
   },
+  /** The one thing to try of the open story; none once it is done. */
+  hint() {
+    return STORIES[this.state.story]?.hint(this, this.request) ?? null;
+  },
+  /** The request of a story; none where this checkpoint has not what it takes. */
+  story(name) {
+    return name === "corpus" ? { ...this.start, candidates: this.start.candidates } : (STORIES[name]?.make(this, this.start) ?? null);
+  },
 
-  /** Change the side that is edited, then rank. Changes of one `key` in quick succession are one gesture. */
-  change(key, mutate, { redraw = true } = {}) {
+  /** Change the side that is edited, then rank. Changes of one `key` in quick succession are one gesture. What is not a side's `own`
+   * changes both where two checkpoints have one request. */
+  change(key, label, mutate, { redraw = true, own = false } = {}) {
     const now = performance.now();
-    if (key !== this.gesture.key || now - this.gesture.at > ONE_GESTURE_MS) this.remember();
+    if (key !== this.gesture.key || now - this.gesture.at > ONE_GESTURE_MS) this.remember(label);
     this.gesture = { key, at: now };
+    this.did = label;
     mutate(this.request);
-    if (redraw) this.draw();
+    if (this.state.together && !own) {
+      const { weights, ...same } = structuredClone(this.request);
+      const other = 1 - this.state.side;
+      const theirs = this.state.sides[other].weights;
+      this.state.sides[other] = { ...same, ...(theirs && { weights: theirs }) };
+    }
+    if (redraw) draw(this);
+    else this.drawTools();
     this.rank();
   },
-
-  remember() {
-    this.before = this.replies.map((_, side) => new Map(this.shown(side).map(({ key, place }) => [key, place])));
+  remember(label) {
+    this.past.keep(this.state, label);
+    this.look();
+  },
+  /** Compare the next list with this one. */
+  look() {
+    this.before = this.replies.map((_, side) => kept(this.shown(side)));
   },
 
+  undo() {
+    this.stepTo(this.past.undo(this.state), "Undone");
+  },
+  redo() {
+    this.stepTo(this.past.redo(this.state), "Done again");
+  },
+  stepTo(step, what) {
+    if (!step) return;
+    const isSame = step.state.sides.length === this.state.sides.length && step.state.source === this.state.source;
+    this.look();
+    this.state = step.state;
+    this.did = `${what} (${step.label})`;
+    this.gesture.key = "";
+    if (!isSame) this.before = [];
+    this.held = null;
+    draw(this);
+    this.rank();
+  },
+  restart() {
+    this.tellStory(STORIES[this.state.story] || this.state.story === "corpus" ? this.state.story : this.first(), "Started over");
+  },
+  /** The story that the page begins with. */
+  first() {
+    return ["report", "own"].find((name) => name === "own" || (this.carried.example && this.story(name))) ?? "own";
+  },
+  /** Begin a story; what was there before can be had back by Undo. */
+  tellStory(name, label) {
+    if (this.state) this.past.keep(this.state, label);
+    const request = this.withK(structuredClone(this.story(name) ?? this.start));
+    const source = name === "corpus" ? "recommend" : "rank";
+    const onePer = name === "corpus";
+    this.state = { source, sides: [request], versions: [], together: false, side: 0, open: null, onePer, story: name, start: request.impression_ts };
+    this.reset();
+  },
+  /** Forget what belongs to the lists before, and draw anew. */
+  reset() {
+    Object.assign(this, { before: [], did: "", held: null, explained: [], replies: this.replies.slice(0, this.state.sides.length) });
+    this.gesture.key = "";
+    for (const request of this.state.sides) this.names.learn([...request.history, ...request.candidates]);
+    draw(this);
+    return this.rank();
+  },
+
+  setUser(id) {
+    this.change("user", `Made it ${this.names.user(id)}`, (request) => (request.user_id = id));
+  },
   addEvent(author, actions) {
-    this.change("add", (request) => request.history.push(eventWith(this, author, actions)));
+    const done = Object.keys(actions).map(words).join(", ");
+    this.change("add", `Added “${done}” with ${this.names.author(author)}`, (request) => request.history.push(eventWith(this, author, actions)));
+  },
+  removeEvent(place) {
+    const { author_id, actions } = this.request.history[place];
+    const what = this.negative.find((name) => name in actions);
+    const label = what ? `Removed the ${words(what)} of ${this.names.author(author_id)}` : `Removed event ${place + 1} with ${this.names.author(author_id)}`;
+    this.change(`remove ${place}`, label, (request) => request.history.splice(place, 1));
+    this.gesture.key = "";
+  },
+  moveEvent(from, to) {
+    this.change("order", `Moved event ${from + 1} ${to > from ? "later" : "earlier"}`, ({ history }) => history.splice(to, 0, ...history.splice(from, 1)));
+  },
+  moveCandidate(from, to) {
+    if (from === to) return;
+    this.change("candidates", `Moved post ${from + 1} of the request to place ${to + 1}`, ({ candidates }) => candidates.splice(to, 0, ...candidates.splice(from, 1)));
+  },
+  removeCandidate(place) {
+    const who = this.names.author(this.request.candidates[place].author_id);
+    this.change(`remove post ${place}`, `Took out the post of ${who}`, ({ candidates }) => candidates.splice(place, 1));
+    this.gesture.key = "";
+  },
+  addCandidate() {
+    const met = new Set(this.request.candidates.map(({ post_id }) => post_id));
+    const fresh = [...this.names.posts].find(([id]) => !met.has(id));
+    const [post_id, { author_id, created_at }] = fresh ?? [String(1 + met.size), { author_id: "1", created_at: 0 }];
+    this.change("add post", `Added a post of ${this.names.author(author_id)}`, ({ candidates }) => candidates.push({ post_id, author_id, created_at }));
+    this.gesture.key = "";
   },
 
   /** Like a post of a topic: the best one of the corpus for this user, else one that is known here. */
@@ -99,7 +197,7 @@ export const app = {
     const met = new Set(this.request.history.map((event) => event.post_id));
     const isNew = ([id, post]) => post.topic === topic && !met.has(id);
     if (this.canRetrieve && ![...this.names.posts].some(isNew)) {
-      const { user_id, history } = body({ ...this.state, source: "recommend" });
+      const { user_id, history } = this.body(this.state.side);
       try {
         this.names.learn((await call("retrieve", { user_id, history, topics: [topic], k: 20 })).value.posts);
       } catch (refused) {
@@ -108,135 +206,81 @@ export const app = {
       }
     }
     const [id, post] = [...this.names.posts].find(isNew) ?? [];
-    const author =
-      post?.author_id ?? Object.keys(this.names.authors).find((each) => this.names.authors[each].topic === topic);
+    const author = post?.author_id ?? Object.keys(this.names.authors).find((each) => this.names.authors[each].topic === topic);
     if (!author) return;
-    const event = id
-      ? { post_id: id, author_id: author, actions: liked(this.actions), dwell_time: 12 }
-      : eventWith(this, author, liked(this.actions));
-    this.change("like", (request) => request.history.push(event));
+    const event = id ? { post_id: id, author_id: author, actions: liked(this.actions), dwell_time: 12 } : eventWith(this, author, liked(this.actions));
+    this.change(`like ${topic} ${this.request.history.length}`, `Liked a post about ${topic}, of ${this.names.author(author)}`, (request) => request.history.push(event));
   },
 
   act(what, post) {
+    const who = this.names.author(post.author_id);
     if (what === "why") {
       this.state.open = this.state.open === post.key ? null : post.key;
-      this.drawLists();
+      drawLists(this);
       this.explainSoon(0);
       this.keepLink();
       return;
     }
-    const actions = what === "report" ? { [this.disliked]: 1 } : liked(this.actions);
+    const actions = what === "report" ? { [this.negative[0]]: 1 } : liked(this.actions);
     const event = { post_id: post.post_id, author_id: post.author_id, actions, dwell_time: what === "report" ? 1 : 12 };
-    this.change(what, (request) => request.history.push(event));
+    this.change(what, what === "report" ? `Reported ${who}` : `Liked the post of ${who}`, (request) => request.history.push(event));
+    this.gesture.key = "";
   },
 
   compare() {
-    const two = this.state.sides.length === 2;
-    this.standing(two ? [this.request] : [this.request, structuredClone(this.request)], []);
+    const two = this.state.sides.length === 2 && !this.state.together;
+    this.standing(two ? [this.request] : [this.request, structuredClone(this.request)], [], false);
   },
-
-  /** One request by both checkpoints that the process holds, or by whichever answers. */
+  /** One request by both checkpoints that the process holds, each with its own weights; or by the one that serves. */
   compareCheckpoints() {
-    this.standing([this.request], this.state.versions.length ? [] : this.versions);
+    if (this.state.together) return this.standing([this.state.sides[0]], [], false);
+    const { weights, ...request } = structuredClone(this.request);
+    this.standing([this.request, request], this.versions, true);
   },
-
-  standing(sides, versions) {
-    Object.assign(this.state, { sides, versions, side: sides.length - 1 });
-    this.held = null;
-    this.before = [];
-    this.draw();
+  standing(sides, versions, together) {
+    this.past.keep(this.state, sides.length === 2 ? "Compared" : "Stopped comparing");
+    Object.assign(this.state, { sides, versions, together, side: together ? 0 : sides.length - 1 });
+    Object.assign(this, { held: null, before: [], did: "" });
+    draw(this);
     this.rank();
   },
-
   edit(side) {
     this.state.side = side;
-    this.draw();
+    draw(this);
+    drawLists(this);
     this.keepLink();
   },
-
   /** Keep A's scores as they are now, whatever serves later: a checkpoint that is loaded meanwhile ranks B alone. */
   hold(on) {
     this.held = on ? this.replies[0] : null;
     this.rank();
   },
-
   from(source) {
-    this.before = [];
-    this.state.source = source;
-    this.draw();
+    this.past.keep(this.state, source === "rank" ? "These posts" : "All posts");
+    Object.assign(this.state, { source, onePer: source === "recommend" });
+    Object.assign(this, { before: [], did: "" });
+    draw(this);
     this.rank();
   },
-
   onePerAuthor(on) {
-    this.before = [];
+    Object.assign(this, { before: [], did: "" });
     this.state.onePer = on;
-    this.drawLists();
+    drawLists(this);
     this.keepLink();
   },
-
+  openSweep(name) {
+    this.sweep = this.sweep === name ? "" : name;
+    drawLists(this);
+  },
   withK(request) {
     return { k: Math.min(START_K, this.info.limits.max_retrieved), ...request };
   },
-
   use(request) {
     if (!request || typeof request !== "object" || Array.isArray(request)) throw new Error("it must be one object");
-    this.state.sides[this.state.side] = this.withK(normal(request, this.actions));
-    this.state.source = this.request.candidates.length ? "rank" : "recommend";
-    this.state.start = this.request.impression_ts;
-    this.names.learn([...this.request.history, ...this.request.candidates]);
-    this.before = [];
-    this.draw();
-    this.rank();
+    const own = this.withK(normal(request, this.actions));
+    this.past.keep(this.state, "A request of your own");
+    this.state.sides = this.state.sides.map((side, at) => (at === this.state.side || this.state.together ? structuredClone(own) : side));
+    Object.assign(this.state, { source: own.candidates.length ? "rank" : "recommend", start: own.impression_ts, story: "" });
+    this.reset();
   },
-
-  draw() {
-    drawTools(this);
-    drawSource(this);
-    drawTimeline(this);
-    drawLevers(this);
-  },
-
-  drawLists() {
-    const { state, names } = this;
-    const two = this.replies.length === 2;
-    const views = this.replies.map((reply, side) => ({ reply, posts: this.shown(side) }));
-    const sums = views.flatMap(({ posts, reply }) => posts.map((post) => balance(post, reply.actions, reply.weights)));
-    const most = (what) => Math.max(...sums.map((sum) => sum[what]), 1e-9);
-    const reach = { gain: most("gain"), loss: most("loss") };
-    const ofA = new Map(views[0].posts.map(({ key, place }) => [key, place]));
-    while (lists.length < views.length) {
-      lists.push(
-        new RankedList((what, post) => {
-          const side = lists.findIndex((list) => list.rows.get(post.key)?.post === post);
-          if (what !== "why") this.state.side = Math.min(side, this.state.sides.length - 1);
-          this.act(what, post);
-        }),
-      );
-    }
-    byId("lists").className = two ? "two" : "";
-    lists.forEach((list, side) =>
-      side < views.length ? list.element.isConnected || byId("lists").append(list.element) : list.element.remove(),
-    );
-    views.forEach(({ posts, reply }, side) => {
-      const model = reply.model ?? reply.models.ranker;
-      const title = two ? `${"AB"[side]} · ${model.name} ${model.version}${this.held && !side ? ", held" : ""}` : "";
-      lists[side].show(title, posts, {
-        names,
-        disliked: this.disliked,
-        actions: reply.actions,
-        weights: reply.weights,
-        reach,
-        impression: reply.sent.impression_ts,
-        open: state.open,
-        explained: this.explained[side],
-        before: two && side ? ofA : this.before[side],
-      });
-    });
-    const { posts, reply } = views[Math.min(state.side, views.length - 1)];
-    const [rows, count] = [posts.length, reply.candidates.length];
-    byId("legend").textContent =
-      (rows < count ? `${rows} of ${count} posts. ` : "") +
-      `Small bars: the probabilities of ${this.actions.map(words).join(", ")}, by their square roots. ` +
-      "Blue counts for a post and red against it; the mark is the score that is left.";
-  },
-};
+});

@@ -2,26 +2,33 @@
 
 import { call, latest } from "./api.js";
 import { app } from "./app.js";
-import { byId } from "./dom.js";
+import { button, byId, linkHighlights, rebuild } from "./dom.js";
+import { draw, drawLists } from "./draw.js";
+import { pack, unpack } from "./link.js";
 import { Names, number } from "./names.js";
-import { body, FOR_RETRIEVAL, lists, normal, pack, unpack } from "./state.js";
-import { askForKey } from "./tools.js";
+import { listen } from "./past.js";
+import { explainSide, lookAt } from "./reasons.js";
+import { normal } from "./state.js";
+import { withoutExample } from "./stories.js";
+import { askForKey, drawTools } from "./tools.js";
 
-/** Ask for one side's ranking, and who wrote the posts where the reply does not say it. The reply keeps what it answers. */
+const PENDING_MS = 150; // after which it is shown that the service is asked
+
+/** Ask for one side's ranking, and who wrote the posts where the reply does not say it. The reply keeps what it answers.
+ * @param {number} side @returns {Promise<{value: Reply, milliseconds: number}>} */
 async function ask(side) {
-  const sent = body(app.state, side);
+  const sent = app.body(side);
   const asked = await call(app.state.source, sent, app.state.versions[side]);
   const { model, models } = asked.value;
   const { version } = model ?? models.ranker;
   if (!app.versions.includes(version)) {
     app.info = (await call("info")).value;
-    app.draw();
+    draw(app);
   }
-  Object.assign(asked.value, { sent, version, weights: app.weights(sent, version) });
-  if (
-    app.state.source === "recommend" &&
-    asked.value.candidates.some((post) => !app.names.posts.has(String(post.post_id)))
-  ) {
+  const served = version === app.info.model.version ? app.info : app.info.second;
+  Object.assign(asked.value, { sent, version, weights: sent.weights ?? served.weights });
+  const isMet = (/** @type {any} */ post) => app.names.posts.has(String(post.post_id));
+  if (app.state.source === "recommend" && !asked.value.candidates.every(isMet)) {
     const { weights, ...posts } = sent;
     app.names.learn((await call("retrieve", posts)).value.posts);
   }
@@ -29,12 +36,11 @@ async function ask(side) {
 }
 
 const rank = latest(async () => {
+  const pending = setTimeout(() => byId("lists").setAttribute("aria-busy", "true"), PENDING_MS);
   try {
-    const sides = [...Array(lists(app.state)).keys()];
-    const asked = await Promise.all(
-      sides.map((side) => (app.held && !side ? { value: app.held, milliseconds: 0 } : ask(side))),
-    );
-    if (asked.length !== lists(app.state)) return; // comparing began or ended meanwhile, and asks again
+    const sides = app.state.sides.map((_, side) => side);
+    const asked = await Promise.all(sides.map((side) => (app.held && !side ? { value: app.held, milliseconds: 0 } : ask(side))));
+    if (asked.length !== app.state.sides.length) return; // comparing began or ended meanwhile, and asks again
     app.replies = asked.map(({ value }) => value);
     const { value, milliseconds } = asked[app.state.side];
     const { timings_ms: stages, model, models, version } = value;
@@ -42,63 +48,68 @@ const rank = latest(async () => {
     const served = Object.values(stages).reduce((sum, stage) => sum + stage, 0);
     byId("pace").textContent = `${number(served, 1)} ms in the service, ${number(milliseconds, 0)} ms in all`;
     byId("problem").hidden = true;
-    app.drawLists();
+    delete document.body.dataset.stale;
+    rankedAt = new Date();
+    drawLists(app);
     explainSoon(200);
     say();
     keepLink();
-    document.body.dataset.ranked = Number(document.body.dataset.ranked ?? 0) + 1;
+    document.body.dataset.ranked = String(Number(document.body.dataset.ranked ?? 0) + 1);
   } catch (refused) {
     tell(refused, rank);
+  } finally {
+    clearTimeout(pending);
+    byId("lists").removeAttribute("aria-busy");
   }
 });
 
-/** Ask why the open row's post stands where it stands: of that post alone where it is of the corpus, since its scores are its own. */
+/** @type {Date | null} */
+let rankedAt = null;
+
 const explain = latest(async () => {
   for (const side of app.replies.keys()) {
-    const post = app.shown(side).find(({ key }) => key === app.state.open);
-    if (!post || (app.held && !side)) continue;
-    const { sent } = app.replies[side];
-    const { post_id, author_id, created_at = 0 } = post;
-    const candidates = sent.candidates ?? [{ post_id, author_id, created_at }];
-    const question = Object.entries({ ...sent, candidates, explain: [post_id] }).filter(
-      ([name]) => !FOR_RETRIEVAL.includes(name),
-    );
-    try {
-      const { value } = await call("explain", Object.fromEntries(question), app.replies[side].version);
-      app.explained[side] = { post: post_id, history: sent.history, reply: value };
-    } catch (refused) {
-      app.explained[side] = { post: post_id, message: refused.message };
-      if (refused.status === 429) explainSoon(1000 * (refused.retryAfter ?? 1));
-    }
-    app.drawLists();
+    if (app.state.open === null || (app.held && !side) || !app.shown(side).some(({ key }) => key === app.state.open)) continue;
+    app.explained[side] = await explainSide(app, side, (seconds) => explainSoon(1000 * seconds));
+    drawLists(app);
+    if (app.attention && (await lookAt(app, side))) drawLists(app);
   }
 });
 
 let explaining = 0;
+/** @param {number} milliseconds */
 function explainSoon(milliseconds) {
   clearTimeout(explaining);
   if (app.state.open !== null) explaining = setTimeout(explain, milliseconds);
 }
 
-/** Show why there is no ranking, and ask again where that can help. */
+/** Show why there is no ranking, mark the list that is old, and ask again where that can help; a refused state can be left.
+ * @param {any} refused @param {() => void} again */
 function tell(refused, again) {
-  byId("problem").textContent = refused.message;
-  byId("problem").hidden = false;
+  const when = rankedAt && byId("lists").childElementCount ? ` The list is the ranking of ${rankedAt.toLocaleTimeString("en-GB")}, and may be out of date.` : "";
+  const isAway = [0, 429, 503].includes(refused.status);
+  if (rankedAt) document.body.dataset.stale = "";
+  const ways = [
+    app.past.back.length > 0 && button("problem-undo", "Undo", () => app.undo()),
+    app.carried && button("problem-restart", "Open the start", () => app.tellStory(app.first(), "Opened the start")),
+  ];
+  problem(`${refused.message}${when}${isAway ? " Trying again." : ""}`, isAway ? [] : ways);
   if (refused.status === 401) askForKey(again);
-  else if ([0, 429, 503].includes(refused.status)) setTimeout(again, 1000 * Math.min(refused.retryAfter ?? 1, 5));
+  else if (isAway) setTimeout(again, 1000 * Math.min(refused.retryAfter ?? 1, 5));
   else if (refused.status === undefined) throw refused;
+}
+
+/** @param {string} text @param {any[]} ways out of it */
+function problem(text, ways) {
+  rebuild(byId("problem"), [text, ...ways]);
+  byId("problem").hidden = false;
 }
 
 let spoken = 0;
 function say() {
   clearTimeout(spoken);
   spoken = setTimeout(() => {
-    const posts = app.shown(app.state.side);
-    const before = app.before[app.state.side];
-    const moved = posts.filter(({ key, place }) => before && before.get(key) !== place).length;
-    byId("spoken").textContent = posts.length
-      ? `${posts.length} posts, ${moved} moved. First: ${app.names.author(posts[0].author_id)}.`
-      : "No posts.";
+    const posts = app.shown(Math.min(app.state.side, app.replies.length - 1));
+    byId("spoken").textContent = posts.length ? `${posts.length} posts. ${byId("caption").textContent} First: ${app.names.author(posts[0].author_id)}.` : "No posts.";
   }, 600);
 }
 
@@ -112,38 +123,47 @@ function keepLink() {
   }, 120);
 }
 
-/** The state of the link, or of the checkpoint's example. */
+/** The state of the link: a story by its name, or all of a state; the start where there is none, or a broken one, which is said. */
 async function restore() {
   const given = location.hash.slice(1);
-  app.state = given ? await unpack(given).catch(() => null) : null;
-  if (!app.state) {
-    const request = app.withK(normal(app.carried.example ?? (await firstExample()), app.actions));
-    app.state = {
-      source: app.canRetrieve ? "recommend" : "rank",
-      sides: [request],
-      versions: [],
-      side: 0,
-      open: null,
-      onePer: true,
-      start: request.impression_ts,
-    };
+  const story = given.startsWith("story=") ? given.slice(6) : "";
+  byId("notice").hidden = true;
+  if (!given || story) {
+    if (story && !app.story(story)) notice(`There is no story “${story}” here; this is the start.`);
+    return app.tellStory(story && app.story(story) ? story : app.first(), "Opened a story");
   }
-  if (!app.state.versions.every((version) => app.versions.includes(version))) app.state.versions = []; // not held here
-  if (!app.canRetrieve && app.state.source === "recommend") app.state.source = "rank";
-  app.replies = [];
-  app.before = [];
-  app.held = null;
-  app.explained = [];
-  for (const request of app.state.sides) app.names.learn([...request.history, ...request.candidates]);
-  app.draw();
-  await rank();
-  app.draw();
+  let state;
+  try {
+    state = await unpack(given, app.info.actions);
+  } catch (error) {
+    notice(`This link cannot be opened: ${/** @type {Error} */ (error).message}. This is the start.`);
+    return app.tellStory(app.first(), "Opened the start");
+  }
+  const away = state.versions.filter((version) => !app.versions.includes(version));
+  if (away.length) {
+    notice(`This link compares checkpoints of which ${away.join(" and ")} is not held here; the request is ranked by the one that serves.`);
+    Object.assign(state, { versions: [], together: false, side: 0, sides: state.together ? state.sides.slice(0, 1) : state.sides });
+  }
+  if (!app.canRetrieve && state.source === "recommend") {
+    notice("This link asks for posts of a corpus, and none is served here; its own posts are ranked.");
+    state.source = "rank";
+  }
+  if (app.state) app.past.keep(app.state, "Opened a link");
+  app.state = state;
+  return app.reset();
+}
+
+/** @param {string} text */
+function notice(text) {
+  rebuild(byId("notice"), [text, button("notice-close", "Close", () => (byId("notice").hidden = true), { class: "quiet" })]);
+  byId("notice").hidden = false;
 }
 
 /** The request that the API's description shows: it fits whatever checkpoint serves. */
 async function firstExample() {
   const { value } = await call("openapi.json");
-  return Object.values(value.paths["/rank"].post.requestBody.content["application/json"].examples)[0].value;
+  const [example] = Object.values(value.paths["/rank"].post.requestBody.content["application/json"].examples);
+  return withoutExample(/** @type {any} */ (example).value);
 }
 
 async function start() {
@@ -151,19 +171,22 @@ async function start() {
     app.info = (await call("info")).value;
     app.carried = (await call("explore/checkpoint.json")).value;
     app.names = new Names(app.carried.names, app.info.retrieval?.corpus.topics);
+    app.start = normal(app.carried.example ?? (await firstExample()), app.info.actions);
+    app.names.learn([...app.start.history, ...app.start.candidates]);
     await restore();
+    draw(app);
   } catch (refused) {
     tell(refused, start);
   }
 }
 
-byId("reset").addEventListener("click", () =>
-  app.change("reset", (request) => {
-    delete request.weights;
-  }),
-);
+byId("reset").addEventListener("click", () => app.change("reset", "Reset the weights", (/** @type {Side} */ request) => delete request.weights, { own: true }));
 addEventListener("hashchange", () => {
   if (location.hash !== linked) restore();
 });
-Object.assign(app, { rank, explainSoon, keepLink, tell });
+addEventListener("offline", () => tell({ status: 0, message: "This computer is offline." }, rank));
+listen(() => app.undo(), () => app.redo());
+linkHighlights();
+const drawn = { drawTools: () => drawTools(app), askAttention: (/** @type {boolean} */ on) => ((app.attention = on), on && explainSoon(0)) };
+Object.assign(app, { rank, explainSoon, keepLink, tell, ...drawn });
 start();

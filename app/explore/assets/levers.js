@@ -1,117 +1,81 @@
 // The time of the impression, and the weights of the score.
 
-import { byId, h, rebuild } from "./dom.js";
-import { number, span, words } from "./names.js";
+import { button, byId, h, rebuild } from "./dom.js";
+import { meaning, number, span, words } from "./names.js";
 
-const DAY = 86400;
-
+/** @param {App} app */
 export function drawLevers(app) {
+  const { state } = app;
+  byId("levers-title").textContent = `Time and weights${state.sides.length === 2 ? ` of ${"AB"[state.side]}` : ""}`;
   rebuild(byId("time"), [timeSlider(app)]);
-  rebuild(
-    byId("weights"),
-    app.actions.map((name) => weightSlider(app, name)),
-  );
-  byId("reset").disabled = !app.request.weights;
+  rebuild(byId("weights"), app.actions.map((name) => weightSlider(app, name)));
 }
 
+/** @param {App} app */
 function timeSlider(app) {
   const { request, state } = app;
   if (!request.impression_ts) {
     const newest = Math.max(0, ...app.posts().map((post) => post.created_at ?? 0)) || Math.floor(Date.now() / 1000);
     const set = () =>
-      app.change("time", (changed) => {
+      app.change("time", "Gave the request a time", (/** @type {Side} */ changed) => {
         changed.impression_ts = state.start = newest + 3 * 3600;
       });
-    return h(
-      "p",
-      { class: "soft" },
-      "The request has no time, so every age is unknown. ",
-      h("button", { type: "button", "data-key": "time", onclick: set }, "Give it one"),
-    );
+    return h("p", { class: "soft" }, "The request has no time, so every age is unknown. ", button("time", "Give it one", set));
   }
   const start = (state.start ??= request.impression_ts);
   const told = h("output", { class: "number" }, clock(request.impression_ts, start));
-  const move = (event) => {
-    const seconds = start + Number(event.target.value) * 3600;
+  const move = (/** @type {any} */ { target }) => {
+    const seconds = start + Number(target.value) * 3600;
     told.textContent = clock(seconds, start);
-    event.target.setAttribute("aria-valuetext", clock(seconds, start));
-    app.change(
-      "time",
-      (changed) => {
-        changed.impression_ts = seconds;
-      },
-      { redraw: false },
-    );
+    target.setAttribute("aria-valuetext", clock(seconds, start));
+    const label = `Shown ${shifted(seconds - start)}`;
+    app.change("time", label, (/** @type {Side} */ changed) => (changed.impression_ts = seconds), { redraw: false });
   };
   const hours = Math.round((request.impression_ts - start) / 3600);
-  return h(
-    "label",
-    { class: "lever time" },
-    h("span", {}, "Shown at"),
-    told,
-    h("input", {
-      type: "range",
-      id: "clock",
-      "data-key": "time",
-      min: Math.min(-48, hours),
-      max: Math.max(14 * 24, hours),
-      step: 1,
-      value: hours,
-      "aria-valuetext": clock(request.impression_ts, start),
-      oninput: move,
-    }),
-  );
+  const range = { min: Math.min(-48, hours), max: Math.max(14 * 24, hours), step: 1, value: hours };
+  const says = { "aria-valuetext": clock(request.impression_ts, start), oninput: move };
+  return h("label", { class: "lever time" }, h("span", {}, "Shown at"), told, h("input", { type: "range", id: "clock", "data-key": "time", ...range, ...says }));
 }
 
+/** @param {number} shift seconds */
+const shifted = (shift) => (shift ? `${span(shift)} ${shift > 0 ? "later" : "earlier"}` : "at the time of the start");
+
+/** @param {number} seconds @param {number} start */
 function clock(seconds, start) {
-  const when = new Date(seconds * 1000).toLocaleString("en-GB", {
-    timeZone: "UTC",
-    day: "numeric",
-    month: "short",
-    year: "numeric",
-    hour: "2-digit",
-    minute: "2-digit",
-  });
-  const shift = seconds - start;
-  return `${when} UTC${shift ? `, ${span(shift)} ${shift > 0 ? "later" : "earlier"}` : ""}`;
+  const when = new Date(seconds * 1000).toLocaleString("en-GB", { timeZone: "UTC", dateStyle: "medium", timeStyle: "short" });
+  return `${when} UTC${seconds === start ? "" : `, ${shifted(seconds - start)}`}`;
 }
 
 // A slider goes by the square root: fine near 0, and as far as −25 … 25.
-const toPlace = (weight) => Math.sign(weight) * Math.sqrt(Math.abs(weight));
-const toWeight = (place) => Math.round(Math.sign(place) * place * place * 100) / 100;
+const toPlace = (/** @type {number} */ weight) => Math.sign(weight) * Math.sqrt(Math.abs(weight));
+const toWeight = (/** @type {number} */ place) => Math.round(Math.sign(place) * place * place * 100) / 100;
+const kind = (/** @type {number} */ weight) => (weight > 0 ? "for" : weight < 0 ? "against" : "");
 
+/** @param {App} app @param {string} name */
 function weightSlider(app, name) {
-  const weight = app.weightOf(name),
-    far = Math.max(5, Math.ceil(Math.abs(toPlace(weight))));
-  const told = h("output", { class: "number" }, number(weight));
-  const move = (event) => {
-    const value = toWeight(Number(event.target.value));
-    told.textContent = number(value);
-    event.target.setAttribute("aria-valuetext", number(value));
-    app.change(
-      `weight ${name}`,
-      (changed) => {
-        changed.weights = { ...app.weights(), [name]: value };
-      },
-      { redraw: false },
-    );
-    byId("reset").disabled = false;
+  const weight = app.weightOf(name);
+  const far = Math.max(5, Math.ceil(Math.abs(toPlace(weight))));
+  const set = (/** @type {number} */ value) => {
+    slider.setAttribute("aria-valuetext", number(value));
+    lever.className = `lever ${kind(value)}`;
+    const write = (/** @type {Side} */ changed) => (changed.weights = { ...app.weights(), [name]: value });
+    app.change(`weight ${name}`, `Weight of ${words(name)} ${number(value)}`, write, { redraw: false, own: true });
   };
-  return h(
-    "label",
-    { class: `lever ${weight > 0 ? "for" : weight < 0 ? "against" : ""}` },
-    h("span", {}, words(name)),
-    told,
-    h("input", {
-      type: "range",
-      "data-key": `weight ${name}`,
-      "data-action": name,
-      min: -far,
-      max: far,
-      step: 0.1,
-      value: toPlace(weight).toFixed(1),
-      "aria-valuetext": number(weight),
-      oninput: move,
-    }),
-  );
+  const moved = () => {
+    typed.value = String(toWeight(Number(slider.value)));
+    set(Number(typed.value));
+  };
+  const written = () => {
+    if (typed.value === "" || !Number.isFinite(Number(typed.value))) return;
+    slider.value = String(toPlace(Number(typed.value)));
+    set(Number(typed.value));
+  };
+  const typed = h("input", { type: "number", step: "any", value: weight, "data-key": `typed ${name}`, "data-weight": name, "aria-label": `Weight of ${words(name)}, typed`, onchange: written });
+  const slider = h("input", {
+    type: "range", "data-key": `weight ${name}`, "data-action": name, "aria-label": `Weight of ${words(name)}`, min: -far, max: far, step: 0.1,
+    value: toPlace(weight).toFixed(1), "aria-valuetext": number(weight), oninput: moved,
+  });
+  const open = button(`sweep ${name}`, "sweep", () => app.openSweep(name), { class: "quiet", "aria-label": `Sweep the weight of ${words(name)}` });
+  const lever = h("div", { class: `lever ${kind(weight)}` }, h("span", { title: meaning(name) }, words(name)), open, typed, slider);
+  return lever;
 }

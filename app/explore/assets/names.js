@@ -1,59 +1,86 @@
-// Who is behind an id, where the checkpoint carries names; else the id itself, shortened.
+// Who is behind an id, where the checkpoint carries names; else the id itself, shortened. And how numbers are written.
 
 export class Names {
-  /** `given`: names.json of the checkpoint, or null. `topics`: of the corpus. */
+  /** `given`: names.json of the checkpoint, or null. `topics`: of the corpus. @param {any} given @param {string[]} topics */
   constructor(given, topics = []) {
     this.authors = given?.authors ?? {};
     this.users = given?.users ?? {};
+    /** @type {string[]} */
     this.surfaces = given?.surfaces ?? [];
+    /** @type {string[]} */
     this.topics = given?.topics ?? topics;
-    this.posts = new Map(); // post id → { author_id, topic, created_at }
+    /** @type {Map<string, {author_id: string, topic?: string, created_at: number}>} */
+    this.posts = new Map();
   }
 
-  /** Remember what was said of posts. */
+  /** Remember what was said of posts. @param {any[]} posts */
   learn(posts) {
     for (const post of posts) {
-      const known = this.posts.get(post.post_id) ?? {};
-      const topic = post.topics?.[0] ?? known.topic ?? this.authors[post.author_id]?.topic;
-      this.posts.set(post.post_id, {
-        author_id: post.author_id,
-        topic,
-        created_at: post.created_at || known.created_at || 0,
-      });
+      const known = this.posts.get(post.post_id);
+      const topic = post.topics?.[0] ?? known?.topic ?? this.authors[post.author_id]?.topic;
+      const created_at = post.created_at || known?.created_at || 0;
+      this.posts.set(post.post_id, { author_id: post.author_id, topic, created_at });
     }
   }
 
+  /** @param {string} id */
   author(id) {
     return this.authors[id]?.name ?? (id === "0" ? "unknown author" : `author ${short(id)}`);
   }
+
+  /** @param {{post_id: string, author_id: string}} post @returns {string | undefined} */
   topic(post) {
     return this.posts.get(post.post_id)?.topic ?? this.authors[post.author_id]?.topic;
   }
 
+  /** @param {string} id */
   user(id) {
     const known = this.users[id];
-    return known ? `${known.name}, ${known.likes.join(" and ")}` : id === "0" ? "anonymous" : `user ${short(id)}`;
+    return known ? `${known.name}, ${known.likes.join(" and ")}` : id === "0" ? "nobody signed in" : `user ${short(id)}`;
   }
 
-  /** The hue of a topic, in degrees. */
+  /** The hue of a topic, in degrees. @param {string | undefined} topic */
   hue(topic) {
-    const place = this.topics.indexOf(topic);
+    const place = topic === undefined ? -1 : this.topics.indexOf(topic);
     return place < 0 ? 0 : 20 + Math.round((place * 360) / this.topics.length);
   }
 }
 
+const MEANING = /** @type {Record<string, string>} */ ({
+  vqv: "video quality view: the video was watched for long enough",
+  dwell: "stayed on the post for a while",
+  dwell_time: "stayed, and for how long is known",
+  photo_expand: "opened the picture",
+  quoted_click: "opened the post that is quoted",
+  share_via_dm: "sent it to somebody",
+});
+
+/** @param {string} id */
 export const short = (id) => (id.length > 8 ? `…${id.slice(-5)}` : id);
+/** `photo_expand` → `photo expand`. @param {string} name */
+export const words = (name) => (name === "vqv" ? "video view (vqv)" : name.replaceAll("_", " "));
+/** What an action means, where its name does not say it. @param {string} name */
+export const meaning = (name) => MEANING[name] ?? words(name);
+/** The names of an event's actions, as a request has them. @param {string[] | Record<string, number>} actions */
+export const taken = (actions) => (Array.isArray(actions) ? actions : Object.keys(actions)).map(words).join(", ");
 
-/** `photo_expand` → `photo expand`. */
-export const words = (name) => name.replaceAll("_", " ");
-
-/** Seconds → `3 h`, `2 d`. */
+/** Seconds → `3 h`, `2 d`. @param {number} seconds */
 export function span(seconds) {
   const size = Math.abs(seconds);
-  if (size < 3600) return `${Math.round(seconds / 60)} min`;
-  return size < 2 * 86400 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} d`;
+  if (size < 3600) return `${Math.round(size / 60)} min`;
+  return size < 2 * 86400 ? `${Math.round(size / 3600)} h` : `${Math.round(size / 86400)} d`;
 }
 
-/** Numbers that line up, with a real minus. */
+/** Numbers that line up, with a real minus. @param {number} value */
 export const number = (value, digits = 2) => value.toFixed(digits).replace("-", "−");
+/** @param {number} value */
+export const signed = (value, digits = 2) => (value > 0 ? "+" : "") + number(value, digits);
+/** @param {number} share */
 export const percent = (share) => (share < 0.0005 ? "<0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
+/** 1 → `1st`. @param {number} place */
+export function ordinal(place) {
+  const last = place % 100 > 10 && place % 100 < 14 ? 0 : place % 10;
+  return `${place}${["th", "st", "nd", "rd"][last] ?? "th"}`;
+}
+/** @param {number} count @param {string} noun */
+export const many = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;

@@ -1,89 +1,76 @@
-// What the page shows, as one plain value: the requests are made from it, and the link holds it whole.
+// Requests as the page keeps them, what is sent of them, and the call as text.
 
 export const FOR_RETRIEVAL = ["k", "exclude", "exclude_history", "topics", "min_score", "max_age_seconds"];
 const LEFT_OUT = ["top_k", "actions_wanted", "reply", "request_id"]; // the page shows all posts and all actions
 
-/** A request as the page keeps it: lists of objects, ids as text, actions by name with their values. */
+/** A request as the page keeps it: lists of objects, ids as text, actions by name with their values.
+ * @param {any} request @param {string[]} actions @returns {Side} */
 export function normal(request, actions) {
   const kept = Object.fromEntries(Object.entries(request).filter(([name]) => !LEFT_OUT.includes(name)));
+  const named = (/** @type {any} */ taken) => entries(taken).map(([name, value]) => [actions[Number(name)] ?? name, value]);
   const history = rows(request.history).map((event) => ({
     ...withTextIds(event),
-    actions: Object.fromEntries(entries(event.actions).map(([name, value]) => [actions[name] ?? name, value])),
+    actions: Object.fromEntries(named(event.actions)),
   }));
-  return {
-    ...kept,
-    user_id: String(request.user_id ?? 0),
-    history,
-    candidates: rows(request.candidates).map(withTextIds),
-  };
+  return { ...kept, user_id: String(request.user_id ?? 0), history, candidates: rows(request.candidates).map(withTextIds) };
 }
 
+/** @param {any} item */
 const withTextIds = (item) => ({ ...item, post_id: String(item.post_id), author_id: String(item.author_id) });
+/** @param {any} taken @returns {[string, number][]} */
 const entries = (taken = []) => (Array.isArray(taken) ? taken.map((name) => [name, 1]) : Object.entries(taken));
 
+/** @param {any} items @returns {any[]} */
 function rows(items = []) {
   if (Array.isArray(items)) return items;
   const names = Object.keys(items);
-  return (items[names[0]] ?? []).map((_, row) => Object.fromEntries(names.map((name) => [name, items[name][row]])));
+  return (items[names[0]] ?? []).map((/** @type {any} */ _, /** @type {number} */ row) =>
+    Object.fromEntries(names.map((name) => [name, items[name][row]])),
+  );
 }
 
-/** A request's text as a value; numbers that JavaScript would round stay text. */
+/** A request's text as a value; numbers that JavaScript would round stay text. @param {string} text */
 export function parse(text) {
-  return JSON.parse(text, (_, value, context) => {
+  const reviver = (/** @type {string} */ _, /** @type {any} */ value, /** @type {any} */ context) => {
     if (typeof value !== "number" || !Number.isInteger(value) || Number.isSafeInteger(value)) return value;
     if (!context?.source) throw new Error("send ids as text: this browser rounds them");
     return context.source;
-  });
+  };
+  return JSON.parse(text, /** @type {any} */ (reviver));
 }
 
-/** How many lists stand side by side: two requests, or one by two checkpoints. */
-export const lists = (state) => Math.max(state.sides.length, state.versions.length);
-
-/** What is sent for a side. */
-export function body(state, side = state.side) {
+/** What is sent for a side. `known`: the actions of its checkpoint where two are compared; what it does not know is left out for it.
+ * @param {State} state @param {number} side @param {string[] | null} known @returns {any} */
+export function body(state, side, known = null) {
   const { candidates, ...request } = state.sides[Math.min(side, state.sides.length - 1)];
-  const history = request.history.map((event) => ({
-    ...event,
-    actions: Object.values(event.actions).every((value) => value === 1) ? Object.keys(event.actions) : event.actions,
-  }));
-  if (state.source === "recommend") return { ...request, history };
-  const sent = Object.entries({ ...request, history, candidates });
-  return Object.fromEntries(sent.filter(([name]) => !FOR_RETRIEVAL.includes(name)));
+  const understood = (/** @type {Record<string, number>} */ all) =>
+    known ? Object.fromEntries(Object.entries(all).filter(([name]) => known.includes(name))) : all;
+  const history = request.history.map((event) => {
+    const actions = understood(event.actions);
+    return { ...event, actions: Object.values(actions).every((value) => value === 1) ? Object.keys(actions) : actions };
+  });
+  const sent = { ...request, history, ...(request.weights && { weights: understood(request.weights) }) };
+  if (state.source === "recommend") return sent;
+  return without({ ...sent, candidates }, FOR_RETRIEVAL);
 }
 
-/** The state as text for a link, and back. */
-export async function pack(state) {
-  const squeezed = new Blob([JSON.stringify(state)]).stream().pipeThrough(new CompressionStream("deflate-raw"));
-  const bytes = new Uint8Array(await new Response(squeezed).arrayBuffer());
-  return btoa(String.fromCharCode(...bytes))
-    .replaceAll("+", "-")
-    .replaceAll("/", "_")
-    .replace(/=+$/, "");
+/** @param {Record<string, any>} request @param {string[]} names */
+export const without = (request, names) => Object.fromEntries(Object.entries(request).filter(([name]) => !names.includes(name)));
+
+/** The actions of a side's history that its checkpoint does not know, and how many events have one.
+ * @param {Side} request @param {string[]} known */
+export function unknownTo(request, known) {
+  const strange = request.history.map(({ actions }) => Object.keys(actions).filter((name) => !known.includes(name)));
+  return { names: [...new Set(strange.flat())], events: strange.filter((names) => names.length).length };
 }
 
-export async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (each) => each.charCodeAt(0));
-  const whole = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
-  const state = { versions: [], ...JSON.parse(await new Response(whole).text()) };
-  const isWhole = ({ history, candidates }) => Array.isArray(history) && Array.isArray(candidates);
-  if (
-    !["rank", "recommend"].includes(state.source) ||
-    ![0, 1].includes(state.side) ||
-    !state.sides[state.side] ||
-    !Array.isArray(state.versions) ||
-    !state.sides.every(isWhole)
-  ) {
-    throw new Error("no state of this page"); // a link may come from anyone
-  }
-  return state;
-}
-
-/** The call as a command and as a program. */
+/** The call as a command. @param {string} url @param {any} sent @param {string | undefined} version */
 export function asCurl(url, sent, version) {
   const named = version ? ` -H 'x-model-version: ${version}'` : "";
   return `curl -s '${url}' -H 'content-type: application/json'${named} -d '${JSON.stringify(sent).replaceAll("'", "'\\''")}'`;
 }
 
+/** The call as a program. @param {string} url @param {any} sent @param {string | undefined} version */
 export function asPython(url, sent, version) {
   const headers = { "content-type": "application/json", ...(version && { "x-model-version": version }) };
   const text = JSON.stringify(sent).replaceAll("\\", "\\\\").replaceAll("'", "\\'");

@@ -1,186 +1,126 @@
-// What stands in the head of the page: comparing, a request of one's own, and taking one along as text.
+// What stands in the head of the page: stories, undo, comparing, a request of one's own, and taking one along as text.
 
 import { useKey } from "./api.js";
-import { byId, h, rebuild } from "./dom.js";
-import { asCurl, asPython, body, lists, parse } from "./state.js";
+import { button, byId, check, choice, h, rebuild } from "./dom.js";
+import { asCurl, asPython, parse } from "./state.js";
+import { STORIES } from "./stories.js";
 
+/** @param {App} app */
 export function drawTools(app) {
-  const { state } = app,
-    two = state.sides.length === 2;
-  const button = (key, text, press, more = {}) =>
-    h("button", { type: "button", "data-key": key, id: key, onclick: press, ...more }, text);
+  const { state } = app;
+  const two = state.sides.length === 2;
+  const press = (/** @type {string} */ key, /** @type {string} */ text, /** @type {() => void} */ act, more = {}) => button(key, text, act, { id: key, ...more });
   const url = new URL(state.source, location.href).href;
-  const copy = (key, text, make) =>
-    button(key, text, async (event) => {
-      const told = await copied(make());
-      if (told) flash(event.target, text);
-    });
+  const copy = (/** @type {string} */ key, /** @type {string} */ text, /** @type {() => string} */ make) =>
+    button(key, text, async ({ target }) => (await copied(make())) && flash(target, text), { id: key });
+  const call = (/** @type {(url: string, sent: any, version?: string) => string} */ as) => as(url, app.body(state.side), state.versions[state.side]);
+  const undone = (/** @type {{label: string}[]} */ steps, /** @type {string} */ keys) => ({ disabled: !steps.length, title: `${steps[steps.length - 1]?.label ?? "nothing"} (${keys})` });
   rebuild(byId("tools"), [
-    two &&
-      choice(
-        "Edit",
-        [
-          ["0", "A"],
-          ["1", "B"],
-        ],
-        String(state.side),
-        (side) => app.edit(Number(side)),
-      ),
-    lists(state) === 2 &&
-      h(
-        "label",
-        { class: "check" },
-        h("input", {
-          type: "checkbox",
-          id: "hold",
-          "data-key": "hold",
-          ...(app.held && { checked: true }),
-          onchange: (event) => app.hold(event.target.checked),
-        }),
-        "Hold A",
-      ),
-    button("compare", "Compare", () => app.compare(), { "aria-pressed": String(two) }),
+    press("undo", "Undo", () => app.undo(), undone(app.past.back, "Ctrl+Z")),
+    press("redo", "Redo", () => app.redo(), undone(app.past.ahead, "Ctrl+Shift+Z")),
+    press("restart", "Start over", () => app.restart()),
+    two && choice("Edit", [["0", "A"], ["1", "B"]], String(state.side), (side) => app.edit(Number(side))),
+    two && check("hold", "Hold A", !!app.held, (on) => app.hold(on)),
+    press("compare", "Compare", () => app.compare(), { "aria-pressed": String(two && !state.together) }),
     app.versions.length === 2 &&
-      button("checkpoints", "Checkpoints", () => app.compareCheckpoints(), {
-        "aria-pressed": String(state.versions.length === 2),
-        title: `Side by side: ${app.versions.join(" and ")}`,
-      }),
-    button("paste", "Request…", () => openRequest(app)),
-    copy("curl", "curl", () => asCurl(url, body(state), state.versions[state.side])),
-    copy("python", "Python", () => asPython(url, body(state), state.versions[state.side])),
+      press("checkpoints", "Checkpoints", () => app.compareCheckpoints(), { "aria-pressed": String(state.together), title: `Side by side: ${app.versions.join(" and ")}` }),
+    press("paste", "Request…", () => openRequest(app)),
+    copy("curl", "curl", () => call(asCurl)),
+    copy("python", "Python", () => call(asPython)),
     copy("link", "Link", () => location.href),
   ]);
 }
 
+/** The stories as links, what the open one says, and its one thing to try. @param {App} app */
+export function drawStory(app) {
+  const { state } = app;
+  const told = STORIES[state.story];
+  const links = Object.keys(STORIES).filter((name) => app.story(name)).map((name) => link(name, STORIES[name].title, state.story === name));
+  const corpus = app.canRetrieve && link("corpus", `All ${app.info.retrieval.corpus.posts} posts`, state.story === "corpus");
+  rebuild(byId("stories"), [...links, corpus]);
+  const hint = app.hint();
+  byId("story-text").textContent = told
+    ? hint
+      ? told.text(app, app.request)
+      : told.done
+    : state.story === "corpus"
+      ? `The service finds ${app.request.k} posts of the corpus for this user, and ranks them. The list is long: changes may be far down, and the line below the title names the largest.`
+      : state.story === "own"
+        ? "This checkpoint carries no example: the ids are made up, the weights are its own defaults."
+        : "A request of your own.";
+  rebuild(byId("hint"), [hint && button("try", `Try it: ${hint.text.toLowerCase()}`, hint.act, { id: "try", class: "main" })]);
+}
+
+/** @param {string} name @param {string} text @param {boolean} isOpen */
+const link = (name, text, isOpen) => h("a", { href: `#story=${name}`, "data-key": `story ${name}`, "aria-current": isOpen ? "page" : null }, text);
+
+/** @param {App} app */
 export function drawSource(app) {
-  const { state } = app,
-    hasBoth = app.canRetrieve && state.sides.some((request) => request.candidates.length);
+  const { state } = app;
+  const hasBoth = app.canRetrieve && state.sides.some((request) => request.candidates.length);
   rebuild(byId("source"), [
-    h(
-      "label",
-      { class: "check" },
-      h("input", {
-        type: "checkbox",
-        id: "one",
-        "data-key": "one",
-        checked: state.onePer,
-        onchange: (event) => app.onePerAuthor(event.target.checked),
-      }),
-      "best of each author",
-    ),
-    hasBoth &&
-      choice(
-        "Posts",
-        [
-          ["recommend", "of the corpus"],
-          ["rank", "of the request"],
-        ],
-        state.source,
-        (source) => app.from(source),
-      ),
+    check("one", "best of each author", state.onePer, (on) => app.onePerAuthor(on)),
+    hasBoth && choice("Posts", [["rank", `these ${app.request.candidates.length} posts`], ["recommend", "all posts"]], state.source, (source) => app.from(source)),
   ]);
 }
 
-function choice(name, options, chosen, choose) {
-  const key = name.toLowerCase();
-  return h(
-    "fieldset",
-    { class: "choice" },
-    h("legend", { class: "unseen" }, name),
-    options.map(([value, text]) =>
-      h(
-        "label",
-        {},
-        h("input", {
-          type: "radio",
-          name: key,
-          value,
-          "data-key": `${key} ${value}`,
-          checked: value === chosen,
-          onchange: () => choose(value),
-        }),
-        h("span", {}, text),
-      ),
-    ),
-  );
-}
-
+/** @param {string} text */
 async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
     // not allowed, or not served over https: to be copied by hand
-    show(
-      h("h2", { id: "request-title" }, "Copy"),
-      h("textarea", { readonly: true, "aria-label": "Text to copy" }, text),
-      h("div", { class: "tools" }, closing("Close")),
-    );
-    byId("request").querySelector("textarea").select();
+    const area = h("textarea", { readonly: true, "aria-label": "Text to copy" }, text);
+    show(h("h2", { id: "request-title" }, "Copy"), area, h("div", { class: "tools" }, closing("Close")));
+    area.select();
     return false;
   }
 }
 
-function flash(button, text) {
-  button.textContent = "copied";
-  setTimeout(() => {
-    button.textContent = text;
-  }, 1200);
+/** @param {HTMLElement} pressed @param {string} text */
+function flash(pressed, text) {
+  pressed.textContent = "copied";
+  setTimeout(() => (pressed.textContent = text), 1200);
 }
 
-const closing = (text) => h("button", { type: "button", onclick: () => byId("request").close() }, text);
+/** @param {string} text */
+const closing = (text) => button("close", text, () => byId("request").close());
 
+/** @param {...any} children */
 function show(...children) {
   byId("request").replaceChildren(...children);
   byId("request").showModal();
 }
 
+/** @param {App} app */
 function openRequest(app) {
   const text = h("textarea", { id: "text", spellcheck: "false", "aria-label": "Request as JSON" });
-  text.value = JSON.stringify(body(app.state), null, 1);
+  text.value = JSON.stringify(app.body(app.state.side), null, 1);
   const told = h("p", { class: "against", role: "alert" });
-  const use = async (event) => {
+  const use = (/** @type {any} */ event) => {
     event.preventDefault();
     try {
       app.use(parse(text.value));
       byId("request").close();
     } catch (error) {
-      told.textContent = `This is no request: ${error.message}`;
+      told.textContent = `This is no request: ${/** @type {Error} */ (error).message}`;
     }
   };
-  show(
-    h(
-      "form",
-      { onsubmit: use },
-      h("h2", { id: "request-title" }, "A request of your own"),
-      h(
-        "p",
-        { class: "soft" },
-        "As for /rank; without candidates, as for /recommend. It is sent from this page to this service alone.",
-      ),
-      text,
-      told,
-      h("div", { class: "tools" }, closing("Cancel"), h("button", { class: "main", id: "use" }, "Use it")),
-    ),
-  );
+  const about = "As for /rank; without candidates, as for /recommend. It is sent from this page to this service alone.";
+  const press = h("div", { class: "tools" }, closing("Cancel"), h("button", { class: "main", id: "use" }, "Use it"));
+  show(h("form", { onsubmit: use }, h("h2", { id: "request-title" }, "A request of your own"), h("p", { class: "soft" }, about), text, told, press));
 }
 
-/** Ask for an API key, which stays in this page. */
+/** Ask for an API key, which stays in this page. @param {() => void} again */
 export function askForKey(again) {
   const key = h("input", { type: "password", id: "key", autocomplete: "off" });
-  const use = (event) => {
+  const use = (/** @type {any} */ event) => {
     event.preventDefault();
     useKey(key.value);
     byId("request").close();
     again();
   };
-  show(
-    h(
-      "form",
-      { onsubmit: use },
-      h("h2", { id: "request-title" }, "This service wants an API key"),
-      h("label", { class: "field" }, "Key", key),
-      h("div", { class: "tools" }, h("button", { class: "main" }, "Use it")),
-    ),
-  );
+  const press = h("div", { class: "tools" }, h("button", { class: "main" }, "Use it"));
+  show(h("form", { onsubmit: use }, h("h2", { id: "request-title" }, "This service wants an API key"), h("label", { class: "field" }, "Key", key), press));
 }

@@ -1,0 +1,61 @@
+// Where the page begins: three stories out of the checkpoint's example, each with one thing to try.
+
+/** A story of the example: its title, what it says, the request, what to try (null once it is done).
+ * @type {Record<string, Story>} */
+export const STORIES = {
+  report: {
+    title: "A report",
+    text: ({ names }, request) => `${names.user(request.user_id)}, has reported an author. Remove the report, and see what it cost that author's posts.`,
+    make: (app, example) => (reported(app, example) < 0 ? null : example),
+    done: "That was the story. Undo brings it back (Ctrl+Z); “why” says what moved a post; the next story is a link away.",
+    hint: (app, request) => {
+      const place = reported(app, request);
+      if (place < 0) return null;
+      const act = () => app.removeEvent(place);
+      return { kind: "event", value: String(place), text: "Remove the report", act };
+    },
+  },
+  taste: {
+    title: "A new taste",
+    text: (app) => `Of this user the model knows four events and no id. Like a post about ${lastTopic(app)}, and see whose posts rise.`,
+    make: (app, example) => {
+      const history = example.history.filter(({ actions }) => !app.negative.some((name) => name in actions)).slice(-4);
+      return app.names.topics.length && lastTopic(app) ? { ...example, user_id: "0", history } : null;
+    },
+    done: "One event of a new kind. Like it again, or another topic; the line above the list says whom each like moves.",
+    hint: (app, request) => {
+      const topic = lastTopic(app);
+      if (!topic || request.history.some((event) => app.names.topic(event) === topic)) return null;
+      return { kind: "topic", value: topic, text: `Like ${topic}`, act: () => app.likeTopic(topic) };
+    },
+  },
+  unknown: {
+    title: "An unknown user",
+    text: ({ names, start }) => `Nobody is signed in, and nothing has been read yet. Say that it is ${names.user(start.user_id)}: the id alone moves the posts.`,
+    make: (_, example) => ({ ...example, user_id: "0", history: [] }),
+    done: "Now the model knows who it is, and still nothing of what they read: add an event, or like a topic.",
+    hint: (app, request) => {
+      const id = app.start.user_id;
+      if (request.user_id !== "0" || id === "0") return null;
+      return { kind: "user", value: id, text: `Be ${app.names.users[id]?.name ?? "the example's user"}`, act: () => app.setUser(id) };
+    },
+  },
+};
+
+/** @param {App} app @param {Side} request the place of the newest event that speaks against its author, or −1 */
+const reported = (app, request) => request.history.findLastIndex(({ actions }) => app.negative.some((name) => name in actions));
+
+/** @param {App} app @returns {string | undefined} the topic of the example's last post */
+const lastTopic = (app) => app.start.candidates.length ? app.names.topic(app.start.candidates[app.start.candidates.length - 1]) : undefined;
+
+/** A request for a checkpoint that carries no example: made-up ids, as many posts as one sees at a glance, and its own weights.
+ * @param {any} shown the example of the API's description */
+export function withoutExample(shown) {
+  const { weights, ...request } = shown;
+  const more = Array.from({ length: 6 }, (_, place) => ({
+    post_id: String(91 + place),
+    author_id: String(11 + place),
+    created_at: request.impression_ts - 3600 * (2 + 5 * place),
+  }));
+  return { ...request, candidates: [...request.candidates, ...more] };
+}

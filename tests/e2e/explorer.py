@@ -1,0 +1,90 @@
+"""One tab of the explorer in Debian's chromium, on the real service with the demo. Not a test itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.process import DEMO
+
+api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+CHROMIUM = shutil.which("chromium")
+NEEDED = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: .ci/debian chromium")
+
+Json = dict[str, Any]
+EXAMPLE: Json = json.loads((DEMO / "example.json").read_text())
+NAMES: Json = json.loads((DEMO / "names.json").read_text())
+WATCH = """addEventListener('securitypolicyviolation',
+  event => console.error('CSP', event.violatedDirective, event.blockedURI))"""
+TOO_WIDE = """() => [...document.querySelectorAll('main *')]
+  .filter(each => each.getBoundingClientRect().right > innerWidth + 1 
+    && !each.closest('.chips, .tools, .links, #heat, .detail')).map(each => each.outerHTML)"""
+
+
+class Explorer:
+    """One tab, everything that it complained of, and every address that it asked."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(15000)
+        self.url = url
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.page.add_init_script(WATCH)
+        self.page.on(
+            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
+        )
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, path: str = "/explore") -> Explorer:
+        self.page.goto("about:blank")
+        self.page.goto(self.url + path)
+        if path.startswith("/explore"):
+            self.page.wait_for_selector("body[data-ranked]")
+        return self
+
+    def of_the_request(self) -> Explorer:
+        """The example of the checkpoint, with its own candidates: where the page begins."""
+        return self.open()
+
+    def of_the_corpus(self) -> Explorer:
+        """The same user, with the posts of the corpus."""
+        return self.open("/explore#story=corpus")
+
+    def settle(self, act: Callable[[], Any]) -> None:
+        """Do it, and wait for the ranking that follows."""
+        before = self.page.evaluate("document.body.dataset.ranked")
+        act()
+        self.page.wait_for_function("before => document.body.dataset.ranked !== before", arg=before)
+
+    def shown(self, side: int = 0) -> list[tuple[str, int, float]]:
+        """Post, rank and score of each row, from the top."""
+        self.page.locator(".list[data-drawn]").nth(side).wait_for()
+        rows = (
+            self.page.locator(".list")
+            .nth(side)
+            .locator("ol > li")
+            .evaluate_all("rows => rows.map(row => ({...row.dataset}))")
+        )
+        return [(row["post"], int(row["rank"]), float(row["score"])) for row in rows]
+
+    def sent(self) -> Json:
+        """The request that stands behind the page."""
+        self.page.get_by_role("button", name="Request…").click()
+        body: Json = json.loads(self.page.locator("#text").input_value())
+        self.page.get_by_role("button", name="Cancel").click()
+        return body
+
+
+def ranked(client: httpx.Client, request: Json) -> list[tuple[str, int, float]]:
+    """What /rank says, as the page shows it."""
+    reply = client.post("/rank", json=request).raise_for_status().json()
+    found = [(each["post_id"], each["rank"], each["score"]) for each in reply["candidates"]]
+    return sorted(found, key=lambda each: each[1])
