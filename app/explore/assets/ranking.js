@@ -99,11 +99,16 @@ class Row {
     this.post = post;
     const does = (/** @type {string} */ what) => button(`${what} ${this.key}`, what, () => act(what, this.post), { class: "quiet" });
     const cell = (/** @type {string} */ kind) => h("span", { class: `${kind} number` });
-    [this.rank, this.move, this.score, this.delta] = ["rank", "move", "score", "delta"].map(cell);
+    this.rank = cell("rank");
+    this.move = cell("move");
+    this.score = cell("score");
+    this.delta = cell("delta");
     this.name = h("strong");
     this.topic = h("span", { class: "topic" });
     this.about = h("span", { class: "soft about" });
-    [this.like, this.report, this.why] = ["like", "report", "why"].map(does);
+    this.like = does("like");
+    this.report = does("report");
+    this.why = does("why");
     this.bars = h("svg", { class: "bars", role: "img", preserveAspectRatio: "none" }, h("title"));
     this.balance = h(
       "svg",

@@ -59,7 +59,7 @@ export function drawSource(app) {
   const { state } = app;
   const hasBoth = app.canRetrieve && state.sides.some((request) => request.candidates.length);
   rebuild(byId("source"), [
-    check("one", "best of each author", state.onePer, (on) => app.onePerAuthor(on)),
+    state.source === "recommend" && check("one", "best of each author", state.onePer, (on) => app.onePerAuthor(on)),
     hasBoth && choice("Posts", [["rank", `these ${app.request.candidates.length} posts`], ["recommend", "all posts"]], state.source, (source) => app.from(source)),
   ]);
 }
