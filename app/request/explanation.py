@@ -98,7 +98,7 @@ def render(
             "rank": ranked.rank[place],
             "probabilities": own[1][row],
             "change": _changes(own, rest, row),
-            "attention": _shares(attention[:, :, row], len(question.events)),
+            "attention": _shares(attention[:, :, row], len(question.events), is_alone=len(places) == 1),
         }
         yield (b"," if row else b"") + _json(candidate)
     yield b"]" + reply.tail_of(request, history_used, timings_ms)
@@ -122,8 +122,9 @@ def _changes(own: Numbers, rest: Sequence[Numbers], row: int) -> dict[str, Any]:
     }
 
 
-def _shares(weights: NDArray[np.float32], events: int) -> dict[str, Floats]:
-    """Of one candidate's attention weights `[L, N, 1 + h + 1]`: by layer and head, and for the newest events the mean over heads."""
+def _shares(weights: NDArray[np.float32], events: int, *, is_alone: bool) -> dict[str, Floats]:
+    """Of one candidate's attention weights `[L, N, 1 + h + 1]`: by layer and head, and for the newest events the mean over heads.
+    With every head's events where one candidate is explained: of 32 candidates they would be megabytes."""
     history = weights[:, :, 1:-1]
     newest = history[:, :, history.shape[2] - events :]
     return {
@@ -131,7 +132,7 @@ def _shares(weights: NDArray[np.float32], events: int) -> dict[str, Floats]:
         "history": history.sum(-1),
         "itself": weights[:, :, -1],
         "events": newest.mean(1),
-    }
+    } | ({"heads": newest} if is_alone else {})
 
 
 def _json(value: dict[str, Any]) -> bytes:

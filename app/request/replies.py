@@ -154,6 +154,10 @@ class AttentionShares(Strict):
     history: Annotated[Rows, about("On all of the history that the model sees: a row a layer, an entry a head.")]
     itself: Annotated[Rows, about("On the candidate: a row a layer, an entry a head.")]
     events: Annotated[Rows, about("On each of the reply's `events`, the mean over heads: a row a layer.")]
+    heads: Annotated[
+        list[Rows] | UnsetType,
+        about("On each of the reply's `events`, by layer and head; only where `explain` names one candidate."),
+    ] = UNSET
 
 
 class ExplainedCandidate(Scored):

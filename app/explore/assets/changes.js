@@ -19,7 +19,7 @@ export function caption(did, before, posts, names) {
   const { post, was, score, places } = mover;
   const who = names.author(post.author_id);
   if (!moved.length) {
-    return `${did}: no post moved. The largest change of a score: ${who} ${signed(score, 3)}.${set}`;
+    return `${did}: no post moved. The largest change of a score: ${who} ${Math.abs(score) < 0.001 ? "less than 0.001" : signed(score, 3)}.${set}`;
   }
   const [verb, size] = [places > 0 ? "rises" : "falls", many(Math.abs(places), "place")];
   const untouched = posts.length > FIRST && moved.every((each) => each.post.place > FIRST && each.was.place > FIRST);

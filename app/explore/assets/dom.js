@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_TAGS = new Set(["svg", "g", "rect", "line", "path", "circle", "text", "title"]);
-const ANIMATED = 40; // rows: those below are out of sight
+const ANIMATED = 16; // rows: those below are out of sight
 
 /** An element. `on…` are listeners, true and false an attribute without a value, `vars` custom properties of its style.
  * @param {string} tag @param {Record<string, any>} attributes @param {...any} children @returns {any} */
@@ -68,7 +68,7 @@ export const byId = (id) => document.getElementById(id);
 /** Move what `change` has moved: from where it was to where it is. @param {() => Element[]} elements @param {() => void} change */
 export function animated(elements, change) {
   const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  const before = new Map(still ? [] : elements().slice(0, ANIMATED).map((each) => [each, each.getBoundingClientRect()]));
+  const before = new Map(still ? [] : elements().slice(0, 2 * ANIMATED).map((each) => [each, each.getBoundingClientRect()]));
   change();
   if (still) return;
   for (const each of elements().slice(0, ANIMATED)) {

@@ -180,7 +180,10 @@ async function start() {
   }
 }
 
-byId("reset").addEventListener("click", () => app.change("reset", "Reset the weights", (/** @type {Side} */ request) => delete request.weights, { own: true }));
+byId("reset").addEventListener("click", () => {
+  app.change("reset", "Reset the weights", (request) => delete request.weights, { own: true });
+  app.gesture.key = "";
+});
 addEventListener("hashchange", () => {
   if (location.hash !== linked) restore();
 });

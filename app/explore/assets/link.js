@@ -67,6 +67,7 @@ function check(value, shape, name) {
 /** @param {any} request @param {string[]} actions */
 function kept(request, actions) {
   let found;
+  for (const rows of [request.history, request.candidates]) if (!optional((value) => typeof value === "object")(rows)) throw new Error("its request has no lists");
   try {
     found = normal(request, actions);
   } catch {

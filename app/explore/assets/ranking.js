@@ -81,7 +81,7 @@ export class RankedList {
     const moved = posts.every(({ key }) => key !== open) && posts.some(({ key, place }) => (before?.get(key)?.place ?? place) !== place);
     this.lines.replaceChildren();
     if (!moved) return;
-    const heights = [...this.list.children].map((/** @type {any} */ row) => row.offsetTop + row.firstChild.offsetHeight / 2);
+    const heights = [...this.list.children].slice(0, AT_ONCE).map((/** @type {any} */ row) => row.offsetTop + row.firstChild.offsetHeight / 2);
     posts.forEach(({ key, place }) => {
       const was = before?.get(key)?.place;
       if (was === undefined || heights[was - 1] === undefined) return;

@@ -150,10 +150,15 @@ def test_attention_adds_up_to_one_and_is_the_candidates_own(client: TestClient) 
     assert len(reply["candidates"]) == 9
     for found in reply["candidates"]:
         shares = {name: np.array(rows) for name, rows in found["attention"].items()}
+        assert "heads" not in shares, "of several candidates they would be too much"
         assert shares["user"].shape == (architecture["layers"], architecture["query_heads"])
         np.testing.assert_allclose(shares["user"] + shares["history"] + shares["itself"], 1, atol=1e-6)
         np.testing.assert_allclose(shares["events"].sum(1), shares["history"].mean(1), atol=1e-6)
         assert not shares["events"][:, 3].any(), "padding"
+    heads = np.array(alone["candidates"][0]["attention"]["heads"])
+    assert heads.shape == (architecture["layers"], architecture["query_heads"], len(alone["events"]["place"]))
+    np.testing.assert_allclose(heads.mean(1), alone["candidates"][0]["attention"]["events"], atol=1e-6)
+    np.testing.assert_allclose(heads.sum(2), alone["candidates"][0]["attention"]["history"], atol=1e-6)
     np.testing.assert_allclose(
         alone["candidates"][0]["attention"]["events"], reply["candidates"][3]["attention"]["events"], atol=1e-6
     )
