@@ -22,7 +22,7 @@ NAMES: Json = json.loads((DEMO / "names.json").read_text())
 WATCH = """addEventListener('securitypolicyviolation',
   event => console.error('CSP', event.violatedDirective, event.blockedURI))"""
 TOO_WIDE = """() => [...document.querySelectorAll('main *')]
-  .filter(each => each.getBoundingClientRect().right > innerWidth + 1 
+  .filter(each => each.getBoundingClientRect().right > innerWidth + 1
     && !each.closest('.chips, .tools, .links, #heat, .detail')).map(each => each.outerHTML)"""
 
 
