@@ -84,11 +84,13 @@ test-ray: .cache/ray/.installed ## the service on a real Ray Serve, two replicas
 test-changed: $(VENV)/.installed ## the tests that reach what has changed, by the records of make mutants: SINCE=main
 	$(BIN)/python .ci/mutants/changed.py $(or $(SINCE),main)
 
-check: $(VENV)/.installed ## lint, format, types, directions of imports, links of the pages: what a commit must pass
+check: $(VENV)/.installed ## lint, format, types, directions of imports, types of the page, links of the pages: what a commit must pass
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@.ci/debian npm; .ci/fetch-types page
+	[ ! -e .cache/page/.fetched ] || node .cache/page/node_modules/typescript/bin/tsc --project app/explore/jsconfig.json
 	$(BIN)/python .ci/site build/site
 
 site: $(VENV)/.installed ## the documentation as a searchable site in build/site, which also opens as a file

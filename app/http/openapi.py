@@ -18,7 +18,9 @@ from app.request.replies import (
     BatchReply,
     ExplainReply,
     Failed,
+    Health,
     InferReply,
+    Info,
     Problem,
     RankReply,
     RecommendReply,
@@ -28,6 +30,7 @@ from app.request.schema import ExplainRequest, InferRequest, RankBatch, RankRequ
 
 REF = f"{SCHEMAS}/{{name}}"
 Refs = Mapping[type[Struct], dict[str, Any]]
+DESCRIBED: dict[str, type[Struct]] = {"/livez": Health, "/readyz": Health, "/startupz": Health, "/info": Info}
 PREFERRED = ("favorite", "dwell", "reply", "repost")
 TIMEOUT = "X-Request-Timeout-Ms"
 NAMED = {
@@ -55,7 +58,7 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     models: list[type[Struct]] = [
         RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
-        RecommendRequest, RecommendReply, Problem, Failed, *((ExplainRequest, ExplainReply) if explores else ()),
+        RecommendRequest, RecommendReply, Problem, Failed, *DESCRIBED.values(), *((ExplainRequest, ExplainReply) if explores else ()),
     ]  # fmt: skip
     refs, definitions = schema_components(models, ref_template=REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
@@ -64,6 +67,9 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
     paths = _rankings(ref, examples, definitions["BatchReply"]["properties"]["results"]["items"])
     paths |= _tensors(ref) | _posts(ref, action_names) | (_explanations(ref, examples) if explores else {})
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
+    for path, model in DESCRIBED.items():
+        answer = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
+        answer["schema"] = ref[model]
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
 

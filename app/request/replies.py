@@ -272,3 +272,74 @@ class InferReply(Strict, kw_only=True):
         about("Names of the columns, `history_used`, `history_dropped`, and milliseconds by stage."),
     ]
     outputs: Annotated[list[OutputTensor], about("In the order in which they were wanted.")]
+
+
+class Health(Strict):
+    """What a probe says where it says yes."""
+
+    status: Annotated[str, about("`alive`, `ready` or `started`.")]
+    engine: Annotated[
+        str | UnsetType, about("On CUDA, the way of computing that passed its checks; `/readyz` alone.")
+    ] = UNSET
+    second: Annotated[
+        str | UnsetType, about("How a second checkpoint is, where one is configured; `/readyz` alone.")
+    ] = UNSET
+
+
+class Digest(Strict):
+    """What a checkpoint is, whatever it is called."""
+
+    digest: Annotated[str, about("SHA-256 of its files.")]
+
+
+class Quantity(Strict):
+    """A quantity that the model predicts beside the actions."""
+
+    name: Annotated[str, about("Its name in replies.")]
+    unit: Annotated[str, about("Such as `seconds`.")]
+
+
+class SecondModel(Strict):
+    """A second checkpoint in this process."""
+
+    model: Annotated[ModelVersion | None, about("None while it is not held.")]
+    checkpoint: Annotated[Digest | None, about("None while it is not held.")]
+    actions: Annotated[list[str], about("Its action names.")]
+    weights: Annotated[dict[str, float], about("Its default weights.")]
+    reason: Annotated[str, about("Why it is not held; empty where it is.")]
+    shadows: Annotated[float, about("Share of the requests that it computes beside the first one, unseen.")]
+    users: Annotated[float, about("Share of the users whom it answers.")]
+
+
+class ServedRetrieval(Strict):
+    """The retrieval checkpoint and its corpus."""
+
+    model: Annotated[ModelVersion, about("The retrieval checkpoint.")]
+    checkpoint: Annotated[Digest, about("Its files.")]
+    architecture: Annotated[dict[str, Any], about("Sizes and switches of the towers.")]
+    corpus: Annotated[
+        dict[str, Any], about("Name, version, digest, topics, posts, and how often and up to where it was changed.")
+    ]
+    engine: Annotated[dict[str, Any], about("How the search computes.")]
+
+
+class Info(Strict, kw_only=True):
+    """What runs here."""
+
+    model: Annotated[ModelVersion, about("The checkpoint that ranks.")]
+    checkpoint: Annotated[Digest, about("Its files.")]
+    architecture: Annotated[dict[str, Any], about("Sizes and switches of the model.")]
+    actions: Annotated[list[str], about("Names of the probability columns.")]
+    continuous: Annotated[list[Quantity], about("Quantities that are predicted beside them.")]
+    weights: Annotated[dict[str, float], about("The weights of a request that brings none.")]
+    device: Annotated[str, about("`cpu` or `cuda`.")]
+    dtype: Annotated[str, about("What the weights are computed in.")]
+    backend: Annotated[str, about("Which engine computes.")]
+    candidate_positions: Annotated[str, about("`shared` or `sequential`.")]
+    engine: Annotated[dict[str, Any], about("What the engine says of itself.")]
+    second: Annotated[SecondModel | None, about("None where none is configured.")]
+    retrieval: Annotated[ServedRetrieval | None, about("None where no corpus is served.")]
+    memory_bytes: Annotated[dict[str, int], about("What each part may take at most.")]
+    limits: Annotated[dict[str, int], about("What a request may hold.")]
+    settings: Annotated[dict[str, Any], about("The settings in force, but for keys, tokens and paths.")]
+    build: Annotated[dict[str, str], about("Versions of the service, Python and torch.")]

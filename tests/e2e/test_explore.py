@@ -512,6 +512,14 @@ def test_what_breaks_the_policy_is_seen(browser: Any, server: Server) -> None:
     tab.context.close()
 
 
+def picture(tab: Explorer, name: str) -> None:
+    """Write what the tab shows to the folder SCREENSHOTS."""
+    tab.page.mouse.move(0, 0)
+    raw = Image.open(io.BytesIO(tab.page.screenshot()))
+    few = raw.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
+    few.save(Path(os.environ["SCREENSHOTS"]) / f"{name}.png", optimize=True)
+
+
 @pytest.mark.skipif("SCREENSHOTS" not in os.environ, reason="writes pictures where SCREENSHOTS says")
 @pytest.mark.parametrize("look", SIZES)
 def test_pictures(browser: Any, server: Server, look: str) -> None:
@@ -524,9 +532,27 @@ def test_pictures(browser: Any, server: Server, look: str) -> None:
     tab.settle(lambda: tab.page.locator("#events .remove").first.click())
     tab.page.get_by_role("button", name="Why").first.click()
     tab.page.wait_for_selector(".reasons")
-    tab.page.mouse.move(0, 0)
-    raw = Image.open(io.BytesIO(tab.page.screenshot()))
-    raw.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(
-        Path(os.environ["SCREENSHOTS"]) / f"explore-{look}.png", optimize=True
-    )
+    picture(tab, f"explore-{look}")
+    tab.context.close()
+
+
+@pytest.mark.skipif("SCREENSHOTS" not in os.environ, reason="writes pictures where SCREENSHOTS says")
+def test_the_film_of_the_first_story(browser: Any, server: Server) -> None:
+    tab = Explorer(browser, server.url, viewport={"width": 1280, "height": 860}, reduced_motion="reduce").open()
+    picture(tab, "story-1")
+    tab.settle(lambda: tab.page.locator("#try").click())
+    picture(tab, "story-2")
+    tab.page.get_by_role("button", name="Why").first.click()
+    tab.page.wait_for_selector(".reasons")
+    picture(tab, "story-3")
+    tab.page.locator("#map").evaluate("each => each.scrollIntoView()")
+    picture(tab, "story-4")
+    tab.page.get_by_role("button", name="Why").first.click()
+    tab.page.get_by_role("button", name="Sweep the weight of not interested").click()
+    tab.page.locator("#sweep").scroll_into_view_if_needed()
+    picture(tab, "story-5")
+    tab.open()
+    tab.settle(lambda: tab.page.get_by_role("button", name="Compare").click())
+    tab.settle(lambda: tab.page.locator("#events .remove").first.click())
+    picture(tab, "story-6")
     tab.context.close()

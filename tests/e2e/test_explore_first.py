@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.explorer import EXAMPLE, NAMES, NEEDED, TOO_WIDE, Explorer, Json, ranked
-from tests.e2e.process import Server
+from tests.e2e.process import ROOT, Server
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
 pytestmark = NEEDED
@@ -67,6 +67,8 @@ def test_the_sentence_of_the_readme_is_what_the_page_does(tab: Explorer, client:
     tab.settle(lambda: marked.get_by_role("button", name="Remove the event").click())
     assert tab.page.locator(".list li").first.locator("strong").inner_text() == "Kaja Moreau"
     assert tab.shown() == ranked(client, WITHOUT)
+    told = " ".join((ROOT / "README.md").read_text().split())
+    assert "Remove the report from the history, and Kaja Moreau rises from seventh place to first" in told
     assert caption(tab).startswith(
         "+1.15: removed the report of Kaja Moreau, and Kaja Moreau rises 6 places, from 7th to 1st"
     )
@@ -369,7 +371,8 @@ def test_axe_finds_nothing_in_any_state(browser: Any, server: Server, width: int
         "compared": lambda: tab.settle(lambda: page.get_by_role("button", name="Compare").click()),
         "corpus": lambda: tab.of_the_corpus(),
         "broken": lambda: tab.open("/explore#broken"),
-        "refused": lambda: (page.locator('[data-weight="reply"]').fill("1e300"), page.keyboard.press("Tab"), page.wait_for_selector("#problem", state="visible")),
+        "refused": lambda: (page.locator('[data-weight="reply"]').fill("1e300"), page.keyboard.press("Tab"),
+                            page.wait_for_selector("#problem", state="visible")),
     }  # fmt: skip
     for name in STATES:
         reach[name]()

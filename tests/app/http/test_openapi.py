@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from app.http.openapi import example_requests
+from app.http.openapi import DESCRIBED, example_requests
 from tests.app import retrieving
 from tests.app.serving import served
 
@@ -38,6 +39,16 @@ def test_every_field_is_described(document: dict[str, Any]) -> None:
 
 
 OPERATIONS = ("/livez", "/readyz", "/startupz", "/metrics", "/info")
+
+
+def test_probes_and_info_are_what_the_document_says(client: TestClient, document: dict[str, Any]) -> None:
+    for path, model in DESCRIBED.items():
+        reply = client.get(path).raise_for_status().content
+        msgspec.json.decode(reply, type=model)
+        with pytest.raises(msgspec.ValidationError, match="unknown"):
+            msgspec.json.decode(b'{"more": 1, ' + reply[1:], type=model)
+        answer = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
+        assert answer["schema"] == {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
 def test_every_path_is_there_and_described(document: dict[str, Any], client: TestClient) -> None:
