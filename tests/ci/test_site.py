@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_explore import CHROMIUM
+from tests.e2e.explorer import CHROMIUM
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".ci" / "site"
