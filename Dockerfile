@@ -1,4 +1,4 @@
-# The service for CUDA machines; `docker build --target cpu .` makes the one for CPUs. A checkpoint is mounted at /weights.
+# The service for CUDA machines; `docker build --target cpu .` makes the one for CPUs. Checkpoints are mounted at /weights; the link `current` names the one to serve.
 # The interpreter is the one for which docker/requirements.lock is resolved. CUDA's libraries come as wheels, with torch's.
 FROM python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1 AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -17,19 +17,27 @@ RUN pip install --require-hashes --no-deps -r requirements.lock
 
 FROM build AS build-cuda
 RUN pip install --require-hashes --no-deps -r torch-cuda.lock
-COPY pyproject.toml ./
+COPY pyproject.toml LICENSE ./
 COPY app app
 COPY model model
 COPY weights weights
+COPY loadtest/machine.py loadtest/
+COPY loadtest/generate loadtest/generate
+COPY loadtest/measure loadtest/measure
+COPY loadtest/servers loadtest/servers
 RUN touch README.md && pip install --no-deps --no-build-isolation . && pip check
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --require-hashes --no-deps --extra-index-url "$TORCH_INDEX" -r torch-cpu.lock
-COPY pyproject.toml ./
+COPY pyproject.toml LICENSE ./
 COPY app app
 COPY model model
 COPY weights weights
+COPY loadtest/machine.py loadtest/
+COPY loadtest/generate loadtest/generate
+COPY loadtest/measure loadtest/measure
+COPY loadtest/servers loadtest/servers
 RUN touch README.md && pip install --no-deps --no-build-isolation . && pip check
 
 FROM base AS runtime
@@ -48,7 +56,7 @@ ENV PATH=/opt/ranker/bin:$PATH \
     TRITON_CACHE_DIR=/home/ranker/.cache/triton \
     RANKER_HOST=0.0.0.0 \
     RANKER_PORT=8000 \
-    RANKER_CHECKPOINT=/weights
+    RANKER_CHECKPOINT=/weights/current
 WORKDIR /home/ranker
 # The only place that is written to, so that the root file system can be read-only: compiled kernels.
 VOLUME /home/ranker/.cache

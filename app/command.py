@@ -24,6 +24,7 @@ DEMO = {
     "retrieval.corpus": ROOT / "weights/demo-posts",
 }
 OF_WEIGHTS = {
+    "fetch": "Copy a checkpoint or a corpus from a path or a URL, checked.",
     "import": "Convert a published checkpoint.",
     "train": "Train a checkpoint from a log of impressions.",
     "eval": "Evaluate a checkpoint on a test period.",

@@ -106,7 +106,11 @@ def test_every_setting_of_the_image_is_one(name: str) -> None:
 def test_what_is_copied_exists_and_is_sent() -> None:
     ignore = (ROOT / ".dockerignore").read_text()
     sources = {source for stage in STAGES.values() for source in copied_sources(stage)}
-    assert sources == {"pyproject.toml", "docker/requirements.lock", "docker/torch-*.lock", "app", "model", "weights"}
+    bench = {
+        f"loadtest/{part}" for part in ("machine.py", "generate", "measure", "servers")
+    }  # what `phoenix-ranker bench` runs
+    locks = {"docker/requirements.lock", "docker/torch-*.lock"}
+    assert sources == {"pyproject.toml", "LICENSE", *locks, "app", "model", "weights"} | bench
     for source in sources:
         found = list(ROOT.glob(source))
         assert found
@@ -151,10 +155,16 @@ def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path: Path) -> 
     client = {path for path in sources if path.startswith("app/client/")}  # a distribution of its own
     assert client
     assert held & sources == sources - client
+    assert {path for path in held if path.startswith("loadtest/measure/")} == {
+        f"loadtest/measure/{name}.py" for name in ("__init__", "figures", "runs")
+    }
     native = {str(path.relative_to(context)) for path in (context / "model/native").iterdir()} - sources
     assert any(path.endswith(".cpp") for path in native)
     assert native <= held  # the kernel's sources: it is compiled where it runs
-    assert {name.split("/")[0].split("-")[0] for name in held} == {"app", "model", "weights", "phoenix_ranking_server"}
+    assert {name.split("/")[0].split("-")[0] for name in held} == {
+        *("app", "loadtest", "model", "weights"),
+        "phoenix_ranking_server",
+    }
 
 
 KERNEL = """

@@ -35,8 +35,8 @@ def unshared(value: Any) -> Any:
     return [unshared(inner) for inner in value] if isinstance(value, list) else value
 
 
-def built(overlay: str) -> Objects:
-    """What `kubectl kustomize` makes of an overlay, as far as these use it: resources, tags of images, patches."""
+def built(overlay: str, *components: str) -> Objects:
+    """What `kubectl kustomize` makes of an overlay, as far as these use it: resources, tags of images, patches, components, ConfigMaps."""
     [above] = read(HERE / "overlays" / overlay / "kustomization.yaml")
     [base] = read(HERE / "base/kustomization.yaml")
     objects = {
@@ -44,20 +44,25 @@ def built(overlay: str) -> Objects:
         for file in base["resources"]
         for each in read(HERE / "base" / file)
     }
+    added = [read(HERE / "components" / name / "kustomization.yaml")[0] for name in components]
+    for patch in [patch for each in (above, *added) for patch in each.get("patches", [])]:
+        place = f"{patch['target']['kind']}/{patch['target']['name']}"
+        objects[place] = jsonpatch.apply_patch(objects[place], yaml.safe_load(patch["patch"]))
+    for made in [made for each in added for made in each.get("configMapGenerator", [])]:
+        data = dict(literal.split("=", 1) for literal in made["literals"])
+        named = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": made["name"]}}
+        objects[f"ConfigMap/{made['name']}"] = named | {"data": data}
     [image] = above["images"]
     pod = objects["Deployment/ranker"]["spec"]["template"]["spec"]
     for container in pod["initContainers"] + pod["containers"]:
         assert container["image"].partition(":")[0] == image["name"]
         container["image"] = f"{image['name']}:{image['newTag']}"
-    for patch in above.get("patches", []):
-        place = f"{patch['target']['kind']}/{patch['target']['name']}"
-        objects[place] = jsonpatch.apply_patch(objects[place], yaml.safe_load(patch["patch"]))
     return objects
 
 
-@pytest.fixture(params=OVERLAYS)
+@pytest.fixture(params=[*OVERLAYS, "cpu fetch", "cpu retrieval"])
 def objects(request: pytest.FixtureRequest) -> Objects:
-    return built(request.param)
+    return built(*request.param.split())
 
 
 def pod_of(objects: Objects) -> dict[str, Any]:
@@ -113,7 +118,12 @@ def test_gateways_of_other_namespaces_may_call_and_names_traces_and_istiod_are_r
     [ingress] = policy["ingress"]
     callers = [peer["namespaceSelector"]["matchLabels"] for peer in ingress["from"] if "namespaceSelector" in peer]
     assert {"ranker-client": "true"} in callers
-    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 4317, 4318, 15012}
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} - {443, 6379} == {
+        53,
+        4317,
+        4318,
+        15012,
+    }
     assert "kubectl label namespace" in (ROOT / "docs/scaling.md").read_text()
 
 
@@ -125,7 +135,38 @@ def test_pods_are_hardened_as_the_image_expects(objects: Objects) -> None:
         assert container["securityContext"]["readOnlyRootFilesystem"]
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         written = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
-        assert written == {"/tmp", "/home/ranker/.cache"}  # noqa: S108
+        own = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        pods_own = {each["name"] for each in pod["volumes"] if "persistentVolumeClaim" not in each}
+        assert written <= {path for name, path in own.items() if name in pods_own}, "nothing that pods share"
+
+
+def test_the_service_finds_what_the_init_containers_leave(objects: Objects) -> None:
+    pod = pod_of(objects)
+    mounted = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    image = dict(re.findall(r"(RANKER_[A-Z_]+)=(\S+)", (ROOT / "Dockerfile").read_text()))
+    chosen = image | {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    places = [
+        chosen.get(name) for name in ("RANKER_CHECKPOINT", "RANKER_RETRIEVAL__CHECKPOINT", "RANKER_RETRIEVAL__CORPUS")
+    ]
+    for place in filter(None, places):
+        assert str(Path(place).parent) in mounted, "the parent of the link, or a link that is turned is not seen"
+    for container in pod["initContainers"]:
+        words = container["command"]
+        assert words[:3] == ["python", "-m", "weights"]
+        if "fetch" in words:
+            link = words[words.index("--link") + 1] if "--link" in words else "current"
+            assert f"{words[words.index('--out') + 1]}/{link}" in places
+        else:
+            assert words[-1] == chosen["RANKER_CHECKPOINT"]
+
+
+def test_a_pod_with_posts_may_reach_its_feed_and_keeps_the_password_in_a_secret() -> None:
+    objects = built("cpu", "retrieval")
+    env = {entry["name"]: entry for entry in pod_of(objects)["containers"][0]["env"]}
+    assert env["RANKER_RETRIEVAL__FEED"]["valueFrom"]["secretKeyRef"] == {"name": "ranker-feed", "key": "url"}
+    ports = {port["port"] for rule in objects["NetworkPolicy/ranker"]["spec"]["egress"] for port in rule["ports"]}
+    assert 6379 in ports
+    assert set(env) <= set(names())
 
 
 def test_everything_speaks_of_the_same_pods(objects: Objects) -> None:

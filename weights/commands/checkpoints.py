@@ -146,6 +146,22 @@ def verify(
 
 
 @app.command()
+def fetch(
+    url: Annotated[str, typer.Argument(help="A checkpoint or corpus: a path, or https://, s3://, gs://, hf://.")],
+    out: Annotated[Path, out_option("Where checkpoints are kept, each named NAME@VERSION, such as /weights.")],
+    link: Annotated[str, typer.Option(help="The link beside them that shall lead to it.")] = "current",
+    digest: Annotated[str, typer.Option(help="Refuse any other one.")] = "",
+) -> None:
+    """Copy a checkpoint or a corpus, checked byte by byte, and turn a link to it in one step."""
+    started = time.perf_counter()
+    with refusals(extra="fetch"), progress_bar(in_bytes=True) as bar:
+        from weights.fetch import fetch as fetched
+
+        path, manifest = fetched(url, out, link, digest, bar)
+    say(f"{out / link} is {path.name}, digest {manifest.digest}; {time.perf_counter() - started:.2f} s")
+
+
+@app.command()
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,

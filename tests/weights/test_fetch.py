@@ -1,0 +1,170 @@
+"""`weights fetch`: whole and checked or not at all, from a path and over HTTP; and a roll-out to a server that sees a real bind mount."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.process import DEMO, ROOT, serving
+from weights.checkpoint import load_checkpoint, load_manifest
+from weights.corpus.store import load_corpus
+from weights.errors import CheckpointError
+from weights.fetch import fetch
+
+NAMESPACES = (
+    subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
+    if shutil.which("unshare")
+    else False
+)
+MOUNTED = 'mount --bind "$0" "$1" && mount -o remount,ro,bind "$1" && exec "$2" -m app'
+LOOK_SECONDS = 0.05
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def another(place: Path) -> Path:
+    """The demo under another version, and with other default weights."""
+    shutil.copytree(DEMO, place, ignore=shutil.ignore_patterns("report"))
+    command = [sys.executable, "-m", "weights", "relabel", str(place), "--version", "v2"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return place
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[str]:
+    """The demos over HTTP, by a server that knows nothing of us."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(ROOT / "weights"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("by", ["path", "http"])
+def test_what_is_fetched_has_the_bytes_of_its_source_and_the_link_leads_there(
+    by: str, web: str, tmp_path: Path
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    where = web if by == "http" else str(ROOT / "weights")
+    path, manifest = fetch(f"{where}/demo", tmp_path, "current", progress=lambda *told: seen.append(told))
+    assert (tmp_path / "current").resolve() == path == tmp_path / f"demo@{manifest.version}"
+    assert tree(path) == {name: held for name, held in tree(DEMO).items() if not name.startswith("report")}
+    assert load_checkpoint(tmp_path / "current").manifest.digest == load_manifest(DEMO).digest
+    assert seen[-1][1] == seen[-1][2] == sum(entry.bytes for entry in manifest.files.values())
+    fetch(f"{where}/demo-posts", tmp_path, "posts")
+    assert len(load_corpus(tmp_path / "posts").corpus) == 4781
+
+
+def test_what_is_there_is_not_copied_again_and_a_changed_corpus_stays(tmp_path: Path) -> None:
+    path, _ = fetch(str(DEMO), tmp_path, "current")
+    before = (path / "manifest.json").stat().st_ino
+    (tmp_path / "current").unlink()
+    fetch(str(DEMO), tmp_path, "current")
+    assert (tmp_path / "current" / "manifest.json").stat().st_ino == before
+    posts, _ = fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
+    (posts / "manifest.json").write_bytes(b"rewritten by a compaction")
+    fetch(str(ROOT / "weights/demo-posts"), tmp_path, "posts")
+    assert (posts / "manifest.json").read_bytes() == b"rewritten by a compaction"
+
+
+def test_a_flipped_bit_anywhere_is_refused_and_the_link_stays(tmp_path: Path) -> None:
+    source, out = another(tmp_path / "source"), tmp_path / "out"
+    fetch(str(DEMO), out, "current")
+    files = [path for path in source.iterdir() if path.suffix == ".safetensors" or path.name == "manifest.json"]
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+        with pytest.raises(CheckpointError, match=r"refused|not what the manifest says"):
+            fetch(str(source), out, "current")
+        file.write_bytes(whole + b"more")
+        with pytest.raises(CheckpointError, match=r"refused|not what the manifest says"):
+            fetch(str(source), out, "current")
+        file.write_bytes(whole)
+    assert sorted(path.name for path in out.iterdir()) == sorted(["current", f"demo@{load_manifest(DEMO).version}"])
+    fetch(str(source), out, "current")
+    assert load_manifest(out / "current").version == "v2"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [
+        ("/nowhere", {}, "cannot be read"),
+        ("s4://nowhere", {}, "Protocol not known"),
+        (str(DEMO), {"digest": "0" * 64}, "its digest is"),
+        (str(DEMO), {"link": "taken"}, "is there and is no link"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(url: str, options: dict[str, str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CheckpointError, match=said):
+        fetch(url, tmp_path, **{"link": "current", **options})
+    assert not (tmp_path / "current").exists()
+
+
+def test_another_checkpoint_of_the_same_name_and_version_is_refused(tmp_path: Path) -> None:
+    source = another(tmp_path / "source")
+    fetch(str(source), tmp_path / "out", "current")
+    command = [sys.executable, "-m", "weights", "relabel", str(source), "--version", "v2", "--score-weights"]
+    (tmp_path / "weights.json").write_text('{"favorite": 3}')
+    subprocess.run([*command, str(tmp_path / "weights.json")], cwd=ROOT, check=True, capture_output=True)
+    with pytest.raises(CheckpointError, match="another one of this name and version"):
+        fetch(str(source), tmp_path / "out", "current")
+
+
+def documented(url: Path, out: Path) -> list[str]:
+    """The command of docs/scaling.md for a new checkpoint, with these places."""
+    [line] = re.findall(r"^python (-m weights fetch .*?) +#", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE)
+    words = shlex.split(line.replace("/weights", str(out)))
+    return [sys.executable, *(str(url) if "://" in word else word for word in words)]
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="needs a mount namespace of its own: unshare -rm")
+@pytest.mark.parametrize("mounted", ["the parent of the link", "the checkpoint itself"])
+def test_a_new_checkpoint_reaches_a_server_behind_a_bind_mount(mounted: str, tmp_path: Path) -> None:
+    """The second way is how it was: the mount keeps the old directory, and the server never sees the new one."""
+    weights, place = tmp_path / "weights", tmp_path / "mounted"
+    place.mkdir()
+    fetch(str(DEMO), weights, "current")
+    is_parent = mounted.startswith("the parent")
+    source, checkpoint = (weights, place / "current") if is_parent else ((weights / "current").resolve(), place)
+    started = ["unshare", "-rm", "sh", "-ec", MOUNTED, str(source), str(place), sys.executable]
+    body = (DEMO / "example.json").read_bytes()
+    with (
+        serving(checkpoint, *started, threads=1, reload__watch_seconds=LOOK_SECONDS) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        first = client.get("/info").json()["model"]["version"]
+        seen: list[tuple[int, str]] = []
+        done = threading.Event()
+
+        def ask() -> None:
+            while not done.is_set():
+                reply = client.post("/rank", content=body, headers={"content-type": "application/json"})
+                seen.append((reply.status_code, reply.headers["x-model-version"]))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        subprocess.run(documented(another(tmp_path / "v2"), weights), cwd=ROOT, check=True, capture_output=True)
+        until = time.monotonic() + (60 if is_parent else 20 * LOOK_SECONDS)
+        while (not seen or seen[-1][1] != "v2") and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        done.set()
+        asking.join()
+    versions = [version for _, version in seen]
+    assert {status for status, _ in seen} == {200}
+    assert versions == sorted(versions, key=[first, "v2"].index), "back to the old one"
+    assert (versions[-1] == "v2") is is_parent

@@ -1,0 +1,83 @@
+"""Copies a checkpoint or a corpus from wherever fsspec reads, checked, and turns a link to it: how new weights reach a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from weights.corpus.manifest import CorpusManifest
+from weights.errors import CheckpointError
+from weights.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from weights.format.writer import refused_writing, write_file, written_beside
+
+ALONGSIDE = ("example.json", "names.json")  # what the explorer's page takes from a checkpoint, where it is there
+PIECE_BYTES = 8 * 2**20
+
+
+def fetch(
+    url: str, out: Path, link: str, digest: str = "", progress: Callable[[str, int, int], None] = lambda *_: None
+) -> tuple[Path, Manifest | CorpusManifest]:
+    """Copy the directory at `url` to `out/NAME@VERSION` in one step, and then point the link `out/LINK` to it. What is there already is not
+    copied again. `digest`: what the manifest must have, if given.
+
+    Raises CheckpointError, whose sentence says what is wrong: nothing there, another digest, a file that is not as its manifest says.
+    """
+    try:
+        source, root = fsspec.core.url_to_fs(url)
+        raw = source.cat_file(f"{root}/{MANIFEST_NAME}")
+    except (ImportError, OSError, ValueError) as error:
+        raise CheckpointError(f"{url} cannot be read: {error or type(error).__name__}.") from error
+    is_corpus = b'"kind"' in raw
+    try:
+        manifest = (CorpusManifest if is_corpus else Manifest).from_json(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{url} is refused: its {MANIFEST_NAME} {error}.") from error
+    if digest and manifest.digest != digest:
+        raise CheckpointError(f"{url} is refused: its digest is {manifest.digest}, not {digest}.")
+    target = out / f"{manifest.name}@{manifest.version}"
+    with refused_writing(str(target)):
+        out.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            with written_beside(target) as partial:
+                done, total = 0, sum(entry.bytes for entry in manifest.files.values())
+                for name, entry in manifest.files.items():
+                    for size in copied(source, f"{root}/{name}", partial / name, entry):
+                        progress("Fetching", done := done + size, total)
+                for name in () if is_corpus else ALONGSIDE:
+                    if source.exists(f"{root}/{name}"):
+                        write_file(partial / name, source.cat_file(f"{root}/{name}"))
+                write_file(partial / MANIFEST_NAME, raw)
+        elif not is_corpus and (target / MANIFEST_NAME).read_bytes() != raw:  # a corpus that is there has changed since
+            raise CheckpointError("another one of this name and version is there")
+        point(out / link, target.name)
+    return target, manifest
+
+
+def copied(source: Any, path: str, target: Path, entry: FileEntry) -> Iterator[int]:
+    """Copy one file and compare length and SHA-256 on the way; yields the bytes of each piece. Raises CheckpointError, OSError."""
+    hashed, length = hashlib.sha256(), 0
+    with source.open(path, "rb") as reading, target.open("xb") as writing:
+        while length <= entry.bytes and (piece := reading.read(PIECE_BYTES)):
+            writing.write(piece)
+            hashed.update(piece)
+            length += len(piece)
+            yield len(piece)
+        writing.flush()
+        os.fsync(writing.fileno())
+    if (length, hashed.hexdigest()) != (entry.bytes, entry.sha256):
+        raise CheckpointError(f"{target.name} is not what the manifest says")
+
+
+def point(link: Path, name: str) -> None:
+    """Turn a link in one step: who reads it sees the old directory or the new one. Raises CheckpointError where something else is there."""
+    if link.exists() and not link.is_symlink():
+        raise CheckpointError(f"{link} is there and is no link")
+    fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+    fresh.symlink_to(name)
+    fresh.replace(link)
