@@ -67,9 +67,9 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
     paths = _rankings(ref, examples, definitions["BatchReply"]["properties"]["results"]["items"])
     paths |= _tensors(ref) | _posts(ref, action_names) | (_explanations(ref, examples) if explores else {})
     document["paths"] = {path: {"post": operation} for path, operation in paths.items()} | document["paths"]
-    for path, model in DESCRIBED.items():
+    for path in DESCRIBED.keys() & document["paths"].keys():
         answer = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
-        answer["schema"] = ref[model]
+        answer["schema"] = ref[DESCRIBED[path]]
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
 
