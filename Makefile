@@ -17,7 +17,7 @@ DEMO = $(filter weights/demo,$(CHECKPOINT))
 RETRIEVAL ?= $(or $(RANKER_RETRIEVAL__CHECKPOINT),$(if $(DEMO),$(wildcard weights/demo-towers)))
 CORPUS ?= $(or $(RANKER_RETRIEVAL__CORPUS),$(if $(DEMO),$(wildcard weights/demo-posts)))
 
-.PHONY: help install serve demo test test-quick test-changed test-long test-light test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom site wheel clean
+.PHONY: help install serve demo test test-quick test-changed test-long test-light test-ray check mutants bench bench-gpu kernels profile load peers soak fuzz files lock audit sbom site wheel image clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -169,6 +169,10 @@ wheel: $(VENV)/.installed ## the sdist and the wheels with compiled kernels, in 
 	@.ci/debian g++ g++-aarch64-linux-gnu libc6-dev-arm64-cross
 	$(BIN)/python .ci/wheel dist
 	DIST=dist $(BIN)/python -m pytest tests/test_distribution.py
+
+image: ## the CPU image by buildah on a base of Debian's packages, and a run of it: read-only, as its user, without a network; as root, 2 GB
+	@.ci/debian buildah mmdebstrap iproute2 curl
+	.ci/image cpu
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

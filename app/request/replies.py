@@ -188,7 +188,9 @@ class CorpusVersion(Strict):
     version: Annotated[str, about("Version of the corpus.")]
     posts: Annotated[int, about("How many posts a search without filters can return.")]
     changes: Annotated[int, about("How often it was changed since it was written.")]
-    sequence: Annotated[int, about("The last change in it, counted since it was first built; equal on replicas of one feed.")]
+    sequence: Annotated[
+        int, about("The last change in it, counted since it was first built; equal on replicas of one feed.")
+    ]
 
 
 class RetrievedPost(Strict):
