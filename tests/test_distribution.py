@@ -211,6 +211,38 @@ def test_the_demo_is_served_from_an_empty_home_without_a_compiler(
     assert seconds < SLOW_START_SECONDS
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.skipif("DIST" not in os.environ, reason="minutes: `make wheel` runs it")
+def test_the_http_part_of_the_suite_passes_on_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """The tests and what they read lie in a folder without `app` and `model`, so these can only be the wheel's."""
+    for name in ("tests", "docs", "docker", "pyproject.toml", "Dockerfile", "README.md", "loadtest"):
+        (tmp_path / name).symlink_to(ROOT / name) if name != "tests" else shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "weights").mkdir()  # without modules, so that it hides nothing
+    for name in ("demo", "demo-posts", "demo-towers"):
+        (tmp_path / "weights" / name).symlink_to(ROOT / "weights" / name)
+    (tmp_path / "conftest.py").write_text(
+        "import app, model, weights\n"
+        "def pytest_report_header():\n    return [f'from {each.__file__}' for each in (app, model, weights)]\n"
+    )
+    command = [
+        str(installed),
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "tests/app/http",
+        "tests/app/request",
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    sources = re.findall(r"^from (.*)$", ran.stdout, re.MULTILINE)
+    assert len(sources) == 3
+    assert all(str(installed.parents[1]) in each for each in sources), sources
+
+
 @pytest.mark.parametrize(("package", "name"), [("app", "model"), ("app", "weights"), ("weights", "model")])
 def test_somebody_elses_module_of_the_same_name_is_not_run(
     installed: Path, tmp_path: Path, package: str, name: str

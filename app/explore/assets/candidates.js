@@ -7,8 +7,7 @@ import { authorChoice } from "./timeline.js";
 const MOST = 40; // rows; more are edited as JSON
 let dragged = -1;
 
-/** @param {App} app */
-export function drawCandidates(app) {
+export function drawCandidates(/** @type {App} */ app) {
   const { request, state } = app;
   const posts = byId("posts");
   posts.hidden = state.source !== "rank";

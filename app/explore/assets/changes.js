@@ -31,12 +31,9 @@ export function caption(did, before, posts, names) {
 }
 
 const lower = (/** @type {string} */ text) => text[0].toLowerCase() + text.slice(1);
+const change = (/** @type {Shown} */ was, /** @type {Shown} */ post) => ({ post, was, score: post.score - was.score, places: was.place - post.place });
 
-/** @param {Shown} was @param {Shown} post */
-const change = (was, post) => ({ post, was, score: post.score - was.score, places: was.place - post.place });
-
-/** @typedef {ReturnType<typeof change>} Change @param {Change} one @param {Change} other */
-const bigger = (one, other) => {
+/** @typedef {ReturnType<typeof change>} Change @param {Change} one @param {Change} other */ const bigger = (one, other) => {
   const further = Math.abs(one.places) - Math.abs(other.places);
   return further > 0 || (further === 0 && Math.abs(one.score) > Math.abs(other.score));
 };

@@ -62,8 +62,7 @@ export function rebuild(element, children) {
 /** @param {HTMLElement} element @returns {HTMLElement[]} */
 const keyed = (element) => [...element.querySelectorAll("[data-key]")].map((each) => /** @type {HTMLElement} */ (each));
 
-/** @param {string} id @returns {any} */
-export const byId = (id) => document.getElementById(id);
+/** @param {string} id @returns {any} */ export const byId = (id) => document.getElementById(id);
 
 /** Move what `change` has moved: from where it was to where it is. @param {() => Element[]} elements @param {() => void} change */
 export function animated(elements, change) {

@@ -12,8 +12,7 @@ import { drawSweep } from "./sweep.js";
 import { drawTimeline } from "./timeline.js";
 import { drawSource, drawStory, drawTools } from "./tools.js";
 
-/** @type {RankedList[]} */
-const lists = []; // of A, and of B
+/** @type {RankedList[]} */ const lists = []; // of A, and of B
 
 /** All that is edited. @param {App} app */
 export function draw(app) {
@@ -53,15 +52,13 @@ export function drawLists(app) {
   drawCandidates(app);
 }
 
-/** @param {App} app @param {string} what @param {Shown} post */
-function pressed(app, what, post) {
+function pressed(/** @type {App} */ app, /** @type {string} */ what, /** @type {Shown} */ post) {
   const side = lists.findIndex((list) => list.rows.get(post.key)?.post === post);
   if (what !== "why") app.state.side = Math.min(Math.max(side, 0), app.state.sides.length - 1);
   app.act(what, post);
 }
 
-/** @param {App} app @param {number} side */
-function title(app, side) {
+function title(/** @type {App} */ app, /** @type {number} */ side) {
   const reply = app.replies[side];
   const model = reply.model ?? reply.models.ranker;
   return `${"AB"[side]} · ${model.name} ${model.version}${app.held && !side ? ", held" : ""}`;

@@ -63,8 +63,7 @@ const rank = latest(async () => {
   }
 });
 
-/** @type {Date | null} */
-let rankedAt = null;
+/** @type {Date | null} */ let rankedAt = null;
 
 const explain = latest(async () => {
   for (const side of app.replies.keys()) {
@@ -76,8 +75,7 @@ const explain = latest(async () => {
 });
 
 let explaining = 0;
-/** @param {number} milliseconds */
-function explainSoon(milliseconds) {
+function explainSoon(/** @type {number} */ milliseconds) {
   clearTimeout(explaining);
   if (app.state.open !== null) explaining = setTimeout(explain, milliseconds);
 }
@@ -98,8 +96,7 @@ function tell(refused, again) {
   else if (refused.status === undefined) throw refused;
 }
 
-/** @param {string} text @param {any[]} ways out of it */
-function problem(text, ways) {
+/** @param {string} text @param {any[]} ways out of it */ function problem(text, ways) {
   rebuild(byId("problem"), [text, ...ways]);
   byId("problem").hidden = false;
 }
@@ -153,8 +150,7 @@ async function restore() {
   return app.reset();
 }
 
-/** @param {string} text */
-function notice(text) {
+function notice(/** @type {string} */ text) {
   rebuild(byId("notice"), [text, button("notice-close", "Close", () => (byId("notice").hidden = true), { class: "quiet" })]);
   byId("notice").hidden = false;
 }

@@ -41,14 +41,6 @@ export function drawHeat(app) {
 /** @param {{title: string, about: string, values: number[], more: Record<string, any>}} row @param {Shown[]} posts @param {number} largest */
 function drawRow({ title, about, values, more }, posts, largest) {
   const cell = (/** @type {number} */ value, /** @type {number} */ at) =>
-    h(
-      "td",
-      {
-        class: value < 0 ? "minus" : "plus",
-        "data-post": posts[at].post_id,
-        vars: { "--share": Math.min(1, Math.abs(value) / largest) },
-      },
-      signed(value),
-    );
+    h("td", { class: value < 0 ? "minus" : "plus", "data-post": posts[at].post_id, vars: { "--share": Math.min(1, Math.abs(value) / largest) } }, signed(value));
   return h("tr", more, h("th", { scope: "row" }, title, about && h("span", { class: "soft" }, ` ${about}`)), values.map(cell));
 }

@@ -3,16 +3,14 @@
 import { button, byId, h, rebuild } from "./dom.js";
 import { meaning, number, span, words } from "./names.js";
 
-/** @param {App} app */
-export function drawLevers(app) {
+export function drawLevers(/** @type {App} */ app) {
   const { state } = app;
   byId("levers-title").textContent = `Time and weights${state.sides.length === 2 ? ` of ${"AB"[state.side]}` : ""}`;
   rebuild(byId("time"), [timeSlider(app)]);
   rebuild(byId("weights"), app.actions.map((name) => weightSlider(app, name)));
 }
 
-/** @param {App} app */
-function timeSlider(app) {
+function timeSlider(/** @type {App} */ app) {
   const { request, state } = app;
   if (!request.impression_ts) {
     const newest = Math.max(0, ...app.posts().map((post) => post.created_at ?? 0)) || Math.floor(Date.now() / 1000);
@@ -40,8 +38,7 @@ function timeSlider(app) {
 /** @param {number} shift seconds */
 const shifted = (shift) => (shift ? `${span(shift)} ${shift > 0 ? "later" : "earlier"}` : "at the time of the start");
 
-/** @param {number} seconds @param {number} start */
-function clock(seconds, start) {
+function clock(/** @type {number} */ seconds, /** @type {number} */ start) {
   const when = new Date(seconds * 1000).toLocaleString("en-GB", { timeZone: "UTC", dateStyle: "medium", timeStyle: "short" });
   return `${when} UTC${seconds === start ? "" : `, ${shifted(seconds - start)}`}`;
 }
@@ -51,8 +48,7 @@ const toPlace = (/** @type {number} */ weight) => Math.sign(weight) * Math.sqrt(
 const toWeight = (/** @type {number} */ place) => Math.round(Math.sign(place) * place * place * 100) / 100;
 const kind = (/** @type {number} */ weight) => (weight > 0 ? "for" : weight < 0 ? "against" : "");
 
-/** @param {App} app @param {string} name */
-function weightSlider(app, name) {
+function weightSlider(/** @type {App} */ app, /** @type {string} */ name) {
   const weight = app.weightOf(name);
   const far = Math.max(5, Math.ceil(Math.abs(toPlace(weight))));
   const set = (/** @type {number} */ value) => {

@@ -4,8 +4,7 @@ import { normal } from "./state.js";
 
 export const VERSION = 1; // of the links; those without one are of version 1
 
-/** @param {State} state */
-export async function pack(state) {
+export async function pack(/** @type {State} */ state) {
   const text = JSON.stringify({ v: VERSION, ...state });
   const squeezed = new Blob([text]).stream().pipeThrough(new CompressionStream("deflate-raw"));
   const bytes = new Uint8Array(await new Response(squeezed).arrayBuffer());
@@ -59,13 +58,11 @@ const SHAPE = {
 const REQUEST = { user_id: isId, history: listOf(isObject), candidates: listOf(isObject), weights: optional(isNumbers), impression_ts: optional(isNumber) };
 const POST = { post_id: isId, author_id: isId, created_at: optional(isNumber), dwell_time: optional(isNumber) };
 
-/** @param {any} value @param {Record<string, (value: any) => boolean>} shape @param {string} name */
-function check(value, shape, name) {
+function check(/** @type {any} */ value, /** @type {Record<string, (value: any) => boolean>} */ shape, /** @type {string} */ name) {
   for (const [field, rule] of Object.entries(shape)) if (!rule(value[field])) throw new Error(`${name} has no valid “${field}”`);
 }
 
-/** @param {any} request @param {string[]} actions */
-function kept(request, actions) {
+function kept(/** @type {any} */ request, /** @type {string[]} */ actions) {
   let found;
   for (const rows of [request.history, request.candidates]) if (!optional((value) => typeof value === "object")(rows)) throw new Error("its request has no lists");
   try {

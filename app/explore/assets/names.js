@@ -5,12 +5,9 @@ export class Names {
   constructor(given, topics = []) {
     this.authors = given?.authors ?? {};
     this.users = given?.users ?? {};
-    /** @type {string[]} */
-    this.surfaces = given?.surfaces ?? [];
-    /** @type {string[]} */
-    this.topics = given?.topics ?? topics;
-    /** @type {Map<string, {author_id: string, topic?: string, created_at: number}>} */
-    this.posts = new Map();
+    /** @type {string[]} */ this.surfaces = given?.surfaces ?? [];
+    /** @type {string[]} */ this.topics = given?.topics ?? topics;
+    /** @type {Map<string, {author_id: string, topic?: string, created_at: number}>} */ this.posts = new Map();
   }
 
   /** Remember what was said of posts. @param {any[]} posts */
@@ -23,18 +20,15 @@ export class Names {
     }
   }
 
-  /** @param {string} id */
-  author(id) {
+  author(/** @type {string} */ id) {
     return this.authors[id]?.name ?? (id === "0" ? "unknown author" : `author ${short(id)}`);
   }
 
-  /** @param {{post_id: string, author_id: string}} post @returns {string | undefined} */
-  topic(post) {
+  /** @param {{post_id: string, author_id: string}} post @returns {string | undefined} */ topic(post) {
     return this.posts.get(post.post_id)?.topic ?? this.authors[post.author_id]?.topic;
   }
 
-  /** @param {string} id */
-  user(id) {
+  user(/** @type {string} */ id) {
     const known = this.users[id];
     return known ? `${known.name}, ${known.likes.join(" and ")}` : id === "0" ? "nobody signed in" : `user ${short(id)}`;
   }
@@ -55,8 +49,7 @@ const MEANING = /** @type {Record<string, string>} */ ({
   share_via_dm: "sent it to somebody",
 });
 
-/** @param {string} id */
-export const short = (id) => (id.length > 8 ? `…${id.slice(-5)}` : id);
+export const short = (/** @type {string} */ id) => (id.length > 8 ? `…${id.slice(-5)}` : id);
 /** `photo_expand` → `photo expand`. @param {string} name */
 export const words = (name) => (name === "vqv" ? "video view (vqv)" : name.replaceAll("_", " "));
 /** What an action means, where its name does not say it. @param {string} name */
@@ -73,14 +66,11 @@ export function span(seconds) {
 
 /** Numbers that line up, with a real minus. @param {number} value */
 export const number = (value, digits = 2) => value.toFixed(digits).replace("-", "−");
-/** @param {number} value */
-export const signed = (value, digits = 2) => (value > 0 ? "+" : "") + number(value, digits);
-/** @param {number} share */
-export const percent = (share) => (share < 0.0005 ? "<0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
+export const signed = (/** @type {number} */ value, digits = 2) => (value > 0 ? "+" : "") + number(value, digits);
+export const percent = (/** @type {number} */ share) => (share < 0.0005 ? "<0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
 /** 1 → `1st`. @param {number} place */
 export function ordinal(place) {
   const last = place % 100 > 10 && place % 100 < 14 ? 0 : place % 10;
   return `${place}${["th", "st", "nd", "rd"][last] ?? "th"}`;
 }
-/** @param {number} count @param {string} noun */
-export const many = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+export const many = (/** @type {number} */ count, /** @type {string} */ noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;

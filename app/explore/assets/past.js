@@ -4,10 +4,8 @@ const MOST = 100; // steps back
 
 export class Past {
   constructor() {
-    /** @type {{text: string, label: string}[]} */
-    this.back = [];
-    /** @type {{text: string, label: string}[]} */
-    this.ahead = [];
+    /** @type {{text: string, label: string}[]} */ this.back = [];
+    /** @type {{text: string, label: string}[]} */ this.ahead = [];
   }
 
   /** Keep the state as it is before a change. @param {State} state @param {string} label what is about to be done */
@@ -16,19 +14,16 @@ export class Past {
     this.ahead = [];
   }
 
-  /** @param {State} state @returns {{state: State, label: string} | null} */
-  undo(state) {
+  /** @param {State} state @returns {{state: State, label: string} | null} */ undo(state) {
     return swap(this.back, this.ahead, state);
   }
 
-  /** @param {State} state */
-  redo(state) {
+  redo(/** @type {State} */ state) {
     return swap(this.ahead, this.back, state);
   }
 }
 
-/** @param {{text: string, label: string}[]} from @param {{text: string, label: string}[]} to @param {State} state */
-function swap(from, to, state) {
+function swap(/** @type {{text: string, label: string}[]} */ from, /** @type {{text: string, label: string}[]} */ to, /** @type {State} */ state) {
   const step = from.pop();
   if (!step) return null;
   to.push({ text: JSON.stringify(state), label: step.label });

@@ -12,8 +12,7 @@ export class RankedList {
   /** `act(what, post)` is called for "like", "report" and "why". @param {(what: string, post: Shown) => void} act */
   constructor(act) {
     this.act = act;
-    /** @type {Map<string, Row>} */
-    this.rows = new Map();
+    /** @type {Map<string, Row>} */ this.rows = new Map();
     this.turn = 0;
     this.title = h("h3");
     this.note = h("p", { class: "soft note" });
@@ -62,8 +61,7 @@ export class RankedList {
     }, 30);
   }
 
-  /** @param {Shown[]} posts @param {number} from @param {View} view */
-  place(posts, from, view) {
+  place(/** @type {Shown[]} */ posts, /** @type {number} */ from, /** @type {View} */ view) {
     const focused = /** @type {HTMLElement} */ (document.activeElement);
     const held = this.list.contains(focused);
     posts.forEach((post, at) => {
@@ -93,8 +91,7 @@ export class RankedList {
 }
 
 class Row {
-  /** @param {Shown} post @param {(what: string, post: Shown) => void} act */
-  constructor(post, act) {
+  constructor(/** @type {Shown} */ post, /** @type {(what: string, post: Shown) => void} */ act) {
     this.key = post.key;
     this.post = post;
     const does = (/** @type {string} */ what) => button(`${what} ${this.key}`, what, () => act(what, this.post), { class: "quiet" });
@@ -127,8 +124,7 @@ class Row {
     this.element = h("li", { "data-key": this.key }, head, this.detail);
   }
 
-  /** @param {Shown} post @param {View} view */
-  fill(post, view) {
+  fill(/** @type {Shown} */ post, /** @type {View} */ view) {
     this.post = post;
     const { names } = view;
     const author = names.author(post.author_id);
@@ -167,8 +163,7 @@ class Row {
     this.delta.className = `delta number ${change > 0 ? "up" : change < 0 ? "down" : ""}`;
   }
 
-  /** @param {Shown} post @param {View} view */
-  drawBars(post, { actions, weights }) {
+  /** @param {Shown} post @param {View} view */ drawBars(post, { actions, weights }) {
     if (this.bars.childElementCount !== actions.length + 1) {
       this.bars.setAttribute("viewBox", `0 0 ${actions.length * 5 - 1} ${HIGH}`);
       this.bars.replaceChildren(this.bars.firstChild, ...actions.map((_, place) => h("rect", { x: place * 5, width: 4 })));
@@ -184,8 +179,7 @@ class Row {
     this.bars.firstChild.textContent = most.slice(0, 4).map(({ name, share }) => `${words(name)} ${percent(share)}`).join(", ");
   }
 
-  /** @param {Shown} post @param {View} view */
-  drawBalance(post, { actions, weights, reach }) {
+  /** @param {Shown} post @param {View} view */ drawBalance(post, { actions, weights, reach }) {
     const { gain, loss } = balance(post, actions, weights);
     const [against, forIt, , net] = this.balance.children;
     this.balance.setAttribute("viewBox", `${-reach.loss} 0 ${reach.gain + reach.loss} 10`);
@@ -211,5 +205,4 @@ export function balance(post, actions, weights) {
   return { gain: sum(1), loss: sum(-1) };
 }
 
-/** @param {number} weight */
-const side = (weight) => (weight > 0 ? "for" : weight < 0 ? "against" : "idle");
+const side = (/** @type {number} */ weight) => (weight > 0 ? "for" : weight < 0 ? "against" : "idle");

@@ -47,8 +47,7 @@ export async function lookAt(app, side) {
 /** What leaving out several events at once changes: all of an author, of a topic, the whole history. @param {App} app @param {any} request
  * @param {string} version @param {Map<string, any>} of */
 async function askGroups(app, request, version, of) {
-  /** @type {Map<string, number[]>} */
-  const groups = new Map();
+  /** @type {Map<string, number[]>} */ const groups = new Map();
   const add = (/** @type {string | undefined} */ name, /** @type {number} */ place) => name && groups.set(name, [...(groups.get(name) ?? []), place]);
   request.history.forEach((/** @type {Event_} */ event, /** @type {number} */ place) => {
     const topic = app.names.topic(event);

@@ -15,13 +15,11 @@ export function normal(request, actions) {
   return { ...kept, user_id: String(request.user_id ?? 0), history, candidates: rows(request.candidates).map(withTextIds) };
 }
 
-/** @param {any} item */
-const withTextIds = (item) => ({ ...item, post_id: String(item.post_id), author_id: String(item.author_id) });
+const withTextIds = (/** @type {any} */ item) => ({ ...item, post_id: String(item.post_id), author_id: String(item.author_id) });
 /** @param {any} taken @returns {[string, number][]} */
 const entries = (taken = []) => (Array.isArray(taken) ? taken.map((name) => [name, 1]) : Object.entries(taken));
 
-/** @param {any} items @returns {any[]} */
-function rows(items = []) {
+/** @param {any} items @returns {any[]} */ function rows(items = []) {
   if (Array.isArray(items)) return items;
   const names = Object.keys(items);
   return (items[names[0]] ?? []).map((/** @type {any} */ _, /** @type {number} */ row) =>

@@ -58,8 +58,7 @@ export function drawSweep(app) {
   );
 }
 
-/** @param {number[]} marks @param {number} weight */
-function nearest(marks, weight) {
+function nearest(/** @type {number[]} */ marks, /** @type {number} */ weight) {
   const best = [...marks].sort((a, b) => Math.abs(a - weight) - Math.abs(b - weight))[0];
   return best === undefined ? " Nothing swaps in this range." : ` The nearest swap is at ${number(best, 3)}.`;
 }

@@ -16,11 +16,9 @@ export function drawTimeline(app) {
   rebuild(byId("events"), events.length ? events : [none]);
 }
 
-/** @param {Hint | null} hint @param {string} kind @param {string} value */
-const tried = (hint, kind, value) => (hint?.kind === kind && hint.value === value ? "try" : "");
+const tried = (/** @type {Hint | null} */ hint, /** @type {string} */ kind, /** @type {string} */ value) => (hint?.kind === kind && hint.value === value ? "try" : "");
 
-/** @param {App} app @param {Hint | null} hint */
-function userChoice(app, hint) {
+function userChoice(/** @type {App} */ app, /** @type {Hint | null} */ hint) {
   const { names, request } = app;
   const ids = [...new Set([request.user_id, "0", ...Object.keys(names.users)])];
   const options = ids.map((id) => h("option", { value: id, selected: id === request.user_id }, names.user(id)));
@@ -29,8 +27,7 @@ function userChoice(app, hint) {
   return h("label", { class: "field" }, "User", box);
 }
 
-/** @param {App} app @param {Hint | null} hint */
-function topicButtons(app, hint) {
+function topicButtons(/** @type {App} */ app, /** @type {Hint | null} */ hint) {
   const { names } = app;
   if (!names.topics.length) return null;
   const like = (/** @type {string} */ topic) =>
@@ -64,8 +61,7 @@ export function authorChoice(app, key, label, chosen, choose) {
   return box;
 }
 
-/** @param {App} app */
-function eventForm(app) {
+function eventForm(/** @type {App} */ app) {
   const author = h("select", { id: "author", "data-key": "author", "aria-label": "Author" }, authors(app));
   const options = app.actions.map((name) => h("option", { value: name, title: meaning(name) }, words(name)));
   const action = h("select", { id: "action", "data-key": "action", "aria-label": "Action" }, options);
@@ -79,8 +75,7 @@ function eventForm(app) {
   return h("form", { class: "field add", onsubmit: add }, h("span", {}, "Add an event"), author, action, h("button", { "data-key": "add" }, "Add"));
 }
 
-/** @param {App} app @param {Event_} event @param {number} place @param {boolean} isDropped @param {Hint | null} hint */
-function drawEvent(app, event, place, isDropped, hint) {
+function drawEvent(/** @type {App} */ app, /** @type {Event_} */ event, /** @type {number} */ place, /** @type {boolean} */ isDropped, /** @type {Hint | null} */ hint) {
   const { names } = app;
   const topic = names.topic(event);
   const author = names.author(event.author_id);

@@ -5,8 +5,7 @@ import { button, byId, check, choice, h, rebuild } from "./dom.js";
 import { asCurl, asPython, parse } from "./state.js";
 import { STORIES } from "./stories.js";
 
-/** @param {App} app */
-export function drawTools(app) {
+export function drawTools(/** @type {App} */ app) {
   const { state } = app;
   const two = state.sides.length === 2;
   const press = (/** @type {string} */ key, /** @type {string} */ text, /** @type {() => void} */ act, more = {}) => button(key, text, act, { id: key, ...more });
@@ -54,8 +53,7 @@ export function drawStory(app) {
 /** @param {string} name @param {string} text @param {boolean} isOpen */
 const link = (name, text, isOpen) => h("a", { href: `#story=${name}`, "data-key": `story ${name}`, "aria-current": isOpen ? "page" : null }, text);
 
-/** @param {App} app */
-export function drawSource(app) {
+export function drawSource(/** @type {App} */ app) {
   const { state } = app;
   const hasBoth = app.canRetrieve && state.sides.some((request) => request.candidates.length);
   rebuild(byId("source"), [
@@ -64,8 +62,7 @@ export function drawSource(app) {
   ]);
 }
 
-/** @param {string} text */
-async function copied(text) {
+async function copied(/** @type {string} */ text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
@@ -78,23 +75,19 @@ async function copied(text) {
   }
 }
 
-/** @param {HTMLElement} pressed @param {string} text */
-function flash(pressed, text) {
+function flash(/** @type {HTMLElement} */ pressed, /** @type {string} */ text) {
   pressed.textContent = "copied";
   setTimeout(() => (pressed.textContent = text), 1200);
 }
 
-/** @param {string} text */
-const closing = (text) => button("close", text, () => byId("request").close());
+const closing = (/** @type {string} */ text) => button("close", text, () => byId("request").close());
 
-/** @param {...any} children */
-function show(...children) {
+/** @param {...any} children */ function show(...children) {
   byId("request").replaceChildren(...children);
   byId("request").showModal();
 }
 
-/** @param {App} app */
-function openRequest(app) {
+function openRequest(/** @type {App} */ app) {
   const text = h("textarea", { id: "text", spellcheck: "false", "aria-label": "Request as JSON" });
   text.value = JSON.stringify(app.body(app.state.side), null, 1);
   const told = h("p", { class: "against", role: "alert" });

@@ -20,8 +20,7 @@ export function details(post, view) {
   return [warning(found), ...score, ...rest, h("p", { class: "soft" }, NOTE)].filter(Boolean);
 }
 
-/** @param {any} found */
-function warning({ change }) {
+/** @param {any} found */ function warning({ change }) {
   const share = Math.abs(change.not_covered.score) / (Math.abs(change.everything.score) || 1);
   if (share <= MUCH) return null;
   return h(
@@ -39,8 +38,7 @@ const contributions = (post, { actions, weights }) =>
     return { name, share, weight, value: share * weight };
   });
 
-/** @param {Shown} post @param {View} view */
-function terms(post, view) {
+function terms(/** @type {Shown} */ post, /** @type {View} */ view) {
   const all = contributions(post, view).sort(bySize);
   const rest = all.slice(SHOWN);
   const largest = Math.abs(all[0]?.value) || 1;
@@ -118,8 +116,7 @@ function groups(post, { groups: all }) {
   return table("groups", "Several events left out at once", null, shown, []);
 }
 
-/** @param {string} kind @param {string} title @param {string[] | null} heads @param {any[]} rows @param {any[]} foot */
-function table(kind, title, heads, rows, foot) {
+function table(/** @type {string} */ kind, /** @type {string} */ title, /** @type {string[] | null} */ heads, /** @type {any[]} */ rows, /** @type {any[]} */ foot) {
   const head = heads && h("thead", {}, h("tr", {}, heads.map((text) => (text ? h("th", { scope: "col" }, text) : h("td")))));
   return h("table", { class: kind }, h("caption", {}, title), head, h("tbody", {}, rows), h("tfoot", {}, foot));
 }
