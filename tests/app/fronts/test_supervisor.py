@@ -295,3 +295,46 @@ def test_a_front_lets_as_many_connections_wait_as_was_asked() -> None:
     with supervisor._listener("127.0.0.1", 0, 77) as listening:
         told = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
         assert struct.unpack_from("I", told, 28) == (77,), "tcpi_sacked of a listener"
+
+
+@pytest.mark.parametrize(("ended_with", "whole_ends_with"), [(70, 70), (5, 1), (0, 0)])
+def test_how_the_engine_process_ends_while_all_end_is_how_the_whole_ends(ended_with: int, whole_ends_with: int) -> None:
+    async def scenario() -> int:
+        engine = ["sh", "-c", f"trap 'exit {ended_with}' TERM; echo; while :; do sleep 0.01; done"]
+        whole = Supervisor(Settings(fronts=1, port=0), engine, ["sh", "-c", "read number; exec sleep 1000"])
+        ending = asyncio.ensure_future(whole.run())
+        await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
+        await asyncio.sleep(0.3)  # until it has its trap
+        whole._end(0)
+        return await ending
+
+    assert asyncio.run(scenario()) == whole_ends_with
+
+
+def test_nobody_is_let_in_while_the_fronts_drain() -> None:
+    """The supervisor's own listening sockets close: what waits in them would never be accepted."""
+
+    async def scenario() -> None:
+        whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"])
+        ending = asyncio.ensure_future(whole.run())
+        await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
+        held = [each for sockets in whole._listening.values() for each in sockets]
+        assert held
+        whole._end(0)
+        await ending
+        assert [each.fileno() for each in held] == [-1] * len(held)
+
+    asyncio.run(scenario())
+
+
+def test_a_port_of_a_moment_ago_is_free_and_one_that_listens_is_not() -> None:
+    """A connection that this side closed leaves the port in TIME_WAIT."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            supervisor._free("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            accepted, _ = listening.accept()
+            accepted.close()
+            assert caller.recv(1) == b""
+    assert supervisor._free("127.0.0.1", port) == port
