@@ -265,7 +265,6 @@ class RemoteService:
 
     async def exposition(self) -> bytes:
         """The metrics of all processes. Raises EngineDown while the engine process, which adds them up, is gone."""
-        self.uplink.tell()
         try:
             return cast(bytes, await self.uplink.ask("exposition", deadline=self.clock() + SCRAPE_SECONDS))
         except DeadlineExceeded:
