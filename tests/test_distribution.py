@@ -37,7 +37,11 @@ BUILDER = runpy.run_path(str(ROOT / ".ci/wheel"))
 DIST_INFO = "phoenix_ranking_server-0.1.0.dist-info"
 MOST_BYTES = 11_000_000
 SLOW_START_SECONDS = 15.0  # 1.7 s on an idle machine; compiling the kernels would take longer where there is a compiler
-REPOSITORY = "https://git.example/feed/ranker"
+REPOSITORY = os.environ.get("REPOSITORY", "https://git.example/feed/ranker").rstrip("/")
+
+pytestmark = pytest.mark.timeout(
+    400
+)  # the first test waits for the build: 25 s alone, over 110 s beside three other suites
 
 
 def tracked() -> list[str]:
@@ -70,7 +74,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, str(ROOT / ".ci/wheel"), str(out), platform.machine()]
     environment = {**os.environ, "REPOSITORY": REPOSITORY}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -147,6 +151,7 @@ def test_a_kernel_that_needs_a_newer_system_is_refused(tmp_path: Path) -> None:
         BUILDER["Elf"](library).ask_less()
 
 
+@pytest.mark.skipif("DIST" in os.environ and "REPOSITORY" not in os.environ, reason="built without an address")
 def test_the_metadata_lead_to_the_repository(wheel: Path) -> None:
     text = zipfile.ZipFile(wheel).read(f"{DIST_INFO}/METADATA").decode()
     told = email.message_from_string(text)
@@ -221,8 +226,8 @@ def test_the_http_part_of_the_suite_passes_on_the_wheel(installed: Path, tmp_pat
     for name in ("demo", "demo-posts", "demo-towers"):
         (tmp_path / "weights" / name).symlink_to(ROOT / "weights" / name)
     (tmp_path / "conftest.py").write_text(
-        "import app, model, weights\n"
-        "def pytest_report_header():\n    return [f'from {each.__file__}' for each in (app, model, weights)]\n"
+        "import pathlib, app, model, weights\n"
+        "pathlib.Path('sources').write_text('\\n'.join(each.__file__ for each in (app, model, weights)))\n"
     )
     command = [
         str(installed),
@@ -234,11 +239,14 @@ def test_the_http_part_of_the_suite_passes_on_the_wheel(installed: Path, tmp_pat
         "no:xdist",
         "tests/app/http",
         "tests/app/request",
+        # One takes the kernels' sources away where the wheel has compiled ones; one reads the repository's sources.
+        "--deselect=tests/app/request/test_codec.py::test_without_a_compiler_everything_goes_the_plain_way",
+        "--deselect=tests/app/request/test_schema.py::test_a_field_of_candidates_is_declared_once",
     ]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-3000:]
-    sources = re.findall(r"^from (.*)$", ran.stdout, re.MULTILINE)
+    sources = (tmp_path / "sources").read_text().split()
     assert len(sources) == 3
     assert all(str(installed.parents[1]) in each for each in sources), sources
 
