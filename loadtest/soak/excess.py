@@ -30,8 +30,8 @@ from weights.format.manifest import FileEntry, Manifest, TensorEntry
 from weights.synthetic.random_weights import mini_config
 
 EXIT_SECONDS = 5.0  # without a drain delay, and with nothing to answer
-GIVEN_UP_SECONDS = 1.0
-PATIENCE_SECONDS = 6.0  # with a load that should have been given up
+GIVEN_UP_SECONDS = 3.0  # the start's own load has no more either
+PATIENCE_SECONDS = 12.0  # with a load that should have been given up
 MOST_ADDED_MIB = 64.0
 REFUSED = 422
 SPARE_MIB = (2, 12, 20, 45)  # for the threads and the memory of a reload: less than it takes, or than is left alone

@@ -69,10 +69,10 @@ def test_the_sentence_of_the_readme_is_what_the_page_does(tab: Explorer, client:
     assert tab.shown() == ranked(client, WITHOUT)
     told = " ".join((ROOT / "README.md").read_text().split())
     assert "Remove the report from the history, and Kaja Moreau rises from seventh place to first" in told
-    assert caption(tab).startswith(
-        "+1.15: removed the report of Kaja Moreau, and Kaja Moreau rises 6 places, from 7th to 1st"
-    )
-    assert tab.page.locator(".list li").first.locator(".move, .delta").all_inner_texts() == ["▲6", "+1.15"]
+    gained, _, happened = caption(tab).partition(": ")
+    assert abs(float(gained) - 1.15) < 0.05, "bf16 differs a little from processor to processor"
+    assert happened.startswith("removed the report of Kaja Moreau, and Kaja Moreau rises 6 places, from 7th to 1st")
+    assert tab.page.locator(".list li").first.locator(".move, .delta").all_inner_texts() == ["▲6", gained]
     assert tab.page.locator(".lines path.up").count() == 1
     assert tab.page.locator("#events .try, #try").count() == 0, "the story is over"
 
