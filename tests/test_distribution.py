@@ -81,7 +81,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> Path:
-    return next(built.glob("*manylinux*.whl"))
+    return next(built.glob(f"*manylinux*{platform.machine()}.whl"))
 
 
 @pytest.fixture(scope="module")

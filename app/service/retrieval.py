@@ -17,7 +17,7 @@ from app.engine.loading import LoadedRetrieval, RetrievalLoader
 from app.engine.queue import Queue
 from app.engine.runners import RETRIEVAL_THREAD, EngineThread, Runner, SearchForwards
 from app.engine.versions import Versions
-from app.engine.worker import Worker
+from app.engine.worker import RETRY_AFTER_SECONDS, Worker
 from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, Overloaded, ServiceError
 from app.interface import Changed, FoundDone, ReloadInProgress, ServedRetrieval, Ticket
 from app.loop_lag import Clock
@@ -156,7 +156,7 @@ class RetrievalService:
                 await self.queue.idle.wait()
                 await asyncio.gather(*self._changes, return_exceptions=True)
         finished = self.queue.idle.is_set() and not self._changes
-        self.abandon(lambda: EngineDown("The process stops."))
+        self.abandon(lambda: EngineDown("The process stops.", retry_after_seconds=RETRY_AFTER_SECONDS))
         for worker in self.versions.held if not self._changes else ():  # a change may still write: its process ends
             worker.model.log.close()
         self.versions.drop()

@@ -119,7 +119,7 @@ class RankingService:
         finished = not self.admission.requests
         if self.lifecycle.failure is not None:
             until = self.clock() + 1.0  # its thread may hang for good
-        self._fail_all(Draining)
+        self._fail_all(lambda: Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS))
         self.plain_path.stop()
         finished &= await self.retrieval.stop(max(0.1, until - self.clock()))
         await asyncio.gather(
@@ -345,6 +345,6 @@ class RankingService:
         worker = await self.versions.load(load)
         if self.lifecycle.draining:
             worker.close()
-            raise Draining
+            raise Draining(retry_after_seconds=RETRY_AFTER_DOWN_SECONDS)
         self.versions.install(worker)
         return self.model

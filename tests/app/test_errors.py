@@ -51,20 +51,24 @@ def test_a_refusal_says_its_first_problem_and_how_many_more(problems: list[tuple
 
 
 RETRIED = {kind.__name__ for kind in (Overloaded, NotReady, Draining, EngineDown)}
-ENDS = "The process stops."  # nothing can be asked of it again
 
 
 def silent(source: str) -> list[int]:
-    """Lines that make an error which a caller may retry, and do not say when."""
-    return [
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in RETRIED
-        and "retry_after_seconds" not in {each.arg for each in node.keywords}
-        and [each.value for each in node.args if isinstance(each, ast.Constant)] != [ENDS]
+    """Lines that make an error which a caller may retry, or pass on its class to be made, and do not say when."""
+
+    def is_one(node: ast.AST | None) -> bool:
+        return isinstance(node, ast.Name) and node.id in RETRIED
+
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    made = [
+        call
+        for call in calls
+        if is_one(call.func) and "retry_after_seconds" not in {each.arg for each in call.keywords}
     ]
+    bare = [node for node in nodes if isinstance(node, ast.Raise) and is_one(node.exc)]
+    passed = [call for call in calls if any(map(is_one, call.args)) and getattr(call.func, "id", "") != "isinstance"]
+    return sorted(node.lineno for node in (*made, *bare, *passed))
 
 
 def test_every_refusal_says_when_to_come_back() -> None:
@@ -73,3 +77,4 @@ def test_every_refusal_says_when_to_come_back() -> None:
     found = {str(file): lines for file in files if (lines := silent(file.read_text()))}
     assert found == {}
     assert silent("raise NotReady(reason)\nraise NotReady(reason, retry_after_seconds=2.0)") == [1]
+    assert silent("raise Draining\nfail(Draining)\nisinstance(error, Draining)") == [1, 2]

@@ -130,8 +130,9 @@ async def test_the_end_refuses_waits_and_answers_the_rest() -> None:
         if finished:
             assert right(await first, 1)
         else:
-            with pytest.raises(ServiceError):
+            with pytest.raises(ServiceError) as unfinished:
                 await asyncio.wait_for(first, 0.2)
+            assert unfinished.value.retry_after_seconds == 5.0
         assert await stopping is finished
         assert service.lifecycle.state is State.STOPPED
 
