@@ -21,10 +21,10 @@ from app.http import operations
 from app.http.asgi import Guest, PagesEndpoint
 from app.http.call import Endpoint
 from app.http.explain import ExplainEndpoint
-from app.http.headers import INFER
+from app.http.headers import INFER, RANK
 from app.http.observe import Recorder
 from app.http.open_inference import MODEL, VERSION, open_inference
-from app.http.openapi import PREFERRED, describe_app
+from app.http.openapi import PREFERRED, RANK_MODEL, describe_app
 from app.http.problems import HANDLERS
 from app.http.rank import RankEndpoint, Ranking
 from app.http.rank_batch import BatchEndpoint
@@ -34,7 +34,10 @@ from app.settings import Settings
 from app.telemetry.logs import RequestLog
 from app.telemetry.tracing import RequestTracer, create_tracer
 
-INFER_PATH = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
+OF_ONE_MODEL = {
+    re.compile(r"/rank/(?P<name>[^/]+?)(@(?P<version>[^/@]+))?"): RANK,
+    re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer"): INFER,
+}
 DESCRIPTION = (
     "Ranks feed candidates for one user with a Grok transformer. Every candidate is scored as if it were alone: for one "
     "checkpoint its numbers are the same bits whatever else is in the request."
@@ -71,17 +74,18 @@ class Application:
             found = self._posts.get(target)
             if found is None:
                 path = unquote_to_bytes(target.partition(b"?")[0])
-                found = self._posts.get(path) or self._inference(path)
+                found = self._posts.get(path) or self._of_one_model(path.decode("latin-1"))
             if found is not None:
                 return found
         return PagesEndpoint(self.pages, self.recorder, method, target)
 
-    def _inference(self, path: bytes) -> RankEndpoint | None:
-        asked = INFER_PATH.fullmatch(path.decode("latin-1")) if self.ranking is not None else None
-        if asked is None or self.ranking is None:
-            return None
-        wanted = asked["name"], asked["version"] or ""
-        return RankEndpoint(self.ranking, self.recorder, path.decode("latin-1"), INFER, wanted)
+    def _of_one_model(self, path: str) -> RankEndpoint | None:
+        for pattern, wires in OF_ONE_MODEL.items():
+            if self.ranking is not None and (asked := pattern.fullmatch(path)):
+                counted = "/rank" if wires is RANK else path
+                wanted = asked["name"], asked["version"] or ""
+                return RankEndpoint(self.ranking, self.recorder, counted, wires, wanted)
+        return None
 
     def close(self) -> None:
         """At the end of the process."""
@@ -103,7 +107,7 @@ def create_app(settings: Settings, service: Service) -> Application:
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
     routers += [open_inference(service), pages(service, settings)]
-    paths = ["/rank", "/rank/batch", "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer"]
+    paths = ["/rank", "/rank/batch", RANK_MODEL, "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer"]
     paths += ["/explain"] if settings.explores else []
     fastapi = create_pages(routers, paths)
     fastapi.openapi = lambda: describe_app(fastapi, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]

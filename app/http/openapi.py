@@ -32,6 +32,7 @@ REF = f"{SCHEMAS}/{{name}}"
 Refs = Mapping[type[Struct], dict[str, Any]]
 DESCRIBED: dict[str, type[Struct]] = {"/livez": Health, "/readyz": Health, "/startupz": Health, "/info": Info}
 PREFERRED = ("favorite", "dwell", "reply", "repost")
+RANK_MODEL = "/rank/{name}"
 TIMEOUT = "X-Request-Timeout-Ms"
 NAMED = {
     "name": "X-Model-Version",
@@ -77,15 +78,25 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
 def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, Any]) -> dict[str, Any]:
     """`result`: one of those of a batch."""
     batch = {"requests": [example["value"] for example in examples.values()]}
+    body = _body(ref[RankRequest], examples)
     return {
         "/rank": _operation(
             "Rank one user's candidates",
             "Scores every candidate as if it were alone: its numbers depend on the user, the history and itself. "
             "The tensors of the Open Inference Protocol are taken as well, as `application/octet-stream`; any body may be gzip.",
-            _body(ref[RankRequest], examples),
+            body,
             ref[RankReply],
             [NotFound],
             [NAMED],
+        ),
+        RANK_MODEL: _operation(
+            "Rank one user's candidates with one model",
+            "As `/rank`, with the model of this name, or of this name and version: `name@version`. A model that is named batch is asked "
+            "for as `batch@version`.",
+            body,
+            ref[RankReply],
+            [NotFound],
+            path_parameters(RANK_MODEL),
         ),
         "/rank/batch": _operation(
             "Rank several requests",

@@ -18,6 +18,7 @@ from app.errors import DeadlineExceeded, EngineDown, InvalidRequest, TooLarge
 from app.http.headers import Headers, check_length, timeout_seconds_of
 from app.http.observe import Recorder
 from app.http.open_inference import MODEL, VERSION
+from app.http.openapi import RANK_MODEL
 from app.http.problems import problem_reply
 from app.settings import Settings
 from app.telemetry import logs
@@ -27,7 +28,7 @@ from app.telemetry.metrics import CONTENT_TYPE, Metrics
 ROUTING_KEY = b"x-routing-key"
 TIMEOUT = b"x-request-timeout-ms"
 ENDPOINTS = ("/rank", "/rank/batch", "/retrieve", "/recommend", "/explain", "/metrics")
-ROUTES = (*ENDPOINTS, f"{MODEL}/infer", f"{VERSION}/infer")  # in log lines
+ROUTES = (*ENDPOINTS, RANK_MODEL, f"{MODEL}/infer", f"{VERSION}/infer")  # in log lines
 GRACE_SECONDS = 0.25  # the replica's own 504 says more than ours
 RETRY_AFTER_LOST_SECONDS = 1.0
 

@@ -157,6 +157,7 @@ ATTACKERS: dict[str, Attacker] = {
     "/rank": _posts("/rank", SMALL),
     "/rank, refused": _posts("/rank", {}, expected=422),
     "/rank, dear": Attacker("/rank", asks(DEAR), 422),
+    "/rank of a model": _posts("/rank/{name}", SMALL, "/rank/fake"),
     "/rank/batch": _posts("/rank/batch", [SMALL] * 3),
     "/explain": _posts("/explain", ASKED),
     "/explain, refused": _posts("/explain", SMALL, expected=422),

@@ -163,6 +163,14 @@ def test_a_held_version_may_be_named_and_no_other() -> None:
             assert reply.json()["model"]["version"] == version
             by_path = client.post(f"/v2/models/fake/versions/{version}/infer", json=tensors(A))
             assert by_path.headers["x-model-version"] == version
+            for path in (f"/rank/fake@{version}", f"/rank/%66ake%40{version}?x=1"):
+                same = client.post(path, json=body(A))
+                assert (same.json()["model"], same.json()["candidates"]) == (
+                    reply.json()["model"],
+                    reply.json()["candidates"],
+                )
+            header = client.post("/rank/fake", json=body(A), headers={"X-Model-Version": version})
+            assert header.json()["candidates"] == reply.json()["candidates"]
             explained = client.post("/explain", json=body(A, explain=[90]), headers={"X-Model-Version": version})
             assert explained.json()["candidates"][0]["score"] == reply.json()["candidates"][0]["score"]
             batch = client.post("/rank/batch", json=[body(A)], headers={"X-Model-Version": version})
@@ -173,7 +181,21 @@ def test_a_held_version_may_be_named_and_no_other() -> None:
             refused = client.post(path, json=body(A), headers={"X-Model-Version": "v3"})
             assert (refused.status_code, refused.json()["code"]) == (404, "not_found")
             assert "No model of that name and version" in refused.json()["detail"]
+        for path in (
+            "/rank/other",
+            "/rank/fake@v3",
+            "/rank/fake@",
+            "/rank/@v1",
+            "/rank/fake@v1@v1",
+            "/rank/",
+            "/rank/fake/v1",
+        ):
+            assert client.post(path, json=body(A)).status_code == 404, path
+        assert client.get("/rank/fake").status_code == 405
         assert client.post("/rank", json=body(A)).json()["model"]["version"] == "v1", "nobody is drawn"
+        counted = client.get("/metrics").text
+        assert "/rank/fake" not in counted, "a name in a path makes no series: it is counted as /rank"
+        assert value_of(counted, 'ranker_http_requests_total{code="200",method="POST",route="/rank"}') == 9
 
 
 def test_each_speaks_its_own_words() -> None:

@@ -53,7 +53,7 @@ def test_probes_and_info_are_what_the_document_says(client: TestClient, document
 
 def test_every_path_is_there_and_described(document: dict[str, Any], client: TestClient) -> None:
     model = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
-    wanted = {"/rank", "/rank/batch", "/explain", "/retrieve", "/recommend", *OPERATIONS}
+    wanted = {"/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend", *OPERATIONS}
     wanted |= {"/v2", "/v2/health/live", "/v2/health/ready", *model}
     wanted |= {f"{path}/{below}" for path in model for below in ("ready", "infer")}
     assert set(document["paths"]) == wanted
@@ -101,7 +101,15 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 
 def test_every_example_works(document: dict[str, Any], client: TestClient) -> None:
-    for path in ("/rank", "/rank/batch", "/explain", "/retrieve", "/recommend", "/v2/models/{name}/infer"):
+    for path in (
+        "/rank",
+        "/rank/{name}",
+        "/rank/batch",
+        "/explain",
+        "/retrieve",
+        "/recommend",
+        "/v2/models/{name}/infer",
+    ):
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert content["examples"]
         for example in content["examples"].values():
