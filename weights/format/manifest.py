@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from model.config import MAX_FACTOR, ConfigError, ModelConfig, RetrievalConfig
 from weights.errors import CheckpointError
+from weights.text_ids import IdKind
 
 FORMAT_VERSION = 1
 RETRIEVAL = {"model": "retrieval"}  # the key that the manifest of two towers has, and that of a ranker lacks
@@ -19,6 +20,7 @@ MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_SCORE_WEIGHT = 1e9  # as of a weight in a request
 TENSOR_DTYPES = ("float32", "bfloat16")
+ID_KINDS: tuple[IdKind, ...] = ("uint64", "text")
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # goes into headers, metric labels and logs as it is
 _ACTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # never a number: a decimal string in a request is an index
@@ -61,7 +63,8 @@ class Manifest:
 
     `action_names` are in output order, one per action of `config`; `continuous` one per continuous output. `score_weights`
     maps some action names to the default weights of the combined score. `digest` is the SHA-256 of the canonical content,
-    hence of every file's digest: it is the checkpoint's identity. An empty `version` becomes a short digest.
+    hence of every file's digest: it is the checkpoint's identity. An empty `version` becomes a short digest. `ids` are what callers name
+    users, posts and authors by; a manifest that does not say it means `uint64`.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Manifest:
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     format_version: int = FORMAT_VERSION
+    ids: IdKind = "uint64"
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,8 @@ class Manifest:
         for what in ("name", "version"):
             check_label(what, getattr(self, what))
         _check_outputs(self)
+        if self.ids not in ID_KINDS:
+            raise CheckpointError(f"has ids that are {str(self.ids)[:40]!r}; they are one of {', '.join(ID_KINDS)}")
         for name, entry in self.tensors.items():
             if entry.file not in self.files:
                 raise CheckpointError(f"tensor {name} is said to lie in {entry.file}, which is not among the files")
@@ -95,6 +101,7 @@ class Manifest:
         return {
             "format_version": self.format_version,
             **(RETRIEVAL if isinstance(self.config, RetrievalConfig) else {}),
+            **({} if self.ids == "uint64" else {"ids": self.ids}),
             "name": self.name,
             "version": self.version,
             "architecture": self.config.to_dict(),
@@ -120,6 +127,7 @@ class Manifest:
         is_retrieval = "model" in values
         if is_retrieval and values.pop("model") != RETRIEVAL["model"]:
             raise CheckpointError("is of a kind of model that this build does not know")
+        ids = values.pop("ids", "uint64")
         check_keys(values, expected, "")
         try:
             config = (RetrievalConfig if is_retrieval else ModelConfig).from_dict(values["architecture"])
@@ -135,6 +143,7 @@ class Manifest:
             action_names=tuple(values["action_names"]),
             continuous=tuple(_continuous(item) for item in values["continuous"]),
             score_weights=values["score_weights"],
+            ids=ids,
             **entries(values),
         )
         check_written(raw, values["digest"], manifest)

@@ -1,0 +1,45 @@
+"""The public definition of a text id, by the published test vectors of XXH64, and which texts are ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.weights.format.test_manifest import MANIFEST
+from weights.errors import CheckpointError
+from weights.format.manifest import Manifest
+from weights.text_ids import is_text_id, text_id, text_ids
+
+VECTORS = {
+    "a": 0xD24EC4F1A98C6E5B,
+    "as": 0x1C330FB2D66BE179,
+    "asd": 0x631C37CE72A97393,
+    "asdf": 0x415872F599CEA71E,
+    "Call me Ishmael. Some years ago--never mind how long precisely-": 0x02A2E85470D6FD96,
+}
+
+
+def test_an_id_is_xxh64_of_its_bytes() -> None:
+    assert {text: text_id(text) for text in VECTORS} == VECTORS
+    assert text_ids(VECTORS).tolist() == [*VECTORS.values()]
+
+
+@pytest.mark.parametrize("value", ["a", "a" * 128, "é" * 64, "65b2c1f0a1b2c3d4e5f60718", "post:abc", "\u0000"])
+def test_short_texts_are_ids(value: str) -> None:
+    assert is_text_id(value)
+
+
+@pytest.mark.parametrize("value", ["", "a" * 129, "é" * 65, "\ud800", 1, None, b"a"])
+def test_anything_else_is_none(value: object) -> None:
+    assert not is_text_id(value)
+
+
+def test_a_manifest_says_what_its_ids_are() -> None:
+    text = replace(MANIFEST, ids="text", version="")
+    assert Manifest.from_json(text.to_json()) == text
+    assert text.digest != MANIFEST.digest
+    assert "ids" not in json.loads(MANIFEST.to_json())
+    with pytest.raises(CheckpointError, match="they are one of uint64, text"):
+        replace(MANIFEST, ids="int32")  # type: ignore[arg-type]

@@ -1,0 +1,36 @@
+"""Ids that are text: what a model reads of them. The hash is XXH64 of the UTF-8 with seed 0, as its public definition has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+IdKind = Literal["uint64", "text"]
+"""What the ids of a checkpoint, of a log or of a corpus are."""
+
+MAX_TEXT_BYTES = 128
+TEXT_RULE = f"must be a text of 1 to {MAX_TEXT_BYTES} bytes of UTF-8"
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def is_text_id(value: Any) -> bool:
+    """Whether this is a text that may name a user, a post or an author."""
+    if type(value) is not str or not 0 < len(value) <= MAX_TEXT_BYTES or _SURROGATE.search(value):
+        return False
+    return value.isascii() or len(value.encode()) <= MAX_TEXT_BYTES
+
+
+def text_id(value: str) -> int:
+    """The 64-bit id of a valid text. 0 is padding: the one text in 2^64 that would be 0 is 1."""
+    return xxhash.xxh64_intdigest(value.encode()) or 1
+
+
+def text_ids(values: Iterable[str]) -> NDArray[np.uint64]:
+    """The ids of valid texts, uint64 `[n]`."""
+    return np.fromiter(map(text_id, values), np.uint64)
