@@ -1,17 +1,18 @@
-"""`Row`: a figure with its limit, of the reliability matrix or of a benchmark; as JSON, as Markdown, and in the history of figures."""
+"""`Row`: a figure with its limit, of the reliability matrix or of a benchmark; as JSON, in the history of figures, and every table."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.machine import machine
+from loadtest.machine import RESULTS, machine
 from loadtest.timing import Figure
 
+HISTORY = RESULTS / "history.csv"
 HISTORY_COLUMNS = (
     "at", "commit", "cpu", "torch", "dtype", "name", "ours_ms", "reference_ms", "figure", "low", "high", "target", "met",
 )  # fmt: skip
@@ -64,31 +65,31 @@ class Row:
         """One line."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
+    @property
+    def cells(self) -> list[str]:
+        """The end of a line of a table: the figure, its limit, and whether it held."""
+        return [f"{self.figure:.4g} {self.unit}".strip(), self.target, "ok" if self.ok else "**missed**"]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], words: int = 1) -> str:
+    """A table; the first `words` columns hold words, the others numbers."""
+    kinds = ["---"] * words + ["--:"] * (len(head) - words)
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, kinds, *rows))
+
 
 def table(rows: Sequence[Row]) -> str:
     """The rows of the matrix as Markdown."""
-    lines = ["| row | what | tried | failed | figure | limit | |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        figure = f"{row.figure:.4g} {row.unit}"
-        lines.append(
-            f"| {row.row} | {row.what} | {row.tried} | {row.failed} | {figure} | {row.target} | {_verdict(row)} |"
-        )
-    return "\n".join(lines)
+    head = ("row", "what", "tried", "failed", "figure", "limit", "")
+    return markdown(head, ([row.row, row.what, row.tried, row.failed, *row.cells] for row in rows), len(head))
 
 
 def targets(rows: Sequence[Row]) -> str:
-    """The rows of a benchmark as Markdown."""
-    lines = ["| what | figure | 10 % … 90 % | target | | ours, reference, ms |", "|---|--:|--:|--:|---|--:|"]
+    """The rows of a benchmark as Markdown, with their spread and sides."""
+    found = []
     for row in rows:
         spread = " … ".join(f"{edge:.3g}" for edge in row.spread or ())
-        sides = ", ".join(f"{side:.3g}" for side in row.sides or ())
-        figure = f"{row.figure:.4g} {row.unit}".strip()
-        lines.append(f"| {row.what} | {figure} | {spread} | {row.target} | {_verdict(row)} | {sides} |")
-    return "\n".join(lines)
-
-
-def _verdict(row: Row) -> str:
-    return "ok" if row.ok else "**missed**"
+        found.append([row.what, *row.cells, spread, ", ".join(f"{side:.3g}" for side in row.sides or ())])
+    return markdown(("what", "figure", "target", "", "10 % … 90 %", "ours, reference, ms"), found)
 
 
 def publish(rows: Sequence[Row], run: Mapping[str, Any], *, history: Path | None = None, **further: Any) -> None:

@@ -17,7 +17,7 @@ from loadtest.bench.service import first_visits, mini_checkpoint, reply_rows
 from loadtest.generate import wrk
 from loadtest.generate.payload import rank_body
 from loadtest.machine import ROOT, commit
-from loadtest.matrix import Row, publish
+from loadtest.matrix import HISTORY, Row, publish
 from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import Server, ranking_server
 from loadtest.soak.servers import FRONTED
@@ -213,10 +213,15 @@ class Table:
         ]
 
 
-def measure(rounds: int, seconds: float, fronts: int, before: Path | None, history: Path) -> None:
-    """Print the table and append it to the history. Raises RuntimeError without wrk."""
+def measure(
+    rounds: int = 5, seconds: float = 2.0, fronts: int = 2, before: Path | None = None, history: Path = HISTORY
+) -> None:
+    """The thin path: rates beside a bare function, one caller, impatient ones, refusals, fronts, replies.
+
+    `seconds`: of a reading. `before`: a checkout of another commit, which must not be faster. `history`: gets a line a row.
+    """
     if not wrk.IS_INSTALLED:
-        raise RuntimeError("wrk is not installed: .ci/debian wrk")
+        raise FileNotFoundError("wrk is not installed: .ci/debian wrk")
     with ExitStack() as stack:
         table = Table(stack, fronts, before)
         mini = stack.enter_context(ranking_server(checkpoint=stack.enter_context(mini_checkpoint())))

@@ -107,7 +107,7 @@ def own_memory(how: str, log: Path) -> float:
     return most / 1024
 
 
-def measure(rounds: int, times: int) -> None:
-    """Print the table: `rounds` of the speed, and the demo's log so many `times` over; 0 leaves either out."""
+def measure(rounds: int = 7, times: int = 10) -> None:
+    """The trainer beside a bare loop, and its memory with the demo's log on disk, so many `times` over; 0 leaves either out."""
     done = [speed_row(200, rounds)] if rounds else []
     publish(done + (memory_rows(times) if times else []), {"torch": torch.__version__})

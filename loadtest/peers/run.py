@@ -19,6 +19,7 @@ import torch
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.machine import ROOT, machine
+from loadtest.matrix import markdown
 from loadtest.measure.figures import percentiles_ms
 from loadtest.servers.bare import bare_server
 from loadtest.servers.launch import HOST, Server, free_port, process, ranking_server
@@ -34,6 +35,16 @@ NOTHING = "none: parses JSON, sends as many bytes"
 # torch's threads sleep while they wait for each other: spinning starves the process that does HTTP
 ALIKE = {"OMP_WAIT_POLICY": "PASSIVE"}
 READY = {"plain": "/ready", "lit": "/health", "bento": "/readyz"}
+COLUMNS = {
+    "throughput_rps": 0,
+    "throughput_spread_rps": 0,
+    "p50_ms": 1,
+    "p99_ms": 1,
+    "single_p50_ms": 2,
+    "ratio": 2,
+    "failed": 0,
+}
+"""Of a row, with the digits that are shown."""
 FIGURES = ("throughput_rps", "p50_ms", "p99_ms", "single_p50_ms")
 
 Block = Mapping[str, float]
@@ -150,8 +161,7 @@ def measure_peers(
         },
         "rows": rows,
         "largest_difference": largest,
-        "verdict": verdict(rows),
-        "markdown": markdown(rows, dtype, stand.threads, candidates),
+        "report": report(rows, dtype, stand.threads, candidates),
     }  # fmt: skip
 
 
@@ -227,24 +237,26 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{fastest['name']}: {rate}, {fastest['ratio']:.1f} times {rows[0]['name']}."
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], dtype: str, threads: int, candidates: int) -> str:
+def report(rows: Sequence[Mapping[str, Any]], dtype: str, threads: int, candidates: int) -> str:
     """The table for the README, with where it was measured."""
     where = machine()
+    at = f"{where['cpu']}, {where['cores']} cores, {threads} threads, {dtype}, {candidates or 'mixed'} candidates a request"
+    load = f"commit {where['commit']}, {where['at']}, load average {where['load_average_1m']} at the end"
     lines = [
-        "# Peers",
-        "",
-        f"{where['cpu']}, {where['cores']} cores, {threads} threads, {dtype}, {candidates or 'mixed'} candidates a request, "
-        f"commit {where['commit']}, {where['at']}, load average {where['load_average_1m']} at the end.",
-        "",
-        f"| server | model | requests / s, {CLIENTS} clients | ± | p50 ms | p99 ms | p50 ms, 1 client | × first | failed |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        [row["name"], row["engine"], *(f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items())] for row in rows
     ]
-    lines += [
-        f"| {row['name']} | {row['engine']} | {row['throughput_rps']:.0f} | {row['throughput_spread_rps']:.0f} | {row['p50_ms']:.1f} "
-        f"| {row['p99_ms']:.1f} | {row['single_p50_ms']:.2f} | {row['ratio']:.2f} | {row['failed']} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
+    head = (
+        "server",
+        "model",
+        f"requests / s, {CLIENTS} clients",
+        "±",
+        "p50 ms",
+        "p99 ms",
+        "p50 ms, 1 client",
+        "× first",
+        "failed",
+    )
+    return f"# Peers\n\n{verdict(rows)} {at}, {load}.\n\n{markdown(head, lines, 2)}\n"
 
 
 def versions() -> dict[str, str]:

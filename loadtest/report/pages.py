@@ -1,4 +1,4 @@
-"""Turns a stored run, search, comparison or peer table into one self-contained HTML page and PNG files. Measures nothing."""
+"""Turns a stored run or search into one self-contained HTML page and PNG files, a table into Markdown. Measures nothing."""
 
 from __future__ import annotations
 
@@ -50,18 +50,17 @@ class Page:
 
 
 def write_report(directory: Path) -> Path:
-    """Write `report.html` and the PNG files of whatever lies in `directory`; the path of the page.
+    """Write `report.html` and PNG files, or the `report.md` of a comparison or of peers, beside `run.json`; the path of the report.
 
     Raises FileNotFoundError without a `run.json`, ValueError for an unknown kind.
     """
     meta = json.loads((directory / "run.json").read_text())
-    pages = {"search": search_page, "comparison": comparison_page, "peers": peers_page}
-    if meta.get("kind") == "open":
-        page = run_page(Run.load(directory))
-    elif meta.get("kind") in pages:
-        page = pages[meta["kind"]](meta)
-    else:
+    if "report" in meta:
+        (directory / "report.md").write_text(meta["report"])
+        return directory / "report.md"
+    if meta.get("kind") not in ("open", "search"):
         raise ValueError(f"{directory}/run.json is of kind {meta.get('kind')!r}, which no report knows")
+    page = search_page(meta) if meta["kind"] == "search" else run_page(Run.load(directory))
     for plot in page.plots:
         (directory / f"{plot.name}.png").write_bytes(plot.png)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
@@ -143,35 +142,6 @@ def search_page(meta: Mapping[str, Any]) -> Page:
         [Plot("rate", "Latency against rate", "Every trial, ordered by rate.", picture)],
         [LATE] if meta["limited_by_generator"] else [],
     )
-
-
-def comparison_page(meta: Mapping[str, Any]) -> Page:
-    """Two sides, block by block."""
-    comparison = meta["comparison"]
-    rows = [["figure", "A", "B", "B / A", "95 %", "p (Holm)", "verdict"]]
-    for one in comparison["differences"]:
-        interval = f"{one['ratio_low']:.3f} … {one['ratio_high']:.3f}"
-        figures = [_n(one["a"]), _n(one["b"]), f"{one['ratio']:.3f}", interval, f"{one['p']:.4f}"]
-        rows.append([one["figure"], *figures, one["verdict"]])
-    verdict, least = comparison["verdict"], f"{100 * comparison['smallest_effect']:g} %"
-    return Page(
-        f"{meta['a']} (A) against {meta['b']} (B)",
-        f"B is {verdict}." if verdict != "no difference shown" else "No difference shown.",
-        verdict != "worse",
-        {"Figures": rows},
-        {"blocks a side": str(comparison["blocks"]), "smallest effect": f"below {least}, nothing is judged"},
-        warnings=comparison["warnings"],
-    )
-
-
-def peers_page(meta: Mapping[str, Any]) -> Page:
-    """The servers of a peer run."""
-    head = ["server", "engine", "requests / s, 32 clients", "spread", "p50, ms", "p99, ms", "p50 alone, ms", "× first"]
-    keys = ("throughput_rps", "throughput_spread_rps", "p50_ms", "p99_ms", "single_p50_ms")
-    rows = [
-        [row["name"], row["engine"], *(_n(row[key]) for key in keys), f"{row['ratio']:.2f}×"] for row in meta["rows"]
-    ]
-    return Page("Peers", meta["verdict"], True, {"Servers": [head, *rows]})
 
 
 def _by_kind(samples: Samples) -> Rows:

@@ -77,7 +77,7 @@ def test_servers_are_compared_in_turns_and_the_page_is_written(url, tmp_path):
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["comparison"]["verdict"] == "no difference shown"
     assert len(result["blocks"]["a"]) == len(result["blocks"]["b"]) == 8
-    assert "No difference shown" in (tmp_path / "report.html").read_text()
+    assert "Verdict: no difference shown" in (tmp_path / "report.md").read_text()
 
 
 def test_a_slower_server_turns_the_comparison_red(url, tmp_path):
@@ -85,7 +85,7 @@ def test_a_slower_server_turns_the_comparison_red(url, tmp_path):
     with ToyServer(delay_seconds=0.03, headers=HEADERS).in_thread() as slower:
         done = command("compare", url, slower, *COMPARED, "--out", tmp_path)
     assert done.exit_code == 1, done.output
-    assert "verdict: B is worse" in done.output
+    assert "Verdict: B is worse" in done.output
 
 
 def test_what_cannot_be_measured_is_refused_politely(tmp_path):
