@@ -115,7 +115,6 @@ kernels: ## the table of all kernels, compiled here without a card: registers, s
 	$(or $(wildcard $(BIN)/python),python3) -m model.split.kernels.build $(ARGS)
 
 profile: $(VENV)/.installed ## where each microsecond of a request goes, as Markdown
-	@.ci/debian wrk haproxy redis-server
 	$(BIN)/python -m loadtest profile $(ARGS)
 
 URL ?= http://$(HOST):$(PORT)

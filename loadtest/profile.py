@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import statistics
 import time
 from collections.abc import Iterator
 
 import numpy as np
-import orjson
 import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
-from loadtest.bench.service import all_answered, first_visits, mini_checkpoint, ranking_bodies
+from loadtest.bench.service import all_answered, mini_checkpoint, ranking_bodies
 from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
-from loadtest.loop_profile import RANK, RECOMMEND, loop_columns
-from loadtest.machine import DEMO, machine
+from loadtest.machine import machine
 from loadtest.matrix import markdown
 from loadtest.servers.launch import ranking_server
 from model.native.engine import NativeEngine
@@ -66,22 +63,6 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
     return dict(zip((*KERNEL_STAGES, "Python: keys, hashes, jobs"), medians, strict=True))
 
 
-def loop_tables(seconds: float = 4.0) -> Iterator[Table]:
-    """The event loop's processor time of one request, loaded by wrk: the demo's example, and 64 candidates with full histories; then
-    the demo's posts for the user of its example, 200 retrieved, 20 returned."""
-    example = orjson.loads((DEMO / "example.json").read_bytes())
-    with ranking_server(checkpoint=DEMO) as server:
-        many = first_visits(server.target, 64, 2000, as_objects=True)
-    loads = {"7 candidates": [orjson.dumps(example)], "64": many}
-    columns = loop_columns(DEMO, "/rank", RANK, loads, seconds)
-    yield "POST /rank, demo, the event loop's thread, µs a request", columns
-    del example["candidates"]
-    retrieval = {"checkpoint": DEMO.parent / "demo-towers", "corpus": DEMO.parent / "demo-posts"}
-    loads = {"200 posts": [orjson.dumps(example | {"k": 200, "top_k": 20})]}
-    columns = loop_columns(DEMO, "/recommend", RECOMMEND, loads, seconds, retrieval=retrieval)
-    yield "POST /recommend, demo, the event loop's thread, µs a request", columns
-
-
 def service_table(requests: int) -> Table:
     """One request through HTTP, one client, mini, contexts of the traffic model."""
     columns = {}
@@ -95,7 +76,7 @@ def service_table(requests: int) -> Table:
 
 
 def measure(rounds: int = 30, requests: int = 400) -> None:
-    """Where each microsecond of a request goes, as Markdown. Needs wrk, and builds a kernel with timers.
+    """Where each microsecond of a request goes, as Markdown. Builds a kernel with timers.
 
     `rounds`: forwards of each table. `requests`: of one client through HTTP.
     """
@@ -103,7 +84,7 @@ def measure(rounds: int = 30, requests: int = 400) -> None:
     print(
         f"{run['cpu']}, commit {run['commit']}, torch {torch.__version__}, load {run['load_average_1m']}, {run['at']}"
     )
-    for title, columns in itertools.chain(kernel_tables(rounds), loop_tables(), [service_table(requests)]):
+    for title, columns in [*kernel_tables(rounds), service_table(requests)]:
         shown = [row for row in next(iter(columns.values())) if any(column[row] >= 0.5 for column in columns.values())]
         rows = [[row, *(f"{column[row]:,.0f}" for column in columns.values())] for row in shown]
         total = ["**all**", *(f"{sum(column.values()):,.0f}" for column in columns.values())]
