@@ -29,6 +29,9 @@ Warmup = Annotated[float, typer.Option(help="Traffic before it that is not measu
 SloMs = Annotated[float, typer.Option(help="Objective: latency in milliseconds, from the due time.")]
 SloShare = Annotated[float, typer.Option(help="Objective: share of all offered requests that must meet it.")]
 Candidates = Annotated[int, typer.Option(help="Exactly this many candidates a request; 0: the model's mix.")]
+Production = Annotated[
+    bool, typer.Option("--production", help="1 022 events and 2 800 candidates a request, whatever else is asked for.")
+]
 Seed = Annotated[
     int, typer.Option(help="Of traffic and arrivals; 0: a fresh one, so that a running server knows none of its users.")
 ]
@@ -46,13 +49,14 @@ def open_loop(
     slo_ms: SloMs = 50.0,
     slo_share: SloShare = 0.99,
     candidates: Candidates = 0,
+    production: Production = False,
     seed: Seed = 0,
     timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 10.0,
     deadline_ms: Annotated[int, typer.Option(help="X-Request-Timeout-Ms of every request; 0: none.")] = 0,
     out: Out = RESULTS / "open",
 ) -> None:
     """Load at a fixed rate, whatever the server does, and write a report."""
-    slo, traffic = Slo(slo_ms, slo_share), _traffic(candidates, seed)
+    slo, traffic = Slo(slo_ms, slo_share), _traffic(candidates, production, seed)
     settings = RunSettings(
         rate, seconds, warmup, arrivals, slo, timeout, deadline_ms=deadline_ms or None, traffic=traffic
     )
@@ -72,6 +76,7 @@ def search(
     slo_ms: SloMs = 50.0,
     slo_share: SloShare = 0.99,
     candidates: Candidates = 0,
+    production: Production = False,
     seed: Seed = 0,
     precision: Annotated[float, typer.Option(help="Stop when the rate is known this well, as a share.")] = 0.05,
     out: Out = RESULTS / "search",
@@ -79,7 +84,9 @@ def search(
     """Find the highest rate at which the objective holds."""
     from loadtest.measure.search import SearchSettings, search_server
 
-    settings = RunSettings(start, seconds, warmup, arrivals, Slo(slo_ms, slo_share), traffic=_traffic(candidates, seed))
+    settings = RunSettings(
+        start, seconds, warmup, arrivals, Slo(slo_ms, slo_share), traffic=_traffic(candidates, production, seed)
+    )
     with _target(url) as target:
         found = search_server(target, settings, SearchSettings(start_rps=start, precision=precision), say)
     _write(out, found)
@@ -95,6 +102,7 @@ def compare(
     warmup: Warmup = 1.0,
     slo_ms: SloMs = 50.0,
     candidates: Candidates = 0,
+    production: Production = False,
     smallest_effect: Annotated[float, typer.Option(help="Differences below this share are not judged.")] = 0.03,
     checkpoint: Path = DEMO,
     out: Out = RESULTS / "compare",
@@ -102,7 +110,7 @@ def compare(
     """Is B faster or slower than A, beyond noise? Measured in alternated blocks. Exit code 1 where it is worse."""
     from loadtest.measure.compare import compare_sides
 
-    settings = RunSettings(rate, seconds, warmup, slo=Slo(slo_ms), traffic=_traffic(candidates, 0))
+    settings = RunSettings(rate, seconds, warmup, slo=Slo(slo_ms), traffic=_traffic(candidates, production, 0))
     result = compare_sides(a, b, settings, blocks, smallest_effect, checkpoint, say)
     _write(out, result)
     _print(result, "a", "b", "comparison")
@@ -113,6 +121,7 @@ def peers(
     seconds: Seconds = 5.0,
     blocks: Annotated[int, typer.Option(help="Blocks a server; their order is rotated.")] = 3,
     candidates: Candidates = 64,
+    production: Production = False,
     checkpoint: Path = DEMO,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="What every trunk computes in.")] = "bfloat16",
     only: Annotated[list[str] | None, typer.Option(help="Name of a server, may be repeated; all without it.")] = None,
@@ -121,7 +130,9 @@ def peers(
     """The same traffic and model behind other serving stacks; run it in the environment that `make peers` creates."""
     from loadtest.peers.run import measure_peers
 
-    result = measure_peers(checkpoint, seconds, blocks, candidates, only or [], dtype, say)
+    result = measure_peers(
+        checkpoint, seconds, blocks, 0 if production else candidates, only or [], dtype, say, production
+    )
     _write(out, result)
     _print(result, "rows")
 
@@ -131,8 +142,11 @@ def report(directory: Annotated[Path, typer.Argument(help="With a run.json.")] =
     say(f"report: {write_report(directory)}")
 
 
-def _traffic(candidates: int, seed: int) -> TrafficSettings:
-    settings = TrafficSettings(seed=seed or fresh_seed())
+def _traffic(candidates: int, production: bool, seed: int) -> TrafficSettings:
+    seed = seed or fresh_seed()
+    if production:
+        return TrafficSettings.production(seed)
+    settings = TrafficSettings(seed=seed)
     return settings.with_fixed_candidates(candidates) if candidates else settings
 
 

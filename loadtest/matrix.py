@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ HISTORY_COLUMNS = (
 class Row:
     """`tried` attempts of which `failed` broke the promise; `figure` is what was measured, in `unit`, and `limit` what may be.
 
-    A figure must not exceed its limit, or must reach it where `at_least`. `spread`: the 10th and 90th percentile of several
+    A figure must not exceed its limit, or must reach it where `at_least`; where the limit is infinite there is none.
+    `spread`: the 10th and 90th percentile of several
     readings; `sides`: what was divided, where the figure is a ratio, each in milliseconds.
     """
 
@@ -39,7 +41,14 @@ class Row:
 
     @classmethod
     def of(
-        cls, what: str, figure: Figure, unit: str, limit: float, *, at_least: bool = False, sides: Sequence[Figure] = ()
+        cls,
+        what: str,
+        figure: Figure,
+        unit: str,
+        limit: float = math.inf,
+        *,
+        at_least: bool = False,
+        sides: Sequence[Figure] = (),
     ) -> Row:
         """A benchmark's: a median with its spread. `sides` are seconds."""
         pair = (1e3 * sides[0].median, 1e3 * sides[1].median) if sides else None
@@ -49,16 +58,18 @@ class Row:
     def ok(self) -> bool:
         """Whether the promise held."""
         within = self.figure >= self.limit if self.at_least else self.figure <= self.limit
-        return self.tried > 0 and not self.failed and within
+        return self.tried > 0 and not self.failed and (within or math.isinf(self.limit))
 
     @property
     def target(self) -> str:
         """The limit with its side."""
+        if math.isinf(self.limit):
+            return ""
         return f"{'≥' if self.at_least else '≤'} {self.limit:g} {self.unit}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
+        known = {name: value for name, value in asdict(self).items() if value not in (None, math.inf)}
         return {**known, "figure": round(self.figure, 4), "ok": self.ok}
 
     def to_json(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import orjson
 from loadtest.bench.service import first_visits, mini_checkpoint, reply_rows
 from loadtest.generate import wrk
 from loadtest.generate.payload import rank_body
+from loadtest.generate.traffic import Traffic, TrafficSettings
 from loadtest.machine import ROOT, commit
 from loadtest.matrix import HISTORY, Row, publish
 from loadtest.servers.bare import bare_server
@@ -28,9 +30,15 @@ LOGGED: dict[str, Any] = {"checkpoint": WEIGHTS / "demo", "logs__format": "json"
 POSTS: dict[str, Any] = {"retrieval__checkpoint": WEIGHTS / "demo-towers", "retrieval__corpus": WEIGHTS / "demo-posts"}
 NULL = (*FRONTED, "--null")  # forwards take no time
 SMALL, LARGE, COLUMNS = "7 candidates", "64 candidates", "64 candidates in columns"
+PRODUCTION = "production: 1 022 events, 2 800 candidates in columns"
 KNOWN, NEW = "known user", "new user"
-TARGETS = {SMALL: 0.25, LARGE: 0.30, COLUMNS: 0.30}  # of the bare function's rate
-USERS = 2000  # in turn
+TARGETS = {
+    SMALL: 0.25,
+    LARGE: 0.30,
+    COLUMNS: 0.30,
+    PRODUCTION: math.inf,
+}  # of the bare function's rate; here it does not parse alone
+USERS, PRODUCTION_REQUESTS = 2000, 50  # in turn
 FIRST_NEW_USER, NEW_USERS = 10**12, 5_000  # in each reading
 NONE_HELD = (
     *(sys.executable, "-c"),
@@ -101,6 +109,7 @@ class Table:
             SMALL: [orjson.dumps(example)],
             LARGE: first_visits(one.server.target, 64, USERS, as_objects=True),
             COLUMNS: first_visits(one.server.target, 64, USERS, as_objects=False),
+            PRODUCTION: [page.body for page in Traffic(TrafficSettings.production()).take(PRODUCTION_REQUESTS)],
         }
         for requests, asked in bodies.items():
             self.bodies[requests] = lambda _, asked=asked: asked  # type: ignore[misc]

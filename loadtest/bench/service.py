@@ -17,6 +17,7 @@ import orjson
 import torch
 
 from loadtest.bench.engines import computed_in, engine_rows
+from loadtest.bench.production import production_rows
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
 from loadtest.generate.tensors import inference_of
@@ -60,7 +61,9 @@ def measure(
     chosen = computed_in(vectors) if dtype == "auto" else dtype
     rows = []
     found = engine_rows(getattr(torch, chosen), rounds, compositions, vectors)
-    for row in found if engine_only or vectors != "auto" else chain(found, service_rows(chosen, seconds)):
+    if not engine_only and vectors == "auto":
+        found = chain(found, service_rows(chosen, seconds), production_rows(rounds))
+    for row in found:
         print(f"{row.what}: {row.figure:.3g} {row.unit} ({'met' if row.ok else 'missed'})", file=sys.stderr)
         rows.append(row)
     run = {"torch": torch.__version__, "dtype": chosen, "threads": torch.get_num_threads(), "vectors": vectors}

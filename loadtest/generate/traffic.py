@@ -37,7 +37,7 @@ class TrafficSettings:
     A session asks for `1 + geometric` pages, `mean_pages` on average. Between two visits a history grows by a
     Poisson number of events. `hot_author_share` of the posts belong to `hot_authors`. `refresh_share` of the requests
     repeat a live session's last body byte for byte: the only thing that is ever sent twice. With `full_histories` every
-    history fills the window.
+    history fills the window. `as_is`: nothing is cut to what a server says that it takes.
     """
 
     seed: int = 1
@@ -56,10 +56,19 @@ class TrafficSettings:
     objects_share: float = 0.1
     history_window: int = 127
     full_histories: bool = False
+    as_is: bool = False
     max_candidates: int = 512
     candidates: Sizes = field(default=CANDIDATE_SIZES, repr=False)
     actions: tuple[str, ...] = tuple(name for name, _ in ACTION_SHARES)
     start_ts: int = 1_780_000_000
+
+    @classmethod
+    def production(cls, seed: int = 1) -> TrafficSettings:
+        """The published service's own sizes: 1 022 events and 2 800 candidates in every request, in columns."""
+        sizes = cls(
+            seed=seed, history_window=1022, full_histories=True, as_is=True, objects_share=0.0, max_candidates=2800
+        )
+        return sizes.with_fixed_candidates(sizes.max_candidates)
 
     def with_fixed_candidates(self, count: int) -> TrafficSettings:
         """The same with exactly `count` candidates a page."""
