@@ -96,10 +96,14 @@ def bits_row(what: str, server: Server, content: Content, reply: Reply) -> Row:
 
 
 def ask(server: Server, content: Content, wire: str) -> Reply:
-    """A request, its reply in columns or in binary as it is sent."""
+    """A request, in columns or in binary, or in binary with masks for actions, and its reply alike."""
     body, headers = orjson.dumps(content | {"reply": "columns"}), dict[str, str]()
-    if wire == "binary":
-        body, headers = inference_of(content, STANDARD_ACTIONS).body(binary=True)
+    if wire != "columns":
+        tensors = inference_of(content, STANDARD_ACTIONS)
+        if wire == "binary with masks":
+            bits = np.uint64(1) << np.arange(len(STANDARD_ACTIONS), dtype=np.uint64)
+            tensors.inputs["history.actions"] = (tensors.inputs["history.actions"] != 0) @ bits
+        body, headers = tensors.body(binary=True)
         headers["Content-Type"] = "application/octet-stream"
     [reply] = ask_all(server.port, [server.target.request(body, headers)], keep_bodies=True, timeout_seconds=60)
     if reply.status != 200:

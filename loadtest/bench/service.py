@@ -18,6 +18,7 @@ import torch
 
 from loadtest.bench.engines import computed_in, engine_rows
 from loadtest.bench.production import production_rows
+from loadtest.bench.wires import wire_rows
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
 from loadtest.generate.tensors import inference_of
@@ -62,7 +63,7 @@ def measure(
     rows = []
     found = engine_rows(getattr(torch, chosen), rounds, compositions, vectors)
     if not engine_only and vectors == "auto":
-        found = chain(found, service_rows(chosen, seconds), production_rows(rounds))
+        found = chain(found, service_rows(chosen, seconds), production_rows(rounds), wire_rows(rounds))
     for row in found:
         print(f"{row.what}: {row.figure:.3g} {row.unit} ({'met' if row.ok else 'missed'})", file=sys.stderr)
         rows.append(row)
