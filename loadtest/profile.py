@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from loadtest.bench.engines import CACHE_BYTES, item_of
-from loadtest.bench.service import all_answered, mini_checkpoint, ranking_bodies
+from loadtest.bench.production import checkpoint_of
+from loadtest.bench.service import all_answered, ranking_bodies
 from loadtest.generate.samples import STAGES
 from loadtest.geometries import GEOMETRIES
 from loadtest.machine import machine
@@ -66,7 +67,7 @@ def _stages(engine: NativeEngine, kernel: Kernel, items: list, rounds: int) -> d
 def service_table(requests: int) -> Table:
     """One request through HTTP, one client, mini, contexts of the traffic model."""
     columns = {}
-    with mini_checkpoint() as checkpoint, ranking_server(checkpoint=checkpoint) as server:
+    with checkpoint_of("mini") as checkpoint, ranking_server(checkpoint=checkpoint) as server:
         for candidates in (64, 512):
             samples = all_answered(server.target, ranking_bodies(server.target, candidates, requests), clients=1)
             stages = dict(zip(STAGES, (1e3 * np.median(samples.stages_ms, axis=0)).tolist(), strict=True))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import httpx
 import orjson
 
-from loadtest.bench.service import first_visits, mini_checkpoint, reply_rows
+from loadtest.bench.production import checkpoint_of
+from loadtest.bench.service import first_visits, reply_rows
 from loadtest.generate import wrk
 from loadtest.generate.payload import rank_body
 from loadtest.generate.traffic import Traffic, TrafficSettings
@@ -233,7 +234,7 @@ def measure(
         raise FileNotFoundError("wrk is not installed: .ci/debian wrk")
     with ExitStack() as stack:
         table = Table(stack, fronts, before)
-        mini = stack.enter_context(ranking_server(checkpoint=stack.enter_context(mini_checkpoint())))
+        mini = stack.enter_context(ranking_server(checkpoint=stack.enter_context(checkpoint_of("mini"))))
         replies = []
         for turn in range(rounds):
             table.read(turn, seconds)

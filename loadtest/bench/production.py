@@ -13,6 +13,7 @@ import orjson
 from numpy.typing import NDArray
 
 from loadtest.generate.http_client import Reply
+from loadtest.generate.payload import post
 from loadtest.generate.samples import server_timing
 from loadtest.generate.tensors import LENGTH, inference_of
 from loadtest.generate.traffic import Traffic, TrafficSettings
@@ -95,9 +96,10 @@ def bits_row(what: str, server: Server, content: Content, reply: Reply) -> Row:
     return Row.of(told, Figure.of([different]), "", 0)
 
 
-def ask(server: Server, content: Content, wire: str) -> Reply:
+def ask(server: Server, content: Content, wire: str, path: str = "/rank") -> Reply:
     """A request, in columns or in binary, or in binary with masks for actions, and its reply alike."""
-    body, headers = orjson.dumps(content | {"reply": "columns"}), dict[str, str]()
+    in_columns = {"reply": "columns"} if path == "/rank" else {}
+    body, headers = orjson.dumps(content | in_columns), dict[str, str]()
     if wire != "columns":
         tensors = inference_of(content, STANDARD_ACTIONS)
         if wire == "binary with masks":
@@ -105,9 +107,9 @@ def ask(server: Server, content: Content, wire: str) -> Reply:
             tensors.inputs["history.actions"] = (tensors.inputs["history.actions"] != 0) @ bits
         body, headers = tensors.body(binary=True)
         headers["Content-Type"] = "application/octet-stream"
-    [reply] = ask_all(server.port, [server.target.request(body, headers)], keep_bodies=True, timeout_seconds=60)
+    [reply] = ask_all(server.port, [post("localhost", path, body, headers)], keep_bodies=True, timeout_seconds=60)
     if reply.status != 200:
-        raise RuntimeError(f"the production shape was answered {reply.status}: {reply.body[:300]!r}")
+        raise RuntimeError(f"{path} answered {reply.status}: {reply.body[:300]!r}")
     return reply
 
 

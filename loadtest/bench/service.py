@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +14,7 @@ import orjson
 import torch
 
 from loadtest.bench.engines import computed_in, engine_rows
-from loadtest.bench.production import production_rows
+from loadtest.bench.production import checkpoint_of, production_rows
 from loadtest.bench.wires import wire_rows
 from loadtest.generate.generator import closed_samples
 from loadtest.generate.samples import STAGES, Samples
@@ -30,16 +27,6 @@ from loadtest.timing import Figure, ratio
 
 WARM_UP_REQUESTS = 50
 PARSE, FORWARD, SERIALIZE = (STAGES.index(stage) for stage in ("parse", "forward", "serialize"))
-
-
-@contextmanager
-def mini_checkpoint() -> Iterator[Path]:
-    """A checkpoint of the released geometry with small tables, made by the command that users have."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "mini"
-        command = [sys.executable, "-m", "weights", "synthetic", "--rows", "5000", "--out", str(path)]
-        subprocess.run(command, check=True, capture_output=True)
-        yield path
 
 
 def measure(
@@ -74,7 +61,7 @@ def measure(
 def service_rows(dtype: str, seconds: float) -> Iterator[Row]:
     """Every HTTP row; `seconds` is how long one reading of throughput takes."""
     settings: dict[str, Any] = {"dtype": dtype, "logs__level": "warning"}
-    with mini_checkpoint() as checkpoint:
+    with checkpoint_of("mini") as checkpoint:
         started = time.perf_counter()
         with ranking_server(checkpoint=checkpoint, **settings) as server:
             ready = time.perf_counter() - started
