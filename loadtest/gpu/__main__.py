@@ -24,7 +24,8 @@ from loadtest.geometries import GEOMETRIES
 from loadtest.gpu.card import Card
 from loadtest.gpu.compare import compare
 from loadtest.gpu.faults import FAULTS
-from loadtest.gpu.phases import BISECT, Phase, Record, all_phases
+from loadtest.gpu.phases import BISECT, Phase, all_phases
+from loadtest.gpu.table import Record
 from loadtest.machine import commit
 
 RESERVED = 20  # seconds at the end: for summaries, and for the way back

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from loadtest.gpu.phases import Record
+from loadtest.gpu.table import Record
 
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
