@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from msgspec import Struct
-from msgspec.json import schema_components
 
 from app.errors import CorpusNotLoaded, NotFound, ServiceError, general
 from app.http.open_inference import MODEL, VERSION, path_parameters
@@ -26,7 +25,15 @@ from app.request.replies import (
     RecommendReply,
     RetrieveReply,
 )
-from app.request.schema import ExplainRequest, InferRequest, RankBatch, RankRequest, RecommendRequest, RetrieveRequest
+from app.request.schema import (
+    ExplainRequest,
+    InferRequest,
+    RankBatch,
+    RankRequest,
+    RecommendRequest,
+    RetrieveRequest,
+    published,
+)
 
 REF = f"{SCHEMAS}/{{name}}"
 Refs = Mapping[type[Struct], dict[str, Any]]
@@ -61,7 +68,7 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
         RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
         RecommendRequest, RecommendReply, Problem, Failed, *DESCRIBED.values(), *((ExplainRequest, ExplainReply) if explores else ()),
     ]  # fmt: skip
-    refs, definitions = schema_components(models, ref_template=REF)
+    refs, definitions = published(models, REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
     ref = dict(zip(models, refs, strict=True))
     examples = example_requests(action_names)

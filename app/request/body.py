@@ -31,7 +31,11 @@ class Typed(Protocol):
 
     @property
     def user_id(self) -> int | str:
-        """As it was sent: it may still be none."""
+        """As it was sent: it may still be none; 0 where it was not sent."""
+
+    @property
+    def handle(self) -> str | None:
+        """Of a context, as it was sent in place of user and history: it may still be none."""
 
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
@@ -58,6 +62,12 @@ class Body:
         """As it was sent: it may still be none."""
         user_id = self.value.get("user_id")
         return user_id if isinstance(user_id, int | str) else 0
+
+    @property
+    def handle(self) -> str | None:
+        """As in `Typed`."""
+        handle = self.value.get("context")
+        return handle if type(handle) is str else None
 
     @property
     def posts(self) -> int:

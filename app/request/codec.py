@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from app.errors import ServiceError
 from app.request import body
 from app.request.rules import check, struct_rule
-from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_request_id
+from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_handle, is_request_id
 from app.request.strict_json import parse
 from app.request.validate import NO_HISTORY, Posts, Request, Wishes, wishes_of
 from app.request.vocabulary import Vocabulary
@@ -125,12 +125,14 @@ class Codec:
         return Viewed(context, posts, data[end:] or b"{}")
 
     def _wishes(self, text: bytes) -> Wishes | None:
-        """None where they are not right. They are the same in most requests, but for the name."""
+        """None where they are not right. They are the same in most requests, but for the name and the context."""
         try:
             rest = parse(text)
-            if "request_id" in rest and not is_request_id(rest["request_id"]):
+            if ("request_id" in rest and not is_request_id(rest["request_id"])) or (
+                "context" in rest and not is_handle(rest["context"])
+            ):
                 return None
-            request_id = rest.pop("request_id", None)
+            request_id, handle = rest.pop("request_id", None), rest.pop("context", None)
             known = self._known.get(key := orjson.dumps(rest))
             if known is None:
                 check(rest, self._rest)
@@ -141,7 +143,7 @@ class Codec:
                     self._known[key] = known
         except ServiceError:
             return None
-        return Wishes(known.weights, known.top_k, known.wanted, request_id, known.reply)
+        return Wishes(known.weights, known.top_k, known.wanted, request_id, known.reply, handle)
 
     def rank(
         self, probabilities: NDArray[np.float32], weights: NDArray[np.float64]
@@ -242,6 +244,11 @@ class Packed:
         """As in `Request`."""
         return self.wishes.reply
 
+    @property
+    def handle(self) -> str | None:
+        """As in `Request`."""
+        return self.wishes.handle
+
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`."""
         return self.candidates if name == "candidates" else self.events
@@ -257,7 +264,7 @@ class Packed:
             np.ndarray(count, _INT64, data, start + 2 * size),
             np.ndarray(count, _INT64, data, start + 3 * size),
         )
-        weights, top_k, wanted, request_id, reply = self.wishes
+        weights, top_k, wanted, request_id, reply, handle = self.wishes
         request = Request(
             self.user_id,
             *NO_HISTORY,
@@ -269,5 +276,6 @@ class Packed:
             wanted,
             request_id,
             reply,
+            handle,
         )
         return request, context, candidates

@@ -52,7 +52,10 @@ Models = Sequence[Reading]
 @dataclass(slots=True, eq=False)
 class PostsRequest:
     """A valid request for posts. Where they are to be ranked: `context`, what the ranker reads of the user, and `weights` (float64
-    `[A]`), `top_k` and the `wanted` columns of its reply."""
+    `[A]`), `top_k` and the `wanted` columns of its reply.
+
+    Where `handle` names a context, those in here are nobody's, and where `excludes_history` is true the posts of its history must still
+    be excluded."""
 
     query: Query
     history_length: int
@@ -62,6 +65,8 @@ class PostsRequest:
     weights: NDArray[np.float64] | None = None
     top_k: int | None = None
     wanted: list[int] | None = None
+    handle: str | None = None
+    excludes_history: bool = False
 
     @property
     def user_id(self) -> int:
@@ -135,20 +140,23 @@ def read_compiled(body: bytes | bytearray, limits: Limits, models: Models) -> Po
 def _request_of(wishes: Mapping[str, Any], contexts: Sequence[Context], history: Ids, models: Models) -> PostsRequest:
     """Of valid wishes, what each model reads of the user, and the post ids of the history. Raises InvalidRequest for nobody: without any
     valid token every post scores 0."""
-    if contexts[0].user_id == 0 and not contexts[0].post_ids.any():
+    handle = wishes.get("context")
+    if handle is None and contexts[0].user_id == 0 and not contexts[0].post_ids.any():
         raise InvalidRequest([("user_id", "is 0 and the history holds no post: nothing is known of this user")])
     excluded = read_ids(wishes["exclude"]) if wishes.get("exclude") else NO_IDS
-    if wishes.get("exclude_history", True):
+    excludes_history = wishes.get("exclude_history", True)
+    if excludes_history and handle is None:
         excluded = np.concatenate((excluded, history)) if len(excluded) else history
     impression_ts, age = wishes.get("impression_ts", 0), wishes.get("max_age_seconds")
     topics = tuple(wishes["topics"]) if "topics" in wishes else None
     filters = Filters(excluded, topics, None if age is None else impression_ts - age)
     query = Query(contexts[0], wishes.get("k", DEFAULT_K), filters, float(wishes.get("min_score", -np.inf)))
-    asked = query, len(history), impression_ts, wishes.get("request_id")
-    if len(models) == 1:
-        return PostsRequest(*asked)
-    weights, top_k, wanted, *_ = wishes_of(wishes, models[1].vocabulary)
-    return PostsRequest(*asked, contexts[1], weights, top_k, wanted)
+    request = PostsRequest(query, len(history), impression_ts, wishes.get("request_id"), handle=handle)
+    request.excludes_history = excludes_history and handle is not None
+    if len(models) > 1:
+        request.context = contexts[1]
+        request.weights, request.top_k, request.wanted, *_ = wishes_of(wishes, models[1].vocabulary)
+    return request
 
 
 def render(

@@ -91,7 +91,7 @@ def parts_of(hint: Any) -> tuple[Any, list[Meta]]:
 def struct_rule(struct: type[Struct], vocabulary: Vocabulary | None = None, *without: str) -> Rule:
     """The rule of an object: of each field, in their order. Without some fields nothing is required: another has read those."""
     rules = {name: rule for name, rule in rules_of(struct, vocabulary).items() if name not in without}
-    return object_of(rules, () if without else required_of(struct))
+    return object_of(rules, () if without else required_of(struct), None if without else getattr(struct, "whole", None))
 
 
 def required_of(struct: type[Struct]) -> set[str]:
@@ -219,8 +219,8 @@ def field(name: str, rule: Rule) -> Rule:
     return Rule(wrong)
 
 
-def object_of(rules: Rules, required: Collection[str]) -> Rule:
-    """Of an object whose fields have these rules."""
+def object_of(rules: Rules, required: Collection[str], whole: Rule | None = None) -> Rule:
+    """Of an object whose fields have these rules, and that has the rule `whole` itself."""
     members = {name: field(name, rule).wrong for name, rule in rules.items()}
 
     def unknown(values: Values) -> Problems:
@@ -233,6 +233,8 @@ def object_of(rules: Rules, required: Collection[str]) -> Rule:
     def wrong(values: Values) -> Problems:
         names = set().union(*values)
         problems = [] if names <= members.keys() else [unknown(values)]
+        if whole is not None and (found := whole.wrong(values)):
+            problems.append(found)
         for name, member in members.items():
             if name in required and not all(map(contains, values, repeat(name))):
                 problems.append(missing(values, name))

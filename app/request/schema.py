@@ -6,10 +6,12 @@ msgspec prints the JSON Schema of these types for `/docs`, `rules` checks bodies
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.json import schema_components
 
 from app.request import rules
 from app.request.ids import MAX_ID, MAX_ID_DIGITS, are_ids
@@ -25,8 +27,12 @@ ID_PATTERN = r"^(0|[1-9][0-9]{0,19})$"
 ID_RULE = "must be an unsigned 64-bit integer, as a JSON integer or a decimal string without leading zeros"
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:@/+=-]{1,128}$"
 REQUEST_ID_RULE = "must be 1 to 128 letters, digits or any of _ . : @ / + = -"
+HANDLE_PATTERN = r"^[0-9a-f]{32}$"
+HANDLE_RULE = "must be a handle as POST /context and replies give it: 32 lower-case hexadecimal digits"
+NOBODY = "is required, or context in its place"
+TWO_USERS = "stands in place of user_id and history, which must not be there as well"
 
-_REQUEST_ID = re.compile(REQUEST_ID_PATTERN, re.ASCII)
+_REQUEST_ID, _HANDLE = re.compile(REQUEST_ID_PATTERN, re.ASCII), re.compile(HANDLE_PATTERN, re.ASCII)
 
 
 def is_request_id(value: Any) -> bool:
@@ -34,7 +40,25 @@ def is_request_id(value: Any) -> bool:
     return type(value) is str and _REQUEST_ID.fullmatch(value) is not None
 
 
+def is_handle(value: Any) -> bool:
+    """Whether a value may name a context."""
+    return type(value) is str and _HANDLE.fullmatch(value) is not None
+
+
 NAME_RULE = rules.fulfils(is_request_id, REQUEST_ID_RULE)
+_HANDLE_RULE = rules.fulfils(is_handle, HANDLE_RULE)
+_ONE_USER = rules.then(
+    rules.rule(
+        (lambda values: all("user_id" in value or "context" in value for value in values), NOBODY), path=".user_id"
+    ),
+    rules.rule(
+        (
+            lambda values: all("context" not in value or not value.keys() & {"user_id", "history"} for value in values),
+            TWO_USERS,
+        ),
+        path=".context",
+    ),
+)
 
 
 def about(description: str, example: Any = None, default: Any = None) -> Meta:
@@ -83,6 +107,12 @@ Wanted = Annotated[
 Name = Annotated[str, checked(lambda _: NAME_RULE, max_length=128, extra_json_schema={"pattern": REQUEST_ID_PATTERN})]
 _NAME_OR_NONE = rules.fulfils(lambda value: value == "" or is_request_id(value), REQUEST_ID_RULE)
 OptionalName = Annotated[str, checked(lambda _: _NAME_OR_NONE)]
+Handle = Annotated[
+    Annotated[str, checked(lambda _: _HANDLE_RULE, extra_json_schema={"pattern": HANDLE_PATTERN})] | UnsetType,
+    about(
+        "The handle of a context, in place of `user_id` and `history`: `POST /context` and replies give it.", "0" * 32
+    ),
+]
 
 
 def _short_text(least: int) -> Meta:
@@ -96,7 +126,7 @@ NewTopic = Annotated[str, _short_text(1)]
 
 
 class Strict(Struct, forbid_unknown_fields=True):
-    """Unknown fields are errors, and so is `null`."""
+    """Unknown fields are errors, and so is `null`. `whole`, where a struct has it: the rule that holds between the fields."""
 
 
 class Post(Strict):
@@ -160,21 +190,51 @@ Candidates = Annotated[
 ]
 
 
-class UserRequest(Strict, kw_only=True):
-    """Whom a request is for."""
+_USER = about("Unsigned 64-bit id, as an integer or a decimal string. 0 means anonymous.", "1868434417286410240")
+OwnHistory = Annotated[
+    History | UnsetType,
+    about("Oldest → newest, in either form. Beyond the model's window the newest are kept.", default=[]),
+]
+RequestName = Annotated[Name | UnsetType, about("A name for this request, echoed and used in logs.")]
 
-    user_id: Annotated[
-        Id, about("Unsigned 64-bit id, as an integer or a decimal string. 0 means anonymous.", "1868434417286410240")
+
+_BY_HANDLE: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["user_id"], "properties": {"context": False}},
+        {"required": ["context"], "properties": {"user_id": False, "history": False}},
     ]
-    history: Annotated[
-        History | UnsetType,
-        about("Oldest → newest, in either form. Beyond the model's window the newest are kept.", default=[]),
-    ] = UNSET
+}
+
+
+def published(kinds: Sequence[type[Struct]], template: str) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
+    """The JSON Schema of each, by references of this template, and what they refer to."""
+    references, found = schema_components(kinds, ref_template=template)
+    for kind in kinds:
+        found[kind.__name__] |= _BY_HANDLE if issubclass(kind, UserRequest) else {}
+    return references, found
+
+
+class ContextRequest(Strict, kw_only=True):
+    """A user and that user's history, to be computed ahead of requests that name them by a handle."""
+
+    user_id: Annotated[Id, _USER]
+    history: OwnHistory = UNSET
+    request_id: RequestName = UNSET
+
+
+class UserRequest(Strict, kw_only=True):
+    """Whom a request is for: `user_id` with `history`, or `context`."""
+
+    whole: ClassVar[rules.Rule] = _ONE_USER
+
+    user_id: Annotated[Id | UnsetType, _USER] = UNSET
+    history: OwnHistory = UNSET
+    context: Handle = UNSET
     impression_ts: Annotated[
         Time | UnsetType,
         about("Unix seconds from which ages are counted; 0 or missing: every age is unknown.", 1780000000, 0),
     ] = UNSET
-    request_id: Annotated[Name | UnsetType, about("A name for this request, echoed and used in logs.")] = UNSET
+    request_id: RequestName = UNSET
 
 
 class RankRequest(UserRequest, kw_only=True):
@@ -303,6 +363,7 @@ class InferParameters(Strict):
         str | UnsetType, about("Which actions' probabilities to return; all of them when missing.")
     ] = UNSET
     top_k: Annotated[Count | UnsetType, about("Sort the reply by score, best first, and keep this many.")] = UNSET
+    context: Handle = UNSET
     impression_ts: Annotated[Time | UnsetType, about("Unix seconds from which ages are counted.", default=0)] = UNSET
     timeout: Annotated[Size | UnsetType, about("Microseconds that the caller waits.")] = UNSET
     binary_data_output: Annotated[bool | UnsetType, about("Whether all outputs are binary.", default=False)] = UNSET
@@ -314,7 +375,7 @@ class InferRequest(Strict):
     inputs: Annotated[
         list[InputTensor],
         Meta(max_length=MOST_INPUTS),
-        about("`user_id`, `candidates.post_id` and `candidates.author_id` are required."),
+        about("`user_id`, `candidates.post_id` and `candidates.author_id` are required; no `user_id` with `context`."),
     ]
     outputs: Annotated[
         Annotated[list[WantedOutput], Meta(max_length=MOST_OUTPUTS)] | UnsetType, about("All of them when missing.")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from app.errors import MAX_PROBLEMS, InvalidRequest
 from app.request.reply import ReplyFormat, names_of, rows_of
 from app.request.rules import Rule, bounds_told, known_names, parts_of, rule_of
-from app.request.schema import Candidate, HistoryItem, Id, Weights
+from app.request.schema import NOBODY, TWO_USERS, Candidate, HistoryItem, Id, Weights
 from app.request.validate import NUMBERS, Posts, Request
 from app.request.vocabulary import Vocabulary
 from model.inputs import Scores
@@ -63,7 +63,7 @@ OUTPUTS: dict[str, Spec] = {
     "probabilities": ("FP32", ("C", "A")),
     "continuous": ("FP32", ("C", "Z")),
 }
-REQUIRED = ("user_id", "candidates.post_id", "candidates.author_id")
+REQUIRED = ("candidates.post_id", "candidates.author_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,11 @@ class Tensors:
         first = data[0] if data else 0
         return first if type(first) is int else 0
 
+    @property
+    def handle(self) -> str | None:
+        """As in `Request`."""
+        return self.parameters.get("context")
+
     def count(self, name: str) -> int:
         """Items of `candidates` or `history`, as the shape says: how much work they ask for."""
         return next((tensor.shape[0] for tensor in self.inputs if tensor.name == f"{name}.post_id" and tensor.shape), 0)
@@ -107,7 +112,7 @@ class Tensors:
 def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
     """Names, datatypes, shapes, sizes, values. Raises InvalidRequest with the first ten problems."""
     checks = _Checks(vocabulary, tensors.parameters)
-    columns = checks.read(tensors.inputs)
+    columns = checks.read(tensors.inputs, tensors.handle)
     for name, (hint, _) in _INPUTS.items():
         if name in columns and columns[name].dtype.kind != "u":
             checks.refuse_beyond(name, columns[name], rule_of(hint, vocabulary))
@@ -119,7 +124,7 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
     if "weights" in columns:
         weights = _spread(columns["weights"], checks.actions, (width,), "f8")
     return Request(
-        int(columns["user_id"][0]),
+        int(columns["user_id"][0]) if "user_id" in columns else 0,
         history,
         _spread(columns.get("history.actions"), checks.actions, (len(history), width), "f4"),
         columns.get("history.dwell_time", np.zeros(len(history))).astype(np.float64),
@@ -131,6 +136,7 @@ def check(tensors: Tensors, vocabulary: Vocabulary) -> Request:
         checks.wanted,
         tensors.request_id,
         tensors.reply,
+        tensors.handle,
         {name: columns.get(f"candidates.{name}", np.zeros(len(candidates), np.int64)) for name in NUMBERS},
         parameters.get("impression_ts", 0),
     )
@@ -154,8 +160,8 @@ class _Checks:
         self.problems += [(f"parameters.{name}", sentence) for _, _, sentence in wrong]
         return [] if wrong else [self._index[action] for action in names]
 
-    def read(self, tensors: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
-        """Each known tensor as an array of its dtype and shape."""
+    def read(self, tensors: Sequence[Tensor], handle: str | None) -> dict[str, NDArray[Any]]:
+        """Each known tensor as an array of its dtype and shape; of user and history none with the handle of a context."""
         columns: dict[str, NDArray[Any]] = {}
         for place, tensor in enumerate(tensors):
             if len(self.problems) >= MAX_PROBLEMS:
@@ -173,7 +179,10 @@ class _Checks:
         sent = {tensor.name for tensor in tensors}
         has_history = any(name.startswith("history.") for name in sent)
         required = (*REQUIRED, "history.post_id", "history.author_id") if has_history else REQUIRED
+        self.problems += [("user_id", NOBODY)] if handle is None and "user_id" not in sent else []
         self.problems += [(name, "is required") for name in required if name not in sent]
+        if handle is not None and (has_history or "user_id" in sent):
+            self.problems.append(("parameters.context", TWO_USERS))
         if "candidates.post_id" in columns and not len(columns["candidates.post_id"]):
             self.problems.append(("candidates", "must not be empty"))
         return columns

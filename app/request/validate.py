@@ -52,7 +52,7 @@ class Request:
     `actions` float32 `[h, A]`, the value of each action, 0 where it was not taken. `dwell_seconds` float64 `[h]`. `numbers` int64 `[C]`:
     the candidates' other integer fields by name, 0 where they were left out. `weights` float64 `[A]`. `wanted` are columns of the
     reply, None for all. `reply` is the form of the reply: JSON, or the outputs that are wanted as tensors, each with whether its data is
-    binary.
+    binary. Where `handle` names a context, the user is 0 and the history empty.
     """
 
     user_id: int
@@ -67,6 +67,7 @@ class Request:
     wanted: list[int] | None
     request_id: str | None = None
     reply: Literal["objects", "columns"] | dict[str, bool] = "objects"
+    handle: str | None = None
     numbers: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     impression_ts: int = 0
 
@@ -85,13 +86,14 @@ class Request:
 
 
 class Wishes(NamedTuple):
-    """What a request wants of the reply; fields as in `Request`."""
+    """What a request wants of the reply, and the context that it names; fields as in `Request` and in their order."""
 
     weights: NDArray[np.float64]
     top_k: int | None
     wanted: list[int] | None
     request_id: str | None
     reply: Literal["objects", "columns"]
+    handle: str | None = None
 
 
 def check(body: Body, vocabulary: Vocabulary) -> Request:
@@ -110,7 +112,7 @@ def check_explain(body: Body, vocabulary: Vocabulary) -> tuple[Request, NDArray[
 
 def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
     viewer = viewer_of(body, vocabulary)
-    weights, top_k, wanted, request_id, reply = wishes_of(body, vocabulary)
+    weights, top_k, wanted, request_id, reply, handle = wishes_of(body, vocabulary)
     candidates = body["candidates"]
     quoted = np.array([type(value) is str for value in column_of(candidates, "post_id")])
     return Request(
@@ -123,16 +125,17 @@ def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
         wanted,
         request_id,
         reply,
+        handle,
         numbers={name: _numbers("q", candidates, name) for name in NUMBERS},
         impression_ts=body.get("impression_ts", 0),
     )
 
 
 def viewer_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Viewer:
-    """The user and the history of a valid request."""
+    """The user and the history of a valid request; nobody without any where it names a context."""
     items = body.get("history", [])
     actions, dwell_seconds = _actions(column_of(items, "actions"), vocabulary), _numbers("d", items, "dwell_time")
-    return Viewer(int(read_ids([body["user_id"]])[0]), _posts(items), actions, dwell_seconds)
+    return Viewer(int(read_ids([body.get("user_id", 0)])[0]), _posts(items), actions, dwell_seconds)
 
 
 def wishes_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Wishes:
@@ -143,7 +146,8 @@ def wishes_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Wishes:
         weights[[index[name] for name in given]] = list(given.values())
     wanted = body.get("actions_wanted")
     columns = None if wanted is None else [index[name] for name in wanted]
-    return Wishes(weights, body.get("top_k"), columns, body.get("request_id"), body.get("reply", "objects"))
+    reply = body.get("reply", "objects")
+    return Wishes(weights, body.get("top_k"), columns, body.get("request_id"), reply, body.get("context"))
 
 
 def _posts(items: Any) -> Posts:

@@ -36,10 +36,13 @@ options: dict[str, st.SearchStrategy[Any]] = {
     "request_id": st.from_regex(r"[A-Za-z0-9_.:@/+=-]{1,128}", fullmatch=True),
     "reply": st.sampled_from(["objects", "columns"]),
 }
+handles = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
 
 valid = st.fixed_dictionaries(
     {"user_id": ids, "candidates": st.lists(candidate, min_size=1, max_size=5)},
     optional=options | {"history": st.lists(event, max_size=20)},
+) | st.fixed_dictionaries(
+    {"context": handles, "candidates": st.lists(candidate, min_size=1, max_size=5)}, optional=options
 )
 
 wanted_posts = st.fixed_dictionaries(
@@ -86,11 +89,23 @@ odd: st.SearchStrategy[Any] = st.one_of(
         [16, MAX_TIME + 1, "favorite", ["favorite"], {"favorite": 2}, ["3"], {"reply": -1}, [True], "\u0663"]
     ),
     ids,
+    handles,
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=5),
 )
 fields = st.sampled_from(
-    ["user_id", "post_id", "author_id", "actions", "product_surface", "dwell_time", "created_at", "extra", *options]
+    [
+        "user_id",
+        "context",
+        "post_id",
+        "author_id",
+        "actions",
+        "product_surface",
+        "dwell_time",
+        "created_at",
+        "extra",
+        *options,
+    ]
 )
 
 

@@ -60,7 +60,9 @@ def in_arrays(items: list[dict[str, Any]]) -> dict[str, list[Any]]:
 def inference_of(body: Mapping[str, Any], action_names: Sequence[str]) -> Inference:
     """The same request as tensors; the body must be valid, in either shape."""
     index = {str(place): place for place in range(len(action_names))} | {n: i for i, n in enumerate(action_names)}
-    inputs: dict[str, NDArray[Any]] = {"user_id": np.array([int(body["user_id"])], "u8")}
+    inputs: dict[str, NDArray[Any]] = {}
+    if "user_id" in body:
+        inputs["user_id"] = np.array([int(body["user_id"])], "u8")
     for part in ("candidates", "history"):
         items = body.get(part) or []
         columns: dict[str, Any] = in_arrays(items) if isinstance(items, list) else items
@@ -78,7 +80,7 @@ def inference_of(body: Mapping[str, Any], action_names: Sequence[str]) -> Infere
         inputs["weights"] = np.zeros(len(action_names))
         for action, weight in body["weights"].items():
             inputs["weights"][index[action]] = weight
-    parameters = {name: body[name] for name in ("top_k", "impression_ts") if name in body}
+    parameters = {name: body[name] for name in ("top_k", "impression_ts", "context") if name in body}
     if "actions_wanted" in body:
         parameters["actions_wanted"] = ",".join(body["actions_wanted"])
     return Inference(inputs, parameters, body.get("request_id"))

@@ -68,10 +68,11 @@ public:
             else if (key == "history") once(seen, 1), posts(history, true);
             else if (key == "candidates" && has_candidates) once(seen, 2), posts(candidates, false);
             else if (key == "impression_ts" && has_candidates) once(seen, 3), impression = integer(words.max_time);
+            else if (key == "context") once(seen, 4), keep(key);
             else keep(key);  // who reads `rest` refuses what it does not know, and what comes twice
         });
         if (next() || at != end) throw Declined();
-        if (!(seen & 1) || (has_candidates && !candidates.count)) throw Declined();
+        if ((seen >> 4 & 1 ? seen & 3 : !(seen & 1)) || (has_candidates && !candidates.count)) throw Declined();
         if (!rest.empty()) rest += '}';
     }
 

@@ -38,7 +38,7 @@ from tests.app.serving import VOCABULARY, checked, good, served
 MANIFEST = loaded(FakeEngine()).checkpoint.manifest
 LIMITS = Limits()
 FORM = ReplyFormat.of(MANIFEST)
-SEEN = ("user_id", "history_length", "echo_ids", "weights", "top_k", "wanted", "request_id", "reply")
+SEEN = ("user_id", "history_length", "echo_ids", "weights", "top_k", "wanted", "request_id", "reply", "handle")
 
 LIBRARY = load_library()
 assert LIBRARY is not None

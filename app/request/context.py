@@ -1,0 +1,45 @@
+"""A request for a context: a body → what the model reads of a user and a history."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from app.errors import ServiceError
+from app.request import features
+from app.request.body import decode
+from app.request.rules import Rule, check, struct_rule
+from app.request.schema import ContextRequest
+from app.request.strict_json import parse
+from app.request.validate import viewer_of
+from app.request.vocabulary import Vocabulary
+from app.settings import Limits
+from model.config import ModelConfig
+from model.inputs import Context
+
+
+class ContextAsked(NamedTuple):
+    """A valid request: `history_length` items were sent, of which `context` has the newest."""
+
+    context: Context
+    history_length: int
+    request_id: str | None
+
+
+def read_context(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary, config: ModelConfig) -> ContextAsked:
+    """By the compiled codec, or where that declines it by the plain reader. Raises MalformedJson, TooLarge or InvalidRequest."""
+    codec = vocabulary.codec
+    if codec is not None and (viewed := codec.read_viewer(body)) is not None:
+        try:
+            rest = parse(viewed.rest)
+            check(rest, _rule(vocabulary, "user_id", "history"))
+            return ContextAsked(viewed.context, len(viewed.posts), rest.get("request_id"))
+        except ServiceError:
+            pass  # the plain reader says what is wrong, in its order
+    value = decode(body, limits).value
+    check(value, _rule(vocabulary))
+    viewer = viewer_of(value, vocabulary)
+    return ContextAsked(features.context_of(viewer, config), len(viewer.history), value.get("request_id"))
+
+
+def _rule(vocabulary: Vocabulary, *without: str) -> Rule:
+    return vocabulary.rule(f"context {without}", lambda: struct_rule(ContextRequest, vocabulary, *without))
