@@ -20,6 +20,7 @@ from app.explore.pages import Kept, pages
 from app.http import operations
 from app.http.asgi import Guest, PagesEndpoint
 from app.http.call import Endpoint
+from app.http.context import ContextEndpoint
 from app.http.explain import ExplainEndpoint
 from app.http.headers import INFER, RANK
 from app.http.observe import Recorder
@@ -107,7 +108,16 @@ def create_app(settings: Settings, service: Service) -> Application:
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
     routers += [open_inference(service), pages(service, settings)]
-    paths = ["/rank", "/rank/batch", RANK_MODEL, "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer"]
+    paths = [
+        "/context",
+        "/rank",
+        "/rank/batch",
+        RANK_MODEL,
+        "/retrieve",
+        "/recommend",
+        f"{MODEL}/infer",
+        f"{VERSION}/infer",
+    ]
     paths += ["/explain"] if settings.explores else []
     fastapi = create_pages(routers, paths)
     fastapi.openapi = lambda: describe_app(fastapi, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
@@ -120,6 +130,7 @@ def create_app(settings: Settings, service: Service) -> Application:
     recorder = _recorder(fastapi, routers, service, settings, tracer)
     ranking = Ranking(service, settings)
     endpoints: dict[str, Endpoint] = {
+        "/context": ContextEndpoint(ranking, recorder),
         "/rank": RankEndpoint(ranking, recorder),
         "/retrieve": PostsEndpoint(ranking, recorder, settings, "/retrieve", RetrieveCall),
         "/recommend": PostsEndpoint(ranking, recorder, settings, "/recommend", RecommendCall),

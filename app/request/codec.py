@@ -118,7 +118,7 @@ class Codec:
         user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
         end = len(data) - rest
         start = end - 8 * (events - kept)
-        context, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
+        context, _ = _context(data[:start], user_id, events, kept, 0, self.actions)  # a copy: what follows may be long
         posts = context.post_ids
         if kept < events:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
@@ -206,7 +206,7 @@ class Viewed(NamedTuple):
     rest: bytes
 
 
-def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -> tuple[Context, int]:
+def _context(data: bytes, user_id: int, events: int, kept: int, further: int, actions: int) -> tuple[Context, int]:
     """What the model reads of what the codec has read, and where the bytes after it begin. `further`: words of candidates, which come
     between the context's words and its other numbers."""
     start, size = HEAD.size, 8 * kept
@@ -219,6 +219,8 @@ def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -
         np.ndarray((kept, actions), _FLOAT32, data, floats),
         np.ndarray(kept, _INT64, data, start + 2 * size),
         np.ndarray(kept, _FLOAT32, data, end),
+        True,
+        events - kept,
     )
     return context, end + 4 * kept
 
@@ -256,7 +258,7 @@ class Packed:
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
         data, kept, count = self.data, self.kept, self.candidates
-        context, place = _context(data, self.user_id, kept, 4 * count, config.actions)
+        context, place = _context(data, self.user_id, self.events, kept, 4 * count, config.actions)
         start, size = HEAD.size + 24 * kept, 8 * count
         candidates = Candidates(
             np.ndarray(count, _UINT64, data, start),

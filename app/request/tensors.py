@@ -273,6 +273,8 @@ def outputs_of(
         "history_dropped": request.history_length - history_used,
         **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
     }
+    if request.handle is not None:
+        parameters["context"] = request.handle
     outputs = request.reply.items()
     return parameters, [(name, is_binary, np.ascontiguousarray(getattr(rows, name))) for name, is_binary in outputs]
 
