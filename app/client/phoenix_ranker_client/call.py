@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import time
@@ -9,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import httpx
 import orjson
@@ -37,10 +38,12 @@ from phoenix_ranker_client.messages import (
     Unavailable,
     batch_results,
     error_from,
+    user_of,
 )
 from phoenix_ranker_client.retrieval import Recommendation, Retrieval, RetrievalRequest
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Wire = Literal["json", "binary"]
 Requests = Sequence[RankingRequest | RetrievalRequest]
 DEFAULT_TIMEOUT_SECONDS = 2.0
@@ -60,6 +63,34 @@ def routing_key(user_id: Id, secret: bytes = b"") -> str:
     return hashlib.blake2b(str(user_id).encode(), digest_size=8, key=secret).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The reply to `context`: the handle, empty where the service keeps nothing of this size, and how many events the model sees."""
+
+    context: str
+    history_used: int
+    history_dropped: int
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Kept:
+        """From a reply's body."""
+        return cls(body.get("context", ""), body["history_used"], body["history_dropped"])
+
+
+def _whole_where_unknown(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[Calls, P], Call[T]]:
+    """A call that names its context by a handle knows what to send where the service does not know that."""
+
+    @functools.wraps(make)
+    def method(self: Calls, /, *arguments: P.args, **named: P.kwargs) -> Call[T]:
+        call = make(self, *arguments, **named)
+        if named.get("context") is not None:
+            rest = {"context": None, "request_id": call.request_id}
+            call.whole = lambda seconds: make(self, *arguments, **{**named, **rest, "timeout_seconds": seconds})  # type: ignore[arg-type]
+        return call
+
+    return method
+
+
 @dataclass(frozen=True)
 class Calls:
     """Makes the calls of one client, whose methods these are: sync in the one, async in the other."""
@@ -69,6 +100,20 @@ class Calls:
     routing_secret: bytes = field(repr=False)
     wire: Wire = "json"
 
+    def context(
+        self,
+        /,
+        user_id: Id,
+        history: Sequence[Event] = (),
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        request_id: str | None = None,
+    ) -> Call[Kept]:
+        """Compute user and history ahead. Raises RankerError."""
+        request = RankingRequest(user_id, (), history)
+        return self._json("context", user_of(request), [request], Kept.from_json, timeout_seconds, request_id)
+
+    @_whole_where_unknown
     def rank(
         self,
         /,
@@ -107,6 +152,7 @@ class Calls:
         body = {"requests": [request.to_json() for request in requests]}
         return self._json("rank/batch", body, requests, batch_results, timeout_seconds, request_id)
 
+    @_whole_where_unknown
     def explain(
         self,
         /,
@@ -124,6 +170,7 @@ class Calls:
         body = request.to_json() | {"explain": list(explain)}
         return self._json("explain", body, [request], Explanation.from_json, timeout_seconds, request_id)
 
+    @_whole_where_unknown
     def retrieve(
         self,
         /,
@@ -140,6 +187,7 @@ class Calls:
         request, read = RetrievalRequest(user_id, history, **options), Retrieval.from_json
         return self._json("retrieve", request.to_json(), [request], read, timeout_seconds, request_id, at_least)
 
+    @_whole_where_unknown
     def recommend(
         self,
         /,
@@ -211,6 +259,7 @@ class Call(Generic[T]):
         self.deadline = time.monotonic() + timeout_seconds
         self.request_id = request_id or uuid.uuid4().hex
         self.headers = headers | {"x-request-id": self.request_id}
+        self.whole: Callable[[float], Call[T]] | None = None  # the same within so many seconds, without a handle
 
     def seconds_left(self) -> float:
         """Until the deadline."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, TypeVar
 
 import anyio
 import httpx
 from tenacity import AsyncRetrying, Retrying
 
-from phoenix_ranker_client.call import AGAIN, Call, Calls, T, Wire, wait_seconds
+from phoenix_ranker_client.call import AGAIN, Call, Calls, Kept, P, T, Wire, wait_seconds
+from phoenix_ranker_client.messages import Candidate, ContextUnknown, Event, Explanation, Id, Ranking
+from phoenix_ranker_client.retrieval import Recommendation, Retrieval
 
 DEFAULT_ATTEMPTS = 3
 LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-P = ParamSpec("P")
+S = TypeVar("S", Ranking, Explanation, Recommendation)
 
 
 def _blocking(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[RankerClient, P], T]:
@@ -65,9 +67,18 @@ class RankerClient:
     retrieve = _blocking(Calls.retrieve)
     recommend = _blocking(Calls.recommend)
 
+    def context(self, /, user_id: Id, history: Sequence[Event] = (), **options: Any) -> Context:
+        """Have user and history computed ahead, for the calls to come; `options` as of `rank`. Raises RankerError."""
+        return Context(self, user_id, history, self._send(self._calls.context(user_id, history, **options)))
+
     def _send(self, call: Call[T]) -> T:
         retrying = Retrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
-        result: T = retrying(self._attempt, call)
+        try:
+            result: T = retrying(self._attempt, call)
+        except ContextUnknown:
+            if call.whole is None:
+                raise
+            return self._send(call.whole(call.seconds_left()))
         return result
 
     def _attempt(self, call: Call[T]) -> T:
@@ -114,9 +125,18 @@ class AsyncRankerClient:
     retrieve = _awaited(Calls.retrieve)
     recommend = _awaited(Calls.recommend)
 
+    async def context(self, /, user_id: Id, history: Sequence[Event] = (), **options: Any) -> AsyncContext:
+        """As `RankerClient.context`."""
+        return AsyncContext(self, user_id, history, await self._send(self._calls.context(user_id, history, **options)))
+
     async def _send(self, call: Call[T]) -> T:
         retrying = AsyncRetrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
-        result: T = await retrying(self._attempt, call)
+        try:
+            result: T = await retrying(self._attempt, call)
+        except ContextUnknown:
+            if call.whole is None:
+                raise
+            return await self._send(call.whole(call.seconds_left()))
         return result
 
     async def _attempt(self, call: Call[T]) -> T:
@@ -135,3 +155,70 @@ class AsyncRankerClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+class _Known:
+    """One user with one history. `handle` names them as long as the service keeps them, and follows its replies."""
+
+    def __init__(self, user_id: Id, history: Sequence[Event], kept: Kept) -> None:
+        self.user_id, self.history = user_id, history
+        self.handle = kept.context
+        self.history_used, self.history_dropped = kept.history_used, kept.history_dropped
+
+    def _named(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"context": self.handle or None, **options}
+
+    def _noted(self, reply: S) -> S:
+        self.handle = reply.context or self.handle
+        return reply
+
+
+class Context(_Known):
+    """What `RankerClient.context` gives: calls of the client for this user and history, which are sent only where the service does not
+    know them any more. Arguments, results and errors are the client's."""
+
+    def __init__(self, client: RankerClient, user_id: Id, history: Sequence[Event], kept: Kept) -> None:
+        super().__init__(user_id, history, kept)
+        self._client = client
+
+    def rank(self, candidates: Sequence[Candidate], **options: Any) -> Ranking:
+        """As `RankerClient.rank`."""
+        return self._noted(self._client.rank(self.user_id, candidates, self.history, **self._named(options)))
+
+    def explain(self, candidates: Sequence[Candidate], explain: Sequence[Id], **options: Any) -> Explanation:
+        """As `RankerClient.explain`."""
+        options = self._named(options)
+        return self._noted(self._client.explain(self.user_id, candidates, explain, self.history, **options))
+
+    def retrieve(self, **options: Any) -> Retrieval:
+        """As `RankerClient.retrieve`."""
+        return self._client.retrieve(self.user_id, self.history, **self._named(options))
+
+    def recommend(self, **options: Any) -> Recommendation:
+        """As `RankerClient.recommend`."""
+        return self._noted(self._client.recommend(self.user_id, self.history, **self._named(options)))
+
+
+class AsyncContext(_Known):
+    """`Context` for asyncio."""
+
+    def __init__(self, client: AsyncRankerClient, user_id: Id, history: Sequence[Event], kept: Kept) -> None:
+        super().__init__(user_id, history, kept)
+        self._client = client
+
+    async def rank(self, candidates: Sequence[Candidate], **options: Any) -> Ranking:
+        """As `RankerClient.rank`."""
+        return self._noted(await self._client.rank(self.user_id, candidates, self.history, **self._named(options)))
+
+    async def explain(self, candidates: Sequence[Candidate], explain: Sequence[Id], **options: Any) -> Explanation:
+        """As `RankerClient.explain`."""
+        options = self._named(options)
+        return self._noted(await self._client.explain(self.user_id, candidates, explain, self.history, **options))
+
+    async def retrieve(self, **options: Any) -> Retrieval:
+        """As `RankerClient.retrieve`."""
+        return await self._client.retrieve(self.user_id, self.history, **self._named(options))
+
+    async def recommend(self, **options: Any) -> Recommendation:
+        """As `RankerClient.recommend`."""
+        return self._noted(await self._client.recommend(self.user_id, self.history, **self._named(options)))
