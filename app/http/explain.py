@@ -71,8 +71,9 @@ class ExplainEndpoint(Endpoint):
         """Decode and check, all on the model that serves now."""
         ranking, started = self.ranking, time.perf_counter()
         limits, most = ranking.limits, MAX_EXPLAINED
-        body = ranking.decode(lambda _: decode(raw, limits, explain=most), exchange, terms.wanted).typed
-        model = ranking.arms.model(body.user_id, terms.wanted)
+        parsed = ranking.decode(lambda _: decode(raw, limits, explain=most), exchange, terms.wanted)
+        body = parsed.typed
+        model = ranking.arms.model(parsed.vocabulary.user_of(body.user_id), terms.wanted)
         vocabulary, form = ranking.words_of(model.manifest)
         request, explained = check_explain(body, vocabulary)
         if request.request_id is not None and not exchange.is_named_by_caller:

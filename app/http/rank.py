@@ -180,7 +180,7 @@ class Ranking:
         `wanted` as in `Terms`; `again` and `waits` as of `Service.admit`.
         """
         started, typed = time.perf_counter(), parsed.typed
-        model = self.model_of(typed.user_id, wanted)
+        model = self.model_of(parsed.vocabulary.user_of(typed.user_id), wanted)
         if typed.timeout_seconds is not None:
             deadline = min(filter(None, (deadline, self.deadline(typed.timeout_seconds))))
         ticket = self.service.admit(
@@ -343,7 +343,8 @@ class RankCall(Call):
 
 
 def _speak_alike(one: Manifest, other: Manifest) -> bool:
-    return (one.config, one.action_names, one.continuous, one.score_weights) == (
+    return (one.ids, one.config, one.action_names, one.continuous, one.score_weights) == (
+        other.ids,
         other.config,
         other.action_names,
         other.continuous,

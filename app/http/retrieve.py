@@ -99,7 +99,10 @@ class PostsCall(Call):
         """Decode, admit, check."""
         exchange, models = self.exchange, self._models()
         typed = read_posts(body, self.ranking.limits, models)
-        if self.ranking.arms.differ and (own := self._ranker(typed.user_id)) is not self._model:
+        if (
+            self.ranking.arms.differ
+            and (own := self._ranker(models[-1].vocabulary.user_of(typed.user_id))) is not self._model
+        ):
             self._model = own
             models = self._models()
             typed = read_posts(body, self.ranking.limits, models)

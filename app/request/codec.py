@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from app.errors import ServiceError
 from app.request import body
+from app.request.ids import echo_of
 from app.request.rules import check, struct_rule
 from app.request.schema import MAX_ACTION_VALUE, MAX_TIME, RankRequest, is_handle, is_request_id
 from app.request.strict_json import parse
@@ -31,12 +32,13 @@ from app.settings import Limits
 from model.config import MAX_DWELL_SECONDS, ModelConfig
 from model.inputs import Candidates, Context, Scores
 from model.native.build import KernelUnavailable, build_kernel
+from model.ranking import magnitudes
 from weights.format.manifest import Manifest
 
 SOURCE = Path(__file__).parent / "native" / "codec.cpp"
 MOST_ROWS = 4096  # about 2 ms of writing: a longer reply is written in pieces
 MOST_KNOWN, SHORT_BYTES = 64, 512  # wishes that are kept, and how long each may be as JSON
-HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, how many of their ids are text, bytes of the wishes
+HEAD = Struct("=Q5q")  # user id; events sent and kept, candidates, bytes of the echo of their ids and of the wishes
 
 Int64, Pointer, Text = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 
@@ -47,7 +49,15 @@ class _Checkpoint(ctypes.Structure):
     _fields_ = (
         *(
             (name, Int64)
-            for name in ("actions", "surfaces", "history_length", "age_seconds", "age_buckets", "continuous")
+            for name in (
+                "actions",
+                "surfaces",
+                "history_length",
+                "age_seconds",
+                "age_buckets",
+                "continuous",
+                "has_text_ids",
+            )
         ),
         *((name, Int64) for name in ("max_candidates", "max_history", "max_values", "max_time")),
         *((name, ctypes.c_double) for name in ("max_action_value", "max_dwell_seconds")),
@@ -94,7 +104,7 @@ class Codec:
         )
         words = _Checkpoint(
             *(config.actions, config.product_surfaces, config.history_length, 60 * config.post_age_granularity_minutes),
-            *(config.post_age_buckets, len(continuous)),
+            *(config.post_age_buckets, len(continuous), vocabulary.ids == "text"),
             *(limits.max_candidates, limits.max_history, limits.max_values, MAX_TIME),
             *(MAX_ACTION_VALUE, MAX_DWELL_SECONDS, len(names)),
             *(ctypes.addressof(kept) for kept in self._kept),
@@ -106,9 +116,9 @@ class Codec:
         data = self._read(body, True)
         if not data:
             return None
-        user_id, events, kept, count, quoted, rest = HEAD.unpack_from(data)
+        user_id, events, kept, count, echo, rest = HEAD.unpack_from(data)
         wishes = self._wishes(data[-rest:]) if rest else self._default
-        return None if wishes is None else Packed(self, body, data, user_id, events, kept, count, quoted > 0, wishes)
+        return None if wishes is None else Packed(self, body, data, user_id, events, kept, count, echo, wishes)
 
     def read_viewer(self, body: bytes | bytearray) -> Viewed | None:
         """The user and the history of a request without candidates; None as of `read`."""
@@ -143,14 +153,14 @@ class Codec:
                     self._known[key] = known
         except ServiceError:
             return None
-        return Wishes(known.weights, known.top_k, known.wanted, request_id, known.reply, handle)
+        return Wishes(known.weights, known.top_k, known.wanted, request_id, known.reply, handle, known.has_offset)
 
     def rank(
-        self, probabilities: NDArray[np.float32], weights: NDArray[np.float64]
+        self, scores: Scores, request: Request
     ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]] | None:
         """As `reply.ranked`; None for an empty or a long reply."""
-        count = len(probabilities)
-        data = self._rank(count, probabilities, weights) if count <= MOST_ROWS else b""
+        count = len(scores.probabilities)
+        data = self._rank(*_numbers(scores, request)) if count <= MOST_ROWS else b""
         if not data:
             return None
         return (
@@ -168,13 +178,11 @@ class Codec:
         wanted, count = request.wanted, len(scores.probabilities)
         if count > MOST_ROWS:
             return None
+        sent = request.candidates.sent or b""
         written: bytes = self._write(
-            count,
+            *_numbers(scores, request),
             request.candidates.post_ids,
-            b"" if request.quoted is None else request.quoted,
-            scores.probabilities,
-            scores.continuous,
-            request.weights,
+            sent if isinstance(sent, bytes) else echo_of(sent),
             min(request.top_k or 0, count),
             b"" if wanted is None else array("q", wanted),
             -1 if wanted is None else len(wanted),
@@ -184,6 +192,14 @@ class Codec:
             tail,
         )
         return written or None
+
+
+def _numbers(scores: Scores, request: Request) -> tuple[Any, ...]:
+    """What scores are combined of, as the compiled functions take it."""
+    weights, sums = request.weights, b""
+    if request.has_offset:
+        sums = array("d", magnitudes(weights[: scores.probabilities.shape[1]])).tobytes()
+    return len(scores.probabilities), scores.probabilities, scores.continuous, weights, sums
 
 
 def decode(
@@ -236,7 +252,7 @@ class Packed:
     events: int
     kept: int
     candidates: int
-    is_quoted: bool
+    echo: int
     wishes: Wishes
 
     timeout_seconds: ClassVar[None] = None
@@ -266,18 +282,19 @@ class Packed:
             np.ndarray(count, _INT64, data, start + 2 * size),
             np.ndarray(count, _INT64, data, start + 3 * size),
         )
-        weights, top_k, wanted, request_id, reply, handle = self.wishes
+        sent = data[place : place + self.echo] if self.echo else None
+        weights, top_k, wanted, request_id, reply, handle, has_offset = self.wishes
         request = Request(
             self.user_id,
             *NO_HISTORY,
             self.events,
-            Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces),
-            np.frombuffer(data, np.bool_, count, place) if self.is_quoted else None,
+            Posts(candidates.post_ids, candidates.author_ids, candidates.surfaces, sent),
             weights,
             top_k,
             wanted,
             request_id,
             reply,
             handle,
+            has_offset,
         )
         return request, context, candidates

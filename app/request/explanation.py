@@ -16,7 +16,6 @@ from app.request.reply import ReplyFormat
 from app.request.validate import Posts, Request
 from model.config import ModelConfig
 from model.inputs import Candidates, Context, Scores
-from model.ranking import combine
 from weights.format.manifest import Manifest
 
 Floats = NDArray[np.floating[Any]]
@@ -97,15 +96,16 @@ def render(
     request, places = question.request, question.explained
     wanted = list(range(len(form.action_names))) if request.wanted is None else request.wanted
     ranked = reply.rows_of(replace(request, top_k=None, wanted=None), scores, form)
-    ids = request.echo_ids
+    ids, events = request.echo_ids, question.events.tolist()
     own = ranked.score[places], scores.probabilities[places][:, wanted]
-    rest = [(combine(each.probabilities, request.weights), each.probabilities[:, wanted]) for each in without]
+    rest = [(reply.combined_of(each, request, form), each.probabilities[:, wanted]) for each in without]
+    history = request.history.sent or (request.history.post_ids.tolist() if form.ids == "uint64" else [])
     head: dict[str, Any] = {
         "model": form.model,
         "actions": [form.action_names[column] for column in wanted],
         "events": {
             "place": question.events,
-            "post_id": list(map(str, request.history.post_ids[question.events].tolist())),
+            "post_id": [str(history[place]) for place in events if history],
         },
     }
     yield _json(head)[:-1] + b',"candidates":['

@@ -40,6 +40,7 @@ Rules = Mapping[str, Rule]
 BLOCKS = (256, 16, 1)
 MAX_HINTED_NAME = 32  # a longer unknown name is no typing error, and comparing it costs time
 ACTION_RULE = "must name an action of this checkpoint, or be the decimal string of its index"
+NO_MASK = "must have no bits beyond those of the {} actions"
 NAMED_TWICE = "names one action twice, by name and by index"
 
 
@@ -307,9 +308,15 @@ def known_names(vocabulary: Vocabulary) -> Rule:
     return then(_names(vocabulary.index), rule((_once(vocabulary.index), NAMED_TWICE)))
 
 
-def by_action(least: float, most: float) -> Callable[[Vocabulary], Rule]:
-    """Makes the rule of a map from action to number."""
-    return lambda vocabulary: _action_map(vocabulary.index, least, most)
+def weights_given(least: float, most: float, sets: Collection[str]) -> Callable[[Vocabulary], Rule]:
+    """Makes the rule of a map from action to number, or of a name of several."""
+    named = fulfils(lambda name: name in sets, f"as a name must be one of {', '.join(sets)}")
+
+    def made(vocabulary: Vocabulary) -> Rule:
+        shapes: dict[type, Rule] = {dict: _action_map(vocabulary.index, least, most), str: named}
+        return either(shapes, "must be a map of action to number")._replace(bounds=(least, most))
+
+    return made
 
 
 def _names(index: Mapping[str, int]) -> Rule:
@@ -326,7 +333,6 @@ def _once(index: Mapping[str, int]) -> Fit:
 def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
     fits = _within(least, most)
     return rule(
-        (_are(dict), "must be a map of action to number"),
         (lambda values: set().union(*values) <= index.keys(), f"every name {ACTION_RULE}"),
         (_once(index), NAMED_TWICE),
         (
@@ -338,10 +344,12 @@ def _action_map(index: Mapping[str, int], least: float, most: float) -> Rule:
 
 
 def actions_taken(most: float) -> Callable[[Vocabulary], Rule]:
-    """Makes the rule of a list of names or a map of name to value."""
+    """Makes the rule of a list of names, a map of name to value or an integer whose bits are actions."""
 
     def made(vocabulary: Vocabulary) -> Rule:
-        shapes: dict[type, Rule] = {list: _names(vocabulary.index), dict: _action_map(vocabulary.index, 0, most)}
-        return either(shapes, "must be a list of names or a map of name to value")._replace(bounds=(0, most))
+        index, width = vocabulary.index, len(vocabulary.action_names)
+        mask = rule((_within(0, min(2**width - 1, MAX_ID), whole=True), NO_MASK.format(width)))
+        shapes: dict[type, Rule] = {list: _names(index), dict: _action_map(index, 0, most), int: mask}
+        return either(shapes, "must be a list of names, a map of name to value or a mask")._replace(bounds=(0, most))
 
     return made

@@ -51,4 +51,4 @@ def _ids(value: dict[str, Any]) -> list[Any]:
 
 
 def _is_id(value: int | str) -> bool:
-    return str(value).isascii() and str(value).isdigit() and int(value) < 2**64
+    return str(value).isascii() and str(value).isdigit() and str(value) == str(int(value)) and int(value) < 2**64
