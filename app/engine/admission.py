@@ -241,5 +241,5 @@ class Admission:
         self.context_tokens += context_tokens
         held.candidates += candidates
         held.context_tokens += context_tokens
-        if not held.cost:
+        if not (held.candidates or held.context_tokens):
             del self._held[job.key]

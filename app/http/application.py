@@ -20,9 +20,8 @@ from app.explore.pages import Kept, pages
 from app.http import operations
 from app.http.asgi import Guest, PagesEndpoint
 from app.http.call import Endpoint
-from app.http.context import ContextEndpoint
 from app.http.explain import ExplainEndpoint
-from app.http.headers import INFER, RANK
+from app.http.headers import CONTEXT, INFER, RANK
 from app.http.observe import Recorder
 from app.http.open_inference import MODEL, VERSION, open_inference
 from app.http.openapi import PREFERRED, RANK_MODEL, describe_app
@@ -130,7 +129,7 @@ def create_app(settings: Settings, service: Service) -> Application:
     recorder = _recorder(fastapi, routers, service, settings, tracer)
     ranking = Ranking(service, settings)
     endpoints: dict[str, Endpoint] = {
-        "/context": ContextEndpoint(ranking, recorder),
+        "/context": RankEndpoint(ranking, recorder, "/context", CONTEXT),
         "/rank": RankEndpoint(ranking, recorder),
         "/retrieve": PostsEndpoint(ranking, recorder, settings, "/retrieve", RetrieveCall),
         "/recommend": PostsEndpoint(ranking, recorder, settings, "/recommend", RecommendCall),

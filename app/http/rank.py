@@ -180,7 +180,7 @@ class Ranking:
         `wanted` as in `Terms`; `again` and `waits` as of `Service.admit`.
         """
         started, typed = time.perf_counter(), parsed.typed
-        model = self.model_of(parsed.vocabulary.user_of(typed.user_id), wanted)
+        model = self.model_of(parsed.vocabulary.user_of(typed.user_id) if self.arms.differ else 0, wanted)
         if typed.timeout_seconds is not None:
             deadline = min(filter(None, (deadline, self.deadline(typed.timeout_seconds))))
         ticket = self.service.admit(

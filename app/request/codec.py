@@ -10,6 +10,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -133,6 +134,20 @@ class Codec:
         if kept < events:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
         return Viewed(context, posts, data[end:] or b"{}")
+
+    def read_context(self, body: bytes | bytearray) -> Packed | None:
+        """A user and a history alone, as a request without candidates; None as of `read`."""
+        data = self._read(body, False)
+        if not data:
+            return None
+        user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
+        wishes = self._default
+        with suppress(ServiceError):
+            said = parse(data[-rest:]) if rest else {}
+            if said.keys() == {"request_id"} and is_request_id(said["request_id"]):
+                wishes = wishes._replace(request_id=said.pop("request_id"))
+            return None if said else Packed(self, body, data, user_id, events, kept, 0, 0, wishes)
+        return None
 
     def _wishes(self, text: bytes) -> Wishes | None:
         """None where they are not right. They are the same in most requests, but for the name and the context."""

@@ -176,7 +176,7 @@ def test_the_client_sends_the_whole_again_where_a_handle_is_unknown(server: Serv
             known: Context = ranker.context(7, history, timeout_seconds=30)
             assert known.handle == whole.context
             assert known.rank(candidates, timeout_seconds=30).candidates == whole.candidates
-            known.handle = UNKNOWN
+            known._calls.handle = UNKNOWN
             assert known.rank(candidates, timeout_seconds=30).candidates == whole.candidates
             assert known.handle == whole.context, "the reply's"
             assert known.retrieve(timeout_seconds=30).posts == ranker.retrieve(7, history, timeout_seconds=30).posts

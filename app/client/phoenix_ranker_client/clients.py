@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, TypeVar
+from typing import Any, Concatenate
 
 import anyio
 import httpx
 from tenacity import AsyncRetrying, Retrying
 
-from phoenix_ranker_client.call import AGAIN, Call, Calls, Kept, P, T, Wire, wait_seconds
-from phoenix_ranker_client.messages import Candidate, ContextUnknown, Event, Explanation, Id, Ranking
-from phoenix_ranker_client.retrieval import Recommendation, Retrieval
+from phoenix_ranker_client.call import AGAIN, Call, Calls, KnownCalls, P, T, Wire, wait_seconds
+from phoenix_ranker_client.messages import ContextUnknown, Event, Id
 
 DEFAULT_ATTEMPTS = 3
 LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-S = TypeVar("S", Ranking, Explanation, Recommendation)
 
 
-def _blocking(make: Callable[Concatenate[Calls, P], Call[T]]) -> Callable[Concatenate[RankerClient, P], T]:
+def _blocking(make: Callable[Concatenate[Any, P], Call[T]]) -> Callable[Concatenate[Any, P], T]:
     """Makes a call and sends it."""
 
     @functools.wraps(make)
-    def method(self: RankerClient, /, *arguments: P.args, **named: P.kwargs) -> T:
-        return self._send(make(self._calls, *arguments, **named))
+    def method(self: Any, /, *arguments: P.args, **named: P.kwargs) -> T:
+        result: T = self._send(make(self._calls, *arguments, **named))
+        return result
 
     return method
 
 
 def _awaited(
-    make: Callable[Concatenate[Calls, P], Call[T]],
-) -> Callable[Concatenate[AsyncRankerClient, P], Coroutine[Any, Any, T]]:
+    make: Callable[Concatenate[Any, P], Call[T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
     """The same for asyncio."""
 
     @functools.wraps(make)
-    async def method(self: AsyncRankerClient, /, *arguments: P.args, **named: P.kwargs) -> T:
-        return await self._send(make(self._calls, *arguments, **named))
+    async def method(self: Any, /, *arguments: P.args, **named: P.kwargs) -> T:
+        result: T = await self._send(make(self._calls, *arguments, **named))
+        return result
 
     return method
 
@@ -69,16 +69,16 @@ class RankerClient:
 
     def context(self, /, user_id: Id, history: Sequence[Event] = (), **options: Any) -> Context:
         """Have user and history computed ahead, for the calls to come; `options` as of `rank`. Raises RankerError."""
-        return Context(self, user_id, history, self._send(self._calls.context(user_id, history, **options)))
+        return Context(self, self._send(self._calls.context(user_id, history, **options)))
 
     def _send(self, call: Call[T]) -> T:
         retrying = Retrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
         try:
             result: T = retrying(self._attempt, call)
         except ContextUnknown:
-            if call.whole is None:
+            if (whole := call.whole()) is None:
                 raise
-            return self._send(call.whole(call.seconds_left()))
+            return self._send(whole)
         return result
 
     def _attempt(self, call: Call[T]) -> T:
@@ -127,16 +127,16 @@ class AsyncRankerClient:
 
     async def context(self, /, user_id: Id, history: Sequence[Event] = (), **options: Any) -> AsyncContext:
         """As `RankerClient.context`."""
-        return AsyncContext(self, user_id, history, await self._send(self._calls.context(user_id, history, **options)))
+        return AsyncContext(self, await self._send(self._calls.context(user_id, history, **options)))
 
     async def _send(self, call: Call[T]) -> T:
         retrying = AsyncRetrying(retry=AGAIN, stop=call.stop(self._attempts), wait=wait_seconds, reraise=True)
         try:
             result: T = await retrying(self._attempt, call)
         except ContextUnknown:
-            if call.whole is None:
+            if (whole := call.whole()) is None:
                 raise
-            return await self._send(call.whole(call.seconds_left()))
+            return await self._send(whole)
         return result
 
     async def _attempt(self, call: Call[T]) -> T:
@@ -158,67 +158,31 @@ class AsyncRankerClient:
 
 
 class _Known:
-    """One user with one history. `handle` names them as long as the service keeps them, and follows its replies."""
+    """What both kinds of contexts share."""
 
-    def __init__(self, user_id: Id, history: Sequence[Event], kept: Kept) -> None:
-        self.user_id, self.history = user_id, history
-        self.handle = kept.context
-        self.history_used, self.history_dropped = kept.history_used, kept.history_dropped
+    def __init__(self, client: RankerClient | AsyncRankerClient, calls: KnownCalls) -> None:
+        self._calls, self._send = calls, client._send
 
-    def _named(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {"context": self.handle or None, **options}
-
-    def _noted(self, reply: S) -> S:
-        self.handle = reply.context or self.handle
-        return reply
+    @property
+    def handle(self) -> str:
+        """By which the service knows it, for callers with the same API key; empty where it keeps nothing of this size."""
+        return self._calls.handle
 
 
 class Context(_Known):
-    """What `RankerClient.context` gives: calls of the client for this user and history, which are sent only where the service does not
-    know them any more. Arguments, results and errors are the client's."""
+    """One user with one history, by the handle that the service gave. Its calls are those of the client without these two, which are sent
+    where the service does not know them any more."""
 
-    def __init__(self, client: RankerClient, user_id: Id, history: Sequence[Event], kept: Kept) -> None:
-        super().__init__(user_id, history, kept)
-        self._client = client
-
-    def rank(self, candidates: Sequence[Candidate], **options: Any) -> Ranking:
-        """As `RankerClient.rank`."""
-        return self._noted(self._client.rank(self.user_id, candidates, self.history, **self._named(options)))
-
-    def explain(self, candidates: Sequence[Candidate], explain: Sequence[Id], **options: Any) -> Explanation:
-        """As `RankerClient.explain`."""
-        options = self._named(options)
-        return self._noted(self._client.explain(self.user_id, candidates, explain, self.history, **options))
-
-    def retrieve(self, **options: Any) -> Retrieval:
-        """As `RankerClient.retrieve`."""
-        return self._client.retrieve(self.user_id, self.history, **self._named(options))
-
-    def recommend(self, **options: Any) -> Recommendation:
-        """As `RankerClient.recommend`."""
-        return self._noted(self._client.recommend(self.user_id, self.history, **self._named(options)))
+    rank = _blocking(KnownCalls.rank)
+    explain = _blocking(KnownCalls.explain)
+    retrieve = _blocking(KnownCalls.retrieve)
+    recommend = _blocking(KnownCalls.recommend)
 
 
 class AsyncContext(_Known):
     """`Context` for asyncio."""
 
-    def __init__(self, client: AsyncRankerClient, user_id: Id, history: Sequence[Event], kept: Kept) -> None:
-        super().__init__(user_id, history, kept)
-        self._client = client
-
-    async def rank(self, candidates: Sequence[Candidate], **options: Any) -> Ranking:
-        """As `RankerClient.rank`."""
-        return self._noted(await self._client.rank(self.user_id, candidates, self.history, **self._named(options)))
-
-    async def explain(self, candidates: Sequence[Candidate], explain: Sequence[Id], **options: Any) -> Explanation:
-        """As `RankerClient.explain`."""
-        options = self._named(options)
-        return self._noted(await self._client.explain(self.user_id, candidates, explain, self.history, **options))
-
-    async def retrieve(self, **options: Any) -> Retrieval:
-        """As `RankerClient.retrieve`."""
-        return await self._client.retrieve(self.user_id, self.history, **self._named(options))
-
-    async def recommend(self, **options: Any) -> Recommendation:
-        """As `RankerClient.recommend`."""
-        return self._noted(await self._client.recommend(self.user_id, self.history, **self._named(options)))
+    rank = _awaited(KnownCalls.rank)
+    explain = _awaited(KnownCalls.explain)
+    retrieve = _awaited(KnownCalls.retrieve)
+    recommend = _awaited(KnownCalls.recommend)
