@@ -338,3 +338,18 @@ def test_a_port_of_a_moment_ago_is_free_and_one_that_listens_is_not() -> None:
             accepted.close()
             assert caller.recv(1) == b""
     assert supervisor._free("127.0.0.1", port) == port
+
+
+def test_sockets_are_handed_on_for_what_fronts_share_and_not_for_grpc() -> None:
+    """Each front listens for gRPC by itself; a second listener there would take connections that nobody accepts."""
+    ports = [free_port() for _ in range(2)]
+    whole = Supervisor(Settings(fronts=2, port=ports[0], grpc={"port": ports[1]}), [], [])  # type: ignore[arg-type]
+    assert whole._listen()
+    try:
+        held = [[each.getsockname()[1] for each in sockets] for sockets in whole._listening.values()]
+        assert held == [[port for _, port in whole.settings.addresses()]] * 2
+        assert ports[1] not in held[0]
+    finally:
+        for sockets in whole._listening.values():
+            for listening in sockets:
+                listening.close()
