@@ -225,7 +225,7 @@ def kernel_times(card: Card, geometry: str) -> Iterator[Record]:
     for name, config in _measured(card).items():
         engine = make_engine(random_ranker(config, device=card.device), card, warm=False)
         item = Item(*random_request(config, config.history_length, 24 if card.tiny else 64))
-        context, state, _ = engine._context_of(item, {})
+        context, (state, *_) = engine._context_of(item, {})
         for kind, asked in (("cold", context), ("cached", None)):
             (plan,) = plan_steps([(asked, 0, item.candidates, state)], engine._capacity)
             rows = -(-plan.rows // 64) * 64
@@ -252,7 +252,7 @@ def host(card: Card, geometry: str) -> Iterator[Record]:
     items = [Item(*random_request(config, config.history_length, 64, seed)) for seed in range(requests)]
     works, capacity = [], 2**15
     for number, item in enumerate(items):
-        context, state, _ = engine._context_of(item, {})
+        context, (state, *_) = engine._context_of(item, {})
         works.append((context, number, item.candidates, state))
     writer = StepWriter(config, "shared", engine._trunk.mixed)
     arrays = host_arrays(torch.zeros(step_bytes(config, capacity), dtype=torch.uint8), config, capacity)
