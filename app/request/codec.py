@@ -10,6 +10,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -128,11 +129,25 @@ class Codec:
         user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
         end = len(data) - rest
         start = end - 8 * (events - kept)
-        context, _ = _context(data[:start], user_id, kept, 0, self.actions)  # a copy: what follows may be long
+        context, _ = _context(data[:start], user_id, events, kept, 0, self.actions)  # a copy: what follows may be long
         posts = context.post_ids
         if kept < events:
             posts = np.concatenate((np.frombuffer(data[start:end], np.uint64), posts))
         return Viewed(context, posts, data[end:] or b"{}")
+
+    def read_context(self, body: bytes | bytearray) -> Packed | None:
+        """A user and a history alone, as a request without candidates; None as of `read`."""
+        data = self._read(body, False)
+        if not data:
+            return None
+        user_id, events, kept, _, _, rest = HEAD.unpack_from(data)
+        wishes = self._default
+        with suppress(ServiceError):
+            said = parse(data[-rest:]) if rest else {}
+            if said.keys() == {"request_id"} and is_request_id(said["request_id"]):
+                wishes = wishes._replace(request_id=said.pop("request_id"))
+            return None if said else Packed(self, body, data, user_id, events, kept, 0, 0, wishes)
+        return None
 
     def _wishes(self, text: bytes) -> Wishes | None:
         """None where they are not right. They are the same in most requests, but for the name and the context."""
@@ -222,7 +237,7 @@ class Viewed(NamedTuple):
     rest: bytes
 
 
-def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -> tuple[Context, int]:
+def _context(data: bytes, user_id: int, events: int, kept: int, further: int, actions: int) -> tuple[Context, int]:
     """What the model reads of what the codec has read, and where the bytes after it begin. `further`: words of candidates, which come
     between the context's words and its other numbers."""
     start, size = HEAD.size, 8 * kept
@@ -235,6 +250,8 @@ def _context(data: bytes, user_id: int, kept: int, further: int, actions: int) -
         np.ndarray((kept, actions), _FLOAT32, data, floats),
         np.ndarray(kept, _INT64, data, start + 2 * size),
         np.ndarray(kept, _FLOAT32, data, end),
+        True,
+        events - kept,
     )
     return context, end + 4 * kept
 
@@ -272,7 +289,7 @@ class Packed:
     def unpack(self, config: ModelConfig) -> tuple[Request, Context, Candidates]:
         """The request, without the history that the model reads, and what the model reads."""
         data, kept, count = self.data, self.kept, self.candidates
-        context, place = _context(data, self.user_id, kept, 4 * count, config.actions)
+        context, place = _context(data, self.user_id, self.events, kept, 4 * count, config.actions)
         start, size = HEAD.size + 24 * kept, 8 * count
         candidates = Candidates(
             np.ndarray(count, _UINT64, data, start),

@@ -1,45 +1,36 @@
-"""A request for a context: a body → what the model reads of a user and a history."""
+"""The wire of requests for a context: a body → a `Request` without candidates, and the reply that says its handle."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from app.errors import ServiceError
-from app.request import features
-from app.request.body import decode
-from app.request.rules import Rule, check, struct_rule
-from app.request.schema import ContextRequest
-from app.request.strict_json import parse
-from app.request.validate import viewer_of
+import orjson
+
+from app.request import body, validate
+from app.request.body import Body
+from app.request.codec import Packed
+from app.request.reply import ReplyFormat, tail_of
+from app.request.validate import Request
 from app.request.vocabulary import Vocabulary
+from app.request.wires import Wire
 from app.settings import Limits
-from model.config import ModelConfig
-from model.inputs import Context
+from model.inputs import Scores
 
 
-class ContextAsked(NamedTuple):
-    """A valid request: `history_length` items were sent, of which `context` has the newest."""
-
-    context: Context
-    history_length: int
-    request_id: str | None
-
-
-def read_context(body: bytes | bytearray, limits: Limits, vocabulary: Vocabulary, config: ModelConfig) -> ContextAsked:
-    """By the compiled codec, or where that declines it by the plain reader. Raises MalformedJson, TooLarge or InvalidRequest."""
-    codec = vocabulary.codec
-    if codec is not None and (viewed := codec.read_viewer(body)) is not None:
-        try:
-            rest = parse(viewed.rest)
-            check(rest, _rule(vocabulary, "user_id", "history"))
-            return ContextAsked(viewed.context, len(viewed.posts), rest.get("request_id"))
-        except ServiceError:
-            pass  # the plain reader says what is wrong, in its order
-    value = decode(body, limits).value
-    check(value, _rule(vocabulary))
-    viewer = viewer_of(value, vocabulary)
-    return ContextAsked(features.context_of(viewer, config), len(viewer.history), value.get("request_id"))
+def decode(
+    data: bytes | bytearray, headers: Mapping[bytes, bytes], limits: Limits, vocabulary: Vocabulary
+) -> Packed | Body:
+    """As `wires.Wire.decode`: by the compiled codec, else by `body.decode`."""
+    packed = None if vocabulary.codec is None else vocabulary.codec.read_context(data)
+    return body.decode(data, limits) if packed is None else packed
 
 
-def _rule(vocabulary: Vocabulary, *without: str) -> Rule:
-    return vocabulary.rule(f"context {without}", lambda: struct_rule(ContextRequest, vocabulary, *without))
+def render(
+    request: Request, scores: Scores, form: ReplyFormat, *, history_used: int, timings_ms: dict[str, Any]
+) -> Iterator[bytes]:
+    """The JSON reply. `timings_ms` is written as it is."""
+    yield orjson.dumps({"model": form.model})[:-1] + tail_of(request, history_used, timings_ms)
+
+
+CONTEXTS = Wire(decode, validate.check_context, render)

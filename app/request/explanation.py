@@ -10,11 +10,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from app.errors import ContextUnknown
 from app.request import features, reply
 from app.request.reply import ReplyFormat
 from app.request.validate import Posts, Request
 from model.config import ModelConfig
 from model.inputs import Candidates, Context, Scores
+from weights.format.manifest import Manifest
 
 Floats = NDArray[np.floating[Any]]
 Numbers = tuple[NDArray[np.float64], NDArray[np.float32]]
@@ -50,6 +52,22 @@ class Question:
         if slots_matter:
             return [every.chunk(place, place + 1) for place in self.explained.tolist()]
         return [every.rows(self.explained)]
+
+
+def with_context(request: Request, context: Context, manifest: Manifest) -> Request:
+    """A request that named this context by its handle, with its user and history. Raises ContextUnknown where more than the model reads is
+    needed: an older event that comes into its window when another is left out, or the texts of ids."""
+    if context.dropped or manifest.ids == "text":
+        raise ContextUnknown
+    return replace(
+        request,
+        user_id=context.user_id,
+        history=Posts(context.post_ids, context.author_ids, context.surfaces),
+        actions=context.actions,
+        dwell_seconds=context.dwell_seconds.astype(np.float64),
+        history_length=len(context),
+        handle=None,
+    )
 
 
 def _without_event(request: Request, place: int) -> Request:

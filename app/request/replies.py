@@ -59,7 +59,18 @@ class Reply(Strict, kw_only=True):
 
     history_used: Annotated[int, about("History items that the model saw: the ranking model, where there are two.")]
     history_dropped: Annotated[int, about("Older items that did not fit the model's window.")]
+    context: Annotated[
+        str | UnsetType,
+        about("The handle of the ranking model's context, for later requests; only as long as its cache keeps it."),
+    ] = UNSET
     request_id: Annotated[str | UnsetType, about("The request's own, if it had one.")] = UNSET
+
+
+class ContextReply(Reply, kw_only=True):
+    """A context that the cache has now. Without `context` it keeps none of this size: send requests whole then."""
+
+    model: Annotated[ModelVersion, about("What computed it.")]
+    timings_ms: Annotated[Timings, about("Where the time went.")]
 
 
 class ScoresReply(Reply, kw_only=True):

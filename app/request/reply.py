@@ -66,6 +66,7 @@ class Asked(Protocol):
 
     history_length: int
     request_id: str | None
+    handle: str | None
 
 
 class Rows(NamedTuple):
@@ -202,6 +203,8 @@ def tail_of(request: Asked, history_used: int, timings_ms: Mapping[str, float], 
         "history_dropped": request.history_length - history_used,
         "timings_ms": timings_ms,
     }
+    if request.handle is not None:
+        tail["context"] = request.handle
     if request.request_id is not None:
         tail["request_id"] = request.request_id
     return b"," + orjson.dumps(tail)[1:]

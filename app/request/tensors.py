@@ -332,6 +332,8 @@ def outputs_of(
         "history_dropped": request.history_length - history_used,
         **{f"{stage}_ms": milliseconds for stage, milliseconds in timings_ms.items()},
     }
+    if request.handle is not None:
+        parameters["context"] = request.handle
     columns = rows._asdict()
     if isinstance(rows.post_id, list):
         columns["post_id"] = np.array(rows.post_id, object)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.request import rules
-from app.request.body import Body, explanation_rule, request_rule
+from app.request.body import Body, context_rule, explanation_rule, request_rule
 from app.request.ids import echoed, read_ids
 from app.request.rules import column_of
 from app.request.schema import Candidate, Post
@@ -107,6 +107,12 @@ def check(body: Body, vocabulary: Vocabulary) -> Request:
     return _request_of(body.value, vocabulary)
 
 
+def check_context(body: Body, vocabulary: Vocabulary) -> Request:
+    """The same of a request for a context, which has no candidates."""
+    rules.check(body.value, context_rule(vocabulary))
+    return _request_of(body.value, vocabulary)
+
+
 def check_explain(body: Body, vocabulary: Vocabulary) -> tuple[Request, NDArray[np.int64]]:
     """The same, and the places of the candidates to explain, int64 `[n]`: of each the first with that post id."""
     rules.check(body.value, explanation_rule(vocabulary))
@@ -119,7 +125,7 @@ def check_explain(body: Body, vocabulary: Vocabulary) -> tuple[Request, NDArray[
 def _request_of(body: Mapping[str, Any], vocabulary: Vocabulary) -> Request:
     viewer = viewer_of(body, vocabulary)
     weights, top_k, wanted, request_id, reply, handle, has_offset = wishes_of(body, vocabulary)
-    candidates = body["candidates"]
+    candidates = body.get("candidates", [])
     return Request(
         *viewer,
         len(viewer.history),

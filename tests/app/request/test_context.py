@@ -11,12 +11,14 @@ import orjson
 import pytest
 
 from app.errors import InvalidRequest, ServiceError
-from app.request import codec, inference, retrieval, tensors
+from app.request import codec, features, inference, retrieval, tensors
 from app.request.body import decode
 from app.request.codec import Codec, Packed, load_library
-from app.request.context import read_context
-from app.request.validate import check, check_explain
+from app.request.context import CONTEXTS
+from app.request.validate import Request, check, check_explain
+from app.request.vocabulary import Vocabulary
 from app.settings import Limits
+from model.inputs import Context
 from tests.app.fakes import FakeEngine, loaded
 from tests.app.serving import VOCABULARY, good
 
@@ -121,25 +123,46 @@ def test_a_handle_beside_tensors() -> None:
     assert problems(lambda: infer({"context": "x"}))[0][0] == "parameters.context"
 
 
+def read_context(asked: Any, words: Vocabulary) -> tuple[Request, Context]:
+    typed = CONTEXTS.decode(orjson.dumps(asked), {}, LIMITS, words)
+    assert isinstance(typed, Packed) == (words.codec is not None)
+    if isinstance(typed, Packed):
+        request, context, candidates = typed.unpack(MANIFEST.config)
+        assert len(candidates) == 0
+        return request, context
+    request = CONTEXTS.check(typed, words)
+    return request, features.context_of(request, MANIFEST.config)
+
+
 @pytest.mark.parametrize("history", [..., good()["history"], good()["history"] * 40])
 def test_a_request_for_a_context_reads_what_a_ranking_reads(history: Any) -> None:
     asked = {
         name: value for name, value in good(history=history).items() if name in ("user_id", "history", "request_id")
     }
-    found = [
-        read_context(orjson.dumps(asked), LIMITS, words, MANIFEST.config)
-        for words in (SPOKEN, replace(SPOKEN, codec=None))
-    ]
     packed = CODEC.read(orjson.dumps(good(history=history)))
     assert isinstance(packed, Packed)
     request, context, _ = packed.unpack(MANIFEST.config)
-    for each in found:
-        assert (each.history_length, each.request_id) == (request.history_length, "page-7")
-        for name in ("user_id", "post_ids", "author_ids", "actions", "surfaces", "dwell_seconds"):
-            assert np.array_equal(getattr(each.context, name), getattr(context, name))
-
-
-def test_a_request_for_a_context_takes_nothing_else() -> None:
     for words in (SPOKEN, replace(SPOKEN, codec=None)):
-        for body, field in (({"context": HANDLE}, ""), ({"user_id": 1, "top_k": 1}, ""), ({"user_id": "x"}, "user_id")):
-            assert problems(lambda: read_context(orjson.dumps(body), LIMITS, words, MANIFEST.config))[0][0] == field  # noqa: B023
+        found, read = read_context(asked, words)
+        assert (found.history_length, found.request_id) == (request.history_length, "page-7")
+        assert (len(found.candidates), read.dropped) == (0, context.dropped)
+        for name in ("user_id", "post_ids", "author_ids", "actions", "surfaces", "dwell_seconds"):
+            assert np.array_equal(getattr(read, name), getattr(context, name))
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"context": HANDLE}, ""),
+        ({"user_id": 1, "top_k": 1}, ""),
+        ({"user_id": "x"}, "user_id"),
+        ({"user_id": 1, "request_id": None}, "request_id"),
+        ({"user_id": 1, "request_id": " "}, "request_id"),
+        ({"user_id": 1, "candidates": []}, ""),
+    ],
+)
+def test_a_request_for_a_context_takes_nothing_else(body: Any, field: str) -> None:
+    for words in (SPOKEN, replace(SPOKEN, codec=None)):
+        typed = CONTEXTS.decode(orjson.dumps(body), {}, LIMITS, words)
+        assert not isinstance(typed, Packed)
+        assert problems(lambda: CONTEXTS.check(typed, words))[0][0] == field  # noqa: B023
