@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +142,13 @@ def test_both_readers_hash_as_the_definition_says() -> None:
         assert context.user_id == text_id(ids[0])
         assert request.echo_ids == ids
         assert compiled(raw) == plain(raw)
+
+
+def test_the_pages_test_vectors_are_right() -> None:
+    page = (Path(__file__).parents[3] / "docs/api.md").read_text()
+    vectors = re.findall(r"^\| `(.+)` \| `([0-9a-f]{16})` \|$", page, re.MULTILINE)
+    assert len(vectors) == 6
+    assert [f"{text_id(text):016x}" for text, _ in vectors] == [hash_ for _, hash_ in vectors]
 
 
 @settings(max_examples=300, deadline=None)
