@@ -15,10 +15,21 @@ import typer
 
 from model.config import ContextAttention, RetrievalConfig
 from weights import checkpoint
-from weights.actions import default_score_weights
+from weights.actions import default_score_weights, released_action_names
 from weights.checkpoint import CheckpointError
 from weights.commands import corpus, explain, scoring, training
-from weights.commands.console import label_of, out_option, progress_bar, read_json, refusals, say, show_manifest
+from weights.commands.console import (
+    Ids,
+    ScoreWeights,
+    label_of,
+    out_option,
+    progress_bar,
+    read_json,
+    refusals,
+    say,
+    score_weights_of,
+    show_manifest,
+)
 from weights.format import writer
 from weights.format.writer import TableDtype
 from weights.published import importer
@@ -58,9 +69,8 @@ def import_(
         Path | None,
         typer.Option(help="JSON file: list of action names in output order. Default: the release's known ones."),
     ] = None,
-    score_weights: Annotated[
-        Path | None, typer.Option(help="JSON file: action name → default weight. Default: weights of the known names.")
-    ] = None,
+    score_weights: ScoreWeights = "default",
+    ids: Ids = "uint64",
     context_attention: Annotated[
         ContextAttention | None, typer.Option(help="Overrides config.json. Default: what it says, else causal.")
     ] = None,
@@ -77,9 +87,9 @@ def import_(
         progress_bar(in_bytes=True) as bar,
     ):
         config = model.config
-        names = read_names(actions) if actions else None
-        weights = read_json(score_weights, dict) if score_weights else None
-        labels = importer.labels_for(config, name or label_of(out), version, names, weights)
+        names = read_names(actions) if actions else released_action_names(config.actions)
+        weights = score_weights_of(score_weights, names)
+        labels = importer.labels_for(config, name or label_of(out), version, names, weights, ids)
         manifest = importer.import_published(
             model, out, labels, table_dtype=tables, replace_existing=replace, progress=partial(bar, "Importing")
         )
@@ -116,7 +126,8 @@ def graft(
         tables: Any = manifest.tensors["tables.user"].dtype if kept else "float32"
         written = checkpoint.save_checkpoint(
             out, ranker, name=name or label_of(out), version=version, action_names=manifest.action_names,
-            continuous=manifest.continuous, score_weights=manifest.score_weights, table_dtype=tables, replace=replace,
+            continuous=manifest.continuous, score_weights=manifest.score_weights, ids=manifest.ids, table_dtype=tables,
+            replace=replace,
         )  # fmt: skip
     config = written.config
     say(
@@ -171,6 +182,7 @@ def inspect(
         manifest = checkpoint.load_manifest(directory)
     rows = {
         "digest": manifest.digest,
+        "ids": manifest.ids,
         **{key: json.dumps(value) for key, value in manifest.config.to_dict().items()},
         "action names": ", ".join(manifest.action_names),
         "continuous": json.dumps([asdict(output) for output in manifest.continuous]),
@@ -185,7 +197,7 @@ def relabel(
     name: Annotated[str, typer.Option(help="New name.")] = "",
     version: Annotated[str, typer.Option(help="New version; a short digest where not given.")] = "",
     actions: Annotated[Path | None, typer.Option(help="JSON file: list of action names in output order.")] = None,
-    score_weights: Annotated[Path | None, typer.Option(help="JSON file: action name → default weight.")] = None,
+    score_weights: ScoreWeights = "",
 ) -> None:
     """Change names or default weights of a checkpoint in place. The weights stay; version and digest become new ones."""
     with refusals():
@@ -195,9 +207,10 @@ def relabel(
         if actions:
             changes["action_names"] = read_names(actions)
             changes["score_weights"] = default_score_weights(changes["action_names"])
+        before = checkpoint.load_manifest(directory)
         if score_weights:
-            changes["score_weights"] = read_json(score_weights, dict)
-        manifest = checkpoint.load_manifest(directory).relabelled(**changes)
+            changes["score_weights"] = score_weights_of(score_weights, changes.get("action_names", before.action_names))
+        manifest = before.relabelled(**changes)
         writer.replace_manifest(directory, manifest)
     say(f"{directory} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
@@ -206,11 +219,12 @@ def relabel(
 def random_(
     out: Annotated[Path, out_option("Directory to write.")],
     seed: Seed = 0,
+    ids: Ids = "uint64",
     replace: Replace = False,
 ) -> None:
     """Write the small random checkpoint with its example request."""
     with refusals():
-        manifest = write_small_checkpoint(out, seed, replace=replace)
+        manifest = write_small_checkpoint(out, seed, ids=ids, replace=replace)
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +12,11 @@ import typer
 
 from weights.checkpoint import load_encoder
 from weights.commands.console import label_of, out_option, progress_bar, refusals, say, show_manifest
-from weights.corpus.importer import PostsFile, check_corpus, make_corpus
+from weights.corpus.importer import Posts, PostsFile, check_corpus, check_texts, make_corpus
 from weights.corpus.snapshot import publish
 from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
 from weights.errors import CheckpointError
+from weights.text_ids import IdKind
 
 app = typer.Typer(
     help="Corpora, the posts that retrieval searches: make, check and describe them.", no_args_is_help=True
@@ -60,7 +62,12 @@ def import_(
 
 @app.command()
 def build(
-    posts: Annotated[Path, typer.Argument(help="npz file: post_ids, author_ids, perhaps created_at and topics.")],
+    posts: Annotated[
+        Path,
+        typer.Argument(
+            help="npz, Parquet or JSON lines (.jsonl): post_ids, author_ids, perhaps created_at and topics. Texts: not npz."
+        ),
+    ],
     encoder: Encoder,
     out: Out,
     topics: Topics = None,
@@ -85,19 +92,29 @@ def _make(
     source: Path, encoder: Path, out: Path, topics: Path | None, labels: CorpusLabels, *, encode: bool, replace: bool
 ) -> None:
     started = time.perf_counter()
-    with refusals(), progress_bar() as bar, PostsFile(source, topics) as posts:
-        for note in posts.notes:
-            say(note)
-        if not encode and not posts.has_vectors:
-            raise CheckpointError(f"{source} holds no candidate_representations; `corpus build` encodes the ids.")
+    with refusals(ValueError, OSError), progress_bar() as bar:  # LogError is a ValueError
         towers = load_encoder(encoder)
-        manifest = make_corpus(
-            posts, towers, out, labels, encode=encode, replace=replace, progress=partial(bar, "Writing")
-        )
+        with _opened(source, towers.manifest.ids, topics) as posts:
+            for note in posts.notes:
+                say(note)
+            if not encode and not posts.has_vectors:
+                raise CheckpointError(f"{source} holds no candidate_representations; `corpus build` encodes the ids.")
+            manifest = make_corpus(
+                posts, towers, out, labels, encode=encode, replace=replace, progress=partial(bar, "Writing")
+            )
     say(
         f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}: {manifest.posts} posts of width "
         f"{manifest.width} by {manifest.encoder_name}, {len(manifest.topics)} topics; {time.perf_counter() - started:.1f} s"
     )
+
+
+def _opened(source: Path, ids: IdKind, topics: Path | None) -> Posts:
+    """Posts in an npz file, or in tables, which need the `train` extra."""
+    if zipfile.is_zipfile(source) or source.suffix == ".npz":
+        return PostsFile(source, topics)
+    from weights.corpus.table import PostsTable
+
+    return PostsTable(source, ids, topics)
 
 
 @app.command()
@@ -112,6 +129,7 @@ def verify(
     with refusals(), progress_bar() as bar:
         towers = load_encoder(encoder) if encoder else None
         stored = load_corpus(directory, towers.manifest if towers else None)
+        check_texts(stored)
         if towers:
             check_corpus(stored, towers, partial(bar, "Encoding"))
     corpus, manifest = stored.corpus, stored.manifest
@@ -142,5 +160,5 @@ def inspect(
     """Show the manifest of a corpus. `verify` also reads the vectors."""
     with refusals():
         manifest = load_corpus_manifest(directory)
-    rows = {key: str(getattr(manifest, key)) for key in ("digest", "encoder_name", "encoder", "posts", "width")}
+    rows = {key: str(getattr(manifest, key)) for key in ("digest", "ids", "encoder_name", "encoder", "posts", "width")}
     show_manifest(manifest, rows | {"topics": ", ".join(manifest.topics)}, as_json=as_json)

@@ -15,9 +15,20 @@ import typer
 
 from model.config import ModelConfig
 from model.presets import PRESETS, with_preset
-from weights.actions import continuous_outputs, default_score_weights
+from weights.actions import continuous_outputs
 from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, save_checkpoint
-from weights.commands.console import out_option, progress_bar, read_json, refusals, say, show
+from weights.commands.console import (
+    Ids,
+    ScoreWeights,
+    out_option,
+    progress_bar,
+    read_json,
+    refusals,
+    say,
+    score_weights_of,
+    show,
+)
+from weights.text_ids import IdKind
 
 if TYPE_CHECKING:
     from model.ranker import Ranker
@@ -67,13 +78,14 @@ def world(
 def sort_log(
     log: Annotated[Path, typer.Option(help="A Parquet log, or a directory of such.")],
     out: Annotated[Path, out_option("Directory to write, for `train --log`.")],
+    ids: Ids = "uint64",
 ) -> None:
     """Sort a log that does not fit into memory, once: training then reads it from the disk, a request at a time."""
     with refusals(*REFUSED):
         from weights.training.sorted_log import sort_log as sort
 
         with progress_bar() as bar:
-            rows = sort(log, out, bar)
+            rows = sort(log, out, bar, ids)
     say(f"{out} holds {rows} impressions")
 
 
@@ -96,6 +108,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds, log and threads: equal checkpoints.")] = 1,
     set_: Set = None,
+    score_weights: ScoreWeights = "default",
+    ids: Ids = "uint64",
     replace_existing: Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")] = False,
 ) -> None:
     """Train a checkpoint from a log, with the model code that serves it; on several processes under torchrun."""
@@ -109,7 +123,8 @@ def train(
         if out.exists() and not replace_existing:
             raise CheckpointError(f"{out} exists already; choose another place or give --replace.")
         settings = with_settings(TrainSettings(seed=seed), set_)
-        impressions, architecture, begun = _what_to_train(log, config, preset, start)
+        impressions, architecture, begun = _what_to_train(log, ids, config, preset, start)
+        weights = score_weights_of(score_weights, impressions.action_names)
         with joined(settings.device) as processes, progress_bar(shown=processes.rank == 0) as bar:
             ranker = run(
                 impressions, architecture, settings, until_ts=until, start=begun, state=state, resume=resume,
@@ -120,13 +135,13 @@ def train(
         manifest = save_checkpoint(
             out, ranker, name=name, action_names=impressions.action_names,
             continuous=continuous_outputs(architecture.continuous_actions, dwell_index=0),
-            score_weights=default_score_weights(impressions.action_names), replace=replace_existing,
+            score_weights=weights, ids=ids, replace=replace_existing,
         )  # fmt: skip
     say(f"{out} holds {manifest.name} {manifest.version}, digest {manifest.digest}")
 
 
 def _what_to_train(
-    log: Path, config: Path | None, preset: str, start: Path | None
+    log: Path, ids: IdKind, config: Path | None, preset: str, start: Path | None
 ) -> tuple[Log, ModelConfig, Ranker | None]:
     """The log, the architecture, and the weights to begin with where `start` brings them."""
     from weights.training.log import aligned, read_log
@@ -135,9 +150,11 @@ def _what_to_train(
 
     if start and (config or preset):
         raise CheckpointError("--start brings its architecture along: give neither --config nor --preset.")
-    impressions = open_sorted(log) if (log / FACTS_NAME).exists() else read_log(log)
-    if start:
-        begun = load_checkpoint(start)
+    begun = load_checkpoint(start) if start else None
+    if begun and begun.manifest.ids != ids:
+        raise CheckpointError(f"{start} has ids that are {begun.manifest.ids}: give --ids {begun.manifest.ids}.")
+    impressions = open_sorted(log, ids) if (log / FACTS_NAME).exists() else read_log(log, ids)
+    if begun:
         return aligned(impressions, begun.manifest.action_names), begun.manifest.config, begun.ranker
     actions = len(impressions.action_names)
     architecture = ModelConfig.from_dict(read_json(config, dict)) if config else demo_config(actions)
@@ -166,7 +183,8 @@ def eval_(
         loaded = load_checkpoint(checkpoint)
         facts = load_facts(world_directory) if world_directory else None
         impressions = aligned(
-            read_log(world_directory / LOG_NAME if world_directory else Path(str(log))), loaded.manifest.action_names
+            read_log(world_directory / LOG_NAME if world_directory else Path(str(log)), loaded.manifest.ids),
+            loaded.manifest.action_names,
         )
         test_ts = facts.test_ts if facts else int(since or 0)
         with progress_bar() as bar:
@@ -220,7 +238,9 @@ def compare(
         from weights.training.log import aligned, read_log
 
         pair = load_checkpoint(first), load_checkpoint(second)
-        impressions = read_log(log)
+        if pair[0].manifest.ids != pair[1].manifest.ids:
+            raise CheckpointError("The ids of one are integers and those of the other texts: no log has both.")
+        impressions = read_log(log, pair[0].manifest.ids)
         logs = aligned(impressions, pair[0].manifest.action_names), aligned(impressions, pair[1].manifest.action_names)
         with progress_bar() as bar:
             found = compared(pair, logs, since, requests, seed, bar)

@@ -46,7 +46,8 @@ def decoded(payload: bytes, width: int, before: Mark, ids: IdKind = "uint64") ->
         raise ValueError("an id that is no text")
     columns = [text_ids(each) if ids == "text" else np.array(each, np.uint64) for each in said]
     posts = NewPosts(
-        *columns[:2],
+        columns[0],
+        columns[1],
         np.array(values["created_at"], np.int64),
         values["topics"],
         np.frombuffer(vectors, np.float32).reshape(len(said[0]), width).copy(),
