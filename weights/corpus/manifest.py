@@ -127,18 +127,13 @@ class CorpusManifest:
 
     @property
     def first_mark(self) -> Mark:
-        """Of the corpus before the changes in its log: `v1+12` of before November 2026 has had twelve."""
+        """Of the corpus before the changes in its log."""
         sequence, digest, position = self.mark
-        return Mark(sequence or self._base[1], digest or self.digest[:32], position)
+        return Mark(sequence, digest or self.digest[:32], position)
 
     def label(self, mark: Mark) -> str:
         """What people call it after changes: `v1` after twelve is `v1+12`."""
-        return f"{self._base[0]}+{mark.sequence}" if mark.sequence else self.version
-
-    @property
-    def _base(self) -> tuple[str, int]:
-        base, plus, changes = self.version.rpartition("+")
-        return (base, int(changes)) if plus and changes.isdecimal() else (self.version, 0)
+        return f"{re.sub(r'[+][0-9]+$', '', self.version)}+{mark.sequence}" if mark.sequence else self.version
 
     def to_json(self) -> bytes:
         """The exact content of `manifest.json`."""

@@ -151,9 +151,9 @@ def test_a_record_of_the_other_kind_of_ids_is_none(ids: Any) -> None:
     nothing = NewPosts(NONE, NONE, NONE.view(np.int64), [], np.empty((0, 3), np.float32))
     texts = ["a"] if ids == "text" else []
     record = encoded(Change(text_ids.text_ids(["a"]), nothing, (1, "", ""), texts))  # type: ignore[arg-type]
-    assert decoded(record, 3, (0, "", ""), ids).delete_texts == texts  # type: ignore[arg-type]
+    assert decoded(record, 3, ids).delete_texts == texts
     with pytest.raises((ValueError, TypeError)):
-        decoded(record, 3, (0, "", ""), "uint64" if ids == "text" else "text")  # type: ignore[arg-type]
+        decoded(record, 3, "uint64" if ids == "text" else "text")
 
 
 def weak(text: str) -> int:
