@@ -33,6 +33,19 @@ from weights.text_ids import IdKind
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, of click or of the copy in typer
 
 
+app = typer.Typer(
+    help="Checkpoints of the ranking transformer: make, check and describe them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+Name = Annotated[str, typer.Option(help="What it is called; the directory's name where not given.")]
+Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the checkpoint or corpus that is there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")]
+Directory = Annotated[Path, typer.Argument(help="A checkpoint directory.")]
 Ids = Annotated[IdKind, typer.Option(help="What users, posts and authors are named by: integers, or texts.")]
 ScoreWeights = Annotated[
     str,
@@ -72,6 +85,9 @@ def writable(path: Path | None) -> Path | None:
 def out_option(text: str) -> Any:
     """`--out`, with its help."""
     return typer.Option(help=text, callback=writable)
+
+
+Out = Annotated[Path, out_option("Directory to write.")]
 
 
 def say(text: str) -> None:

@@ -11,7 +11,18 @@ from typing import Annotated
 import typer
 
 from weights.checkpoint import load_encoder
-from weights.commands.console import label_of, out_option, progress_bar, refusals, say, show_manifest
+from weights.commands.console import (
+    AsJson,
+    Name,
+    Out,
+    Replace,
+    Version,
+    label_of,
+    progress_bar,
+    refusals,
+    say,
+    show_manifest,
+)
 from weights.corpus.importer import Posts, PostsFile, check_corpus, check_texts, make_corpus
 from weights.corpus.snapshot import publish
 from weights.corpus.store import CorpusLabels, load_corpus, load_corpus_manifest
@@ -23,17 +34,13 @@ app = typer.Typer(
 )
 
 Encoder = Annotated[Path, typer.Option(help="The retrieval checkpoint.")]
-Out = Annotated[Path, out_option("Corpus directory to write.")]
 Topics = Annotated[Path | None, typer.Option(help="Text file with the topic of each row, one a line, empty for none.")]
-Name = Annotated[str, typer.Option(help="Name of the corpus; that of the directory where not given.")]
-Version = Annotated[str, typer.Option(help="Version; a short digest where not given.")]
 Position = Annotated[
     str,
     typer.Option(
         help="Of the last change in the feed that these posts have, such as 1764000000000-0 in a Redis stream."
     ),
 ]
-Replace = Annotated[bool, typer.Option("--replace", help="Replace the corpus that is there.")]
 Directory = Annotated[Path, typer.Argument(help="A corpus directory.")]
 
 
@@ -49,15 +56,8 @@ def import_(
     replace: Replace = False,
 ) -> None:
     """Convert a published corpus with its vectors. Some are encoded anew: the encoder must be the one that made them."""
-    _make(
-        source,
-        encoder,
-        out,
-        topics,
-        CorpusLabels(name or label_of(out), version, feed_position),
-        encode=False,
-        replace=replace,
-    )
+    labels = CorpusLabels(name or label_of(out), version, feed_position)
+    _make(source, encoder, out, topics, labels, encode=False, replace=replace)
 
 
 @app.command()
@@ -77,15 +77,8 @@ def build(
     replace: Replace = False,
 ) -> None:
     """Make a corpus from ids: the candidate tower encodes every post."""
-    _make(
-        posts,
-        encoder,
-        out,
-        topics,
-        CorpusLabels(name or label_of(out), version, feed_position),
-        encode=True,
-        replace=replace,
-    )
+    labels = CorpusLabels(name or label_of(out), version, feed_position)
+    _make(posts, encoder, out, topics, labels, encode=True, replace=replace)
 
 
 def _make(
@@ -153,10 +146,7 @@ def snapshot(
 
 
 @app.command()
-def inspect(
-    directory: Directory,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as one JSON object.")] = False,
-) -> None:
+def inspect(directory: Directory, as_json: AsJson = False) -> None:
     """Show the manifest of a corpus. `verify` also reads the vectors."""
     with refusals():
         manifest = load_corpus_manifest(directory)

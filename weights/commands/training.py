@@ -19,7 +19,11 @@ from weights.actions import continuous_outputs
 from weights.checkpoint import CheckpointError, load_checkpoint, load_encoder, save_checkpoint
 from weights.commands.console import (
     Ids,
+    Out,
+    Replace,
     ScoreWeights,
+    Seed,
+    app,
     out_option,
     progress_bar,
     read_json,
@@ -39,27 +43,14 @@ T = TypeVar("T")
 
 REFUSED = (ValueError, OSError)  # LogError, StateError and ConfigError are ValueErrors
 
-Out = Annotated[Path, out_option("Directory to write.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="NAME=VALUE of a setting; can be given more than once. See docs/training.md."),
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to a command line."""
-    app.command()(world)
-    app.command("sort-log")(sort_log)
-    app.command()(train)
-    app.command("eval")(eval_)
-    app.command("eval-retrieval")(eval_retrieval)
-    app.command()(compare)
-    app.command("train-demo")(train_demo)
-
-
-def world(
-    out: Out, seed: Annotated[int, typer.Option(help="Equal seeds, equal worlds.")] = 1, set_: Set = None
-) -> None:
+@app.command()
+def world(out: Out, seed: Seed = 1, set_: Set = None) -> None:
     """Draw a synthetic world: a log of impressions, the true probabilities beside it, and names."""
     with refusals(*REFUSED):
         from weights.training.world.settings import WorldSettings
@@ -75,6 +66,7 @@ def world(
     )
 
 
+@app.command("sort-log")
 def sort_log(
     log: Annotated[Path, typer.Option(help="A Parquet log, or a directory of such.")],
     out: Annotated[Path, out_option("Directory to write, for `train --log`.")],
@@ -89,6 +81,7 @@ def sort_log(
     say(f"{out} holds {rows} impressions")
 
 
+@app.command()
 def train(
     log: Annotated[
         Path, typer.Option(help="Parquet log of impressions, see docs/training.md; or what sort-log wrote.")
@@ -106,11 +99,11 @@ def train(
     ] = None,
     state: Annotated[Path | None, typer.Option(help="Directory that keeps the state of the run, for --resume.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --state.")] = False,
-    seed: Annotated[int, typer.Option(help="Equal seeds, log and threads: equal checkpoints.")] = 1,
+    seed: Seed = 1,
     set_: Set = None,
     score_weights: ScoreWeights = "default",
     ids: Ids = "uint64",
-    replace_existing: Annotated[bool, typer.Option("--replace", help="Replace the checkpoint that is there.")] = False,
+    replace_existing: Replace = False,
 ) -> None:
     """Train a checkpoint from a log, with the model code that serves it; on several processes under torchrun."""
     with refusals(*REFUSED):
@@ -161,6 +154,7 @@ def _what_to_train(
     return impressions, with_preset(architecture, preset) if preset else architecture, None
 
 
+@app.command("eval")
 def eval_(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory.")],
     out: Annotated[Path, out_option("Directory for report.md, figures.json and the plots.")],
@@ -198,6 +192,7 @@ def eval_(
     say(json.dumps(figures(evaluation)))
 
 
+@app.command("eval-retrieval")
 def eval_retrieval(
     checkpoint: Annotated[Path, typer.Option(help="The ranker that was trained on the world.")],
     towers: Annotated[Path, typer.Option(help="The retrieval checkpoint that was.")],
@@ -219,6 +214,7 @@ def eval_retrieval(
     say(json.dumps(found))
 
 
+@app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="A checkpoint directory: what serves now, say.")],
     second: Annotated[Path, typer.Argument(help="Another one: what might serve next.")],
@@ -226,7 +222,7 @@ def compare(
     out: Annotated[Path, out_option("Directory for index.html and figures.json.")],
     since: Annotated[int, typer.Option(help="Unix seconds: the requests from then on.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Most requests, drawn by --seed.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Equal seeds, equal requests.")] = 1,
+    seed: Seed = 1,
     explorer: Annotated[
         str, typer.Option(help="Where a server has its page, for links.")
     ] = "http://127.0.0.1:8000/explore",
@@ -248,9 +244,10 @@ def compare(
     say(json.dumps({name: value for name, value in figures.items() if name not in ("actions", "changed")}))
 
 
+@app.command("train-demo")
 def train_demo(
     out: Out,
-    seed: Annotated[int, typer.Option(help="Equal seeds, equal bytes.")] = 1,
+    seed: Seed = 1,
     work: Annotated[
         Path | None, typer.Option(help="Keep the world and the run's state here. Default: nowhere.")
     ] = None,
