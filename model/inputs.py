@@ -54,14 +54,17 @@ class Context:
 
     def first(self, length: int) -> Context:
         """The same user with the oldest `length` items alone, as views."""
-        cut = slice(length)
+        return self.rows(slice(length))
+
+    def rows(self, rows: slice | NDArray[np.int64]) -> Context:
+        """The same user with these items, in this order."""
         return Context(
             self.user_id,
-            self.post_ids[cut],
-            self.author_ids[cut],
-            self.actions[cut],
-            self.surfaces[cut],
-            self.dwell_seconds[cut],
+            self.post_ids[rows],
+            self.author_ids[rows],
+            self.actions[rows],
+            self.surfaces[rows],
+            self.dwell_seconds[rows],
         )
 
     def events(self, config: ModelConfig) -> tuple[bytes, ...]:

@@ -230,7 +230,7 @@ def compare(
     """Compare two checkpoints on the requests of a log: scores, order, calibration, the requests that changed most."""
     with refusals(*REFUSED):
         from weights.training.evaluate.compare import compare as compared
-        from weights.training.evaluate.compare_page import write_comparison
+        from weights.training.evaluate.compare import write_comparison
         from weights.training.log import aligned, read_log
 
         pair = load_checkpoint(first), load_checkpoint(second)

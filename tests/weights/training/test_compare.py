@@ -23,8 +23,7 @@ from weights.actions import continuous_outputs
 from weights.checkpoint import load_checkpoint, save_checkpoint
 from weights.commands.checkpoints import app
 from weights.training import initial
-from weights.training.evaluate.compare import Comparison, compare, request_body
-from weights.training.evaluate.compare_page import explorer_link
+from weights.training.evaluate.compare import Comparison, compare, explorer_link, request_body
 from weights.training.examples import Examples
 from weights.training.log import write_log
 from weights.training.world.simulate import World

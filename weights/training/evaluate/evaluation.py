@@ -98,8 +98,8 @@ def evaluate(
     model = predict(ranker, examples, requests, progress=partial(progress, "scoring"))
     sources = {
         MODEL: model.probabilities,
-        POPULARITY: popularity(train, test).probabilities,
-        AFFINITY: affinity(train, test, facts.author_topics if facts else None).probabilities,
+        POPULARITY: popularity(train, test),
+        AFFINITY: affinity(train, test, facts.author_topics if facts else None),
     }
     if facts:
         sources[TRUE_AFFINITY] = _ordinal(facts.truth.affinity, test, score_weights)
