@@ -70,7 +70,7 @@ class PostsTable(Posts):
     def _check_texts(self, name: str) -> None:
         """Notes how long they are. Raises CheckpointError for two that collide."""
         for table in self._tables(name):
-            longest = max(len(text.encode()) for text in self._listed(table, name))
+            longest = max((len(text.encode()) for text in self._listed(table, name)), default=0)
             self.text_width = max(self.text_width, longest + 1)
         if found := collision(lambda: (self._listed(table, name) for table in self._tables(name))):
             raise CheckpointError(
