@@ -142,8 +142,8 @@ class RetrievalEngine:
         for query in queries:
             key = ContextKey.of(query.context, self.config)
             keys.append(key)
-            if (vector := self._users.find(key)) is not None:
-                known[key] = vector
+            if (entry := self._users.find(key)) is not None:
+                known[key] = entry.state
             elif key not in unknown:
                 unknown[key] = query.context
                 tokens += 1 + len(query.context.post_ids)

@@ -55,17 +55,21 @@ class Filters:
 @dataclass(slots=True, eq=False)
 class Query:
     """One retrieval: the best `k` posts for a context, of those that the filters leave, with a score of `least` or more, from a corpus
-    whose `Mark` reaches `at_least`."""
+    whose `Mark` reaches `at_least`. Where it has a `handle`, the ranker has the context, which is empty here, and `excludes_history` says
+    whether the filters are to exclude its posts too."""
 
     context: Context
     k: int
     filters: Filters
     least: float = -np.inf
     at_least: str = ""
+    handle: str = ""
+    excludes_history: bool = False
 
     def check(self, config: ModelConfig) -> None:
         """As `Context.check`, and ValueError for a `k`, a `least`, a time or an `at_least` that is none."""
-        self.context.check(config)
+        if not self.handle:
+            self.context.check(config)
         after = self.filters.created_after
         if self.at_least and not AT_LEAST.fullmatch(self.at_least):
             raise ValueError("a query of a corpus after no number of changes")

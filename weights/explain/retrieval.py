@@ -47,8 +47,7 @@ class RetrievalFigures:
 def retrieval_of(towers: Towers, corpus: Corpus, ranker: Ranker, request: Request, k: int = 200) -> RetrievalFigures:
     """For one request; the search is the definition's: the product with every row."""
     context = request.context
-    seen = slice(max(0, len(context) - towers.config.history_length), None)
-    user = towers.encode_users([context.rows(seen)])[0].numpy()
+    user = towers.encode_users([context.last(towers.config.history_length)])[0].numpy()
     shown = np.flatnonzero(~corpus.hidden)
     cosines = corpus.vectors[shown] @ user
     counts, edges = np.histogram(cosines, BINS)
