@@ -184,3 +184,23 @@ def test_what_serves_posts_is_told(running: tuple[TestClient, RankingService]) -
     told = running[0].get("/info").json()["retrieval"]
     assert told["corpus"]["posts"] == 299
     assert told["model"] == {"name": "towers", "version": "v1"}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_every_place_in_a_queue_is_taken_for_the_key_of_its_caller(
+    running: tuple[TestClient, RankingService], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one caller could fill it under no name."""
+    client, service = running
+    keys: list[object] = []
+    for queue in (service.queue, service.retrieval.queue):
+        join = queue.join
+
+        def noted(job: Any, *given: Any, join: Any = join, **named: Any) -> Any:
+            keys.append(job.key)
+            return join(job, *given, **named)
+
+        monkeypatch.setattr(queue, "join", noted)
+    assert client.post(path, json=CALLS[path][0]).status_code == 200
+    assert set(keys) == {"feed"}
+    assert len(keys) == {"/rank/batch": 2, "/explain": 6, "/recommend": 2}.get(path, 1)
