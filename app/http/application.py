@@ -22,7 +22,7 @@ from app.http.asgi import Guest, PagesEndpoint
 from app.http.call import Endpoint
 from app.http.explain import ExplainEndpoint
 from app.http.headers import INFER, RANK
-from app.http.observe import Recorder
+from app.http.observe import Recorder, RequestLog
 from app.http.open_inference import MODEL, VERSION, open_inference
 from app.http.openapi import PREFERRED, RANK_MODEL, describe_app
 from app.http.problems import HANDLERS
@@ -31,7 +31,6 @@ from app.http.rank_batch import BatchEndpoint
 from app.http.retrieve import PostsEndpoint, RecommendCall, RetrieveCall
 from app.interface import Service
 from app.settings import Settings
-from app.telemetry.logs import RequestLog
 from app.telemetry.tracing import RequestTracer, create_tracer
 
 OF_ONE_MODEL = {
