@@ -31,8 +31,9 @@ from functools import partial
 from typing import Any, cast
 
 from app.budgets import MAX_HEADER_BYTES, WRITE_HIGH_BYTES, rest_seconds, shared_rest_seconds
+from app.http.asgi import Routes
 from app.server.arrival import Arrival, Leftover, has_unread
-from app.server.cycle import Cycle, Routes
+from app.server.cycle import Cycle
 from app.server.observer import REPEAT_SECONDS, Observer
 from app.server.reader import ANY_HOST, REFUSALS, Headers, Hosts, Reader, Refused, refusal_reply
 from app.settings import Connections

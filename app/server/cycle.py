@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol
 
 from app.budgets import CHUNK_BYTES, REFUSED_SECONDS
-from app.http.call import Call, Endpoint, Fields
+from app.http.asgi import Routes
+from app.http.call import Call, Fields
 from app.server.observer import Observer
-
-Routes = Callable[[bytes, bytes], Endpoint]
-"""Method and request target → who takes the request."""
 
 COPY_SECONDS = 5e-10  # about what the kernel takes to copy a byte of a reply, behind the step that writes it
 SHORT_BYTES = 2**13  # no body of that length holds the event loop; asking for processor time is a system call
@@ -67,7 +64,7 @@ class Cycle:
 
     def start(self) -> None:
         """It is this request's turn: those before it on the connection have their replies."""
-        self._handler = self._routes(self._method, self._target).begin(self._fields, self._reply)
+        self._handler = self._routes[self._method, self._target].begin(self._fields, self._reply)
         if self._is_read:
             self._finish()
         elif not self.response_started:

@@ -29,9 +29,9 @@ import uvloop
 
 from app.budgets import BACKLOG
 from app.exits import EXIT_ENGINE_LOST, EXIT_FAILED, EXIT_START
+from app.http.asgi import Routes
 from app.interface import Reloads, Service
 from app.server.connection import Connection
-from app.server.cycle import Routes
 from app.server.listener import Listener
 from app.server.observer import Observer
 from app.server.reader import Hosts
