@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.batch import Batch, collate
+from model.batch import Batch, collate, hash_rows
 from model.config import RetrievalConfig
-from model.hashing import hash_rows
 from model.inputs import Candidates, Context, Ids
 from model.layers import ranking_mask
 from model.ranker import Tables, TokenBuilder, look_up
