@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -92,7 +92,7 @@ class Histograms(Collector):
         self._shape = Shape(name, text, tuple(labels), tuple(edges))
         self._series: dict[tuple[str, ...], Series] = {}
         if not labels:
-            self.labels()
+            self.observe: Callable[[float], None] = self.labels().observe  # counts one value
 
     def labels(self, *values: str) -> Series:
         """The histogram with these label values."""
@@ -100,10 +100,6 @@ class Histograms(Collector):
         if found is None:
             found = self._series[values] = Series(self._bounds)
         return found
-
-    def observe(self, value: float) -> None:
-        """Count one value of a histogram without labels."""
-        self.labels().observe(value)
 
     def describe(self) -> Iterable[Metric]:
         """The name alone, so that no other metric may have it."""
