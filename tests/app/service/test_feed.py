@@ -207,7 +207,7 @@ def test_posts_change_by_the_feed_alone(tmp_path: Path, redis: RedisServer) -> N
     async def scenario() -> None:
         async with replica(redis, tmp_path / "a") as service:
             with pytest.raises(ChangedByFeed):
-                await service.change(read_change(json.dumps(upsert(1)).encode()))
+                await service.change(read_change(json.dumps(upsert(1)).encode(), "uint64"))
 
     asyncio.run(scenario())
 
