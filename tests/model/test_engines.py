@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from loadtest.bits import Compositions, run, small_config
+from model.batch import hash_rows
 from model.create import EngineOptions, create_engine
 from model.dense import DenseEngine
 from model.engine import Engine, EngineError, Item
-from model.hashing import hash_rows
 from model.inputs import Candidates
 from model.native.build import KernelUnavailable, Vectors
 from model.native.engine import NativeEngine
