@@ -93,6 +93,20 @@ def threads_of_torch() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def servers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of a process that has imported torch, except in modules that say `STARTED_ANEW = True`: those start them as operators do."""
+    launch = sys.modules.get("loadtest.servers.launch")
+    if launch is None or getattr(request.module, "STARTED_ANEW", False):
+        yield
+        return
+    from tests.zygote import zygote
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start_process", zygote.start)
+        yield
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
