@@ -30,6 +30,8 @@ from model.selftest import same_bits
 from tests.app.fakes import run
 from tests.model.builders import random_request
 
+pytestmark = pytest.mark.anyio
+
 DEMO = Path(__file__).parents[3] / "weights" / "demo"
 
 
@@ -189,21 +191,17 @@ def test_a_model_that_is_replaced_while_it_computes_ends_what_it_began(monkeypat
     serve(main)
 
 
-def test_a_forwards_descriptor_is_let_go_once() -> None:
+async def test_a_forwards_descriptor_is_let_go_once() -> None:
     """A second time, as when the process ends after a lost engine, its number may be a connection's."""
-
-    async def scenario() -> None:
-        loop, heard = asyncio.get_running_loop(), asyncio.Event()
-        reader, writer = os.pipe()
-        idle: Any = SimpleNamespace(closed=None, call=None, close=lambda: None)  # it computes nothing
-        forwards = NativeForwards(idle, idle, reader, loop, time.monotonic)
-        forwards.close()
-        loop.add_reader(reader, heard.set)
-        forwards.close()
-        os.write(writer, b"x")
-        await asyncio.wait_for(heard.wait(), 10)
-        loop.remove_reader(reader)
-        os.close(reader)
-        os.close(writer)
-
-    run(scenario())
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    reader, writer = os.pipe()
+    idle: Any = SimpleNamespace(closed=None, call=None, close=lambda: None)  # it computes nothing
+    forwards = NativeForwards(idle, idle, reader, loop, time.monotonic)
+    forwards.close()
+    loop.add_reader(reader, heard.set)
+    forwards.close()
+    os.write(writer, b"x")
+    await asyncio.wait_for(heard.wait(), 10)
+    loop.remove_reader(reader)
+    os.close(reader)
+    os.close(writer)

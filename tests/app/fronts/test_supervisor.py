@@ -32,6 +32,8 @@ from tests.app.fakes import until
 from tests.app.server.test_process import event, status
 from tests.reliability.live import wait_until
 
+pytestmark = pytest.mark.anyio
+
 
 def started(
     *command: str, environment: dict[str, str] | None = None, **settings: object
@@ -201,7 +203,7 @@ def test_when_the_engine_process_ends_fronts_stay_up_until_the_policy_says_other
         assert server.process.wait(30) == 70
 
 
-def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes; only the system's refusal is planted."""
     real, refused, times = asyncio.create_subprocess_exec, 0, list[float]()
 
@@ -213,35 +215,31 @@ def test_a_process_that_the_system_refuses_is_started_a_moment_later(monkeypatch
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return await real(*command, **options)
 
-    async def scenario() -> None:
-        nonlocal refused
-        whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"])
-        ending = asyncio.ensure_future(whole.run())
-
-        async def replaced(now: Callable[[], asyncio.subprocess.Process | None]) -> None:
-            before = now()
-            if before is not None:
-                before.kill()
-            await until(lambda: now() not in (None, before))
-
-        await until(lambda: None not in (whole._engine, whole._spare, whole._fronts.get(1)))
-        descriptors = len(os.listdir("/proc/self/fd"))
-        refused = 2
-        await replaced(lambda: whole._engine)
-        assert refused == 0
-        assert times[1] - times[0] > 0.09, "not as fast as it can"
-        refused = 2  # the next spare, and then a front without one
-        for _ in range(2):
-            await replaced(lambda: whole._fronts.get(1))
-        assert refused == 0
-        await until(lambda: whole._spare is not None and len(os.listdir("/proc/self/fd")) == descriptors)
-        whole._end(0)
-        assert await ending == 0
-
     monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(supervisor, "ENGINE_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-    asyncio.run(scenario())
+    whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"])
+    ending = asyncio.ensure_future(whole.run())
+
+    async def replaced(now: Callable[[], asyncio.subprocess.Process | None]) -> None:
+        before = now()
+        if before is not None:
+            before.kill()
+        await until(lambda: now() not in (None, before))
+
+    await until(lambda: None not in (whole._engine, whole._spare, whole._fronts.get(1)))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    refused = 2
+    await replaced(lambda: whole._engine)
+    assert refused == 0
+    assert times[1] - times[0] > 0.09, "not as fast as it can"
+    refused = 2  # the next spare, and then a front without one
+    for _ in range(2):
+        await replaced(lambda: whole._fronts.get(1))
+    assert refused == 0
+    await until(lambda: whole._spare is not None and len(os.listdir("/proc/self/fd")) == descriptors)
+    whole._end(0)
+    assert await ending == 0
 
 
 def test_sighup_reads_the_checkpoint_again() -> None:
@@ -311,20 +309,16 @@ def test_how_the_engine_process_ends_while_all_end_is_how_the_whole_ends(ended_w
     assert asyncio.run(scenario()) == whole_ends_with
 
 
-def test_nobody_is_let_in_while_the_fronts_drain() -> None:
+async def test_nobody_is_let_in_while_the_fronts_drain() -> None:
     """The supervisor's own listening sockets close: what waits in them would never be accepted."""
-
-    async def scenario() -> None:
-        whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"])
-        ending = asyncio.ensure_future(whole.run())
-        await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
-        held = [each for sockets in whole._listening.values() for each in sockets]
-        assert held
-        whole._end(0)
-        await ending
-        assert [each.fileno() for each in held] == [-1] * len(held)
-
-    asyncio.run(scenario())
+    whole = Supervisor(Settings(fronts=1, port=0), ["sleep", "1000"], ["sh", "-c", "read number; exec sleep 1000"])
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
+    held = [each for sockets in whole._listening.values() for each in sockets]
+    assert held
+    whole._end(0)
+    await ending
+    assert [each.fileno() for each in held] == [-1] * len(held)
 
 
 def test_a_port_of_a_moment_ago_is_free_and_one_that_listens_is_not() -> None:
