@@ -16,10 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from loadtest.machine import ROOT
 from loadtest.servers.launch import start_process
@@ -91,16 +93,27 @@ class Zygote:
             or environment.get("RANKER_FRONTS", "0") != "0"  # a supervisor and its fronts have no torch to share
         ):
             return start_process(command, **options)
+        return self._fork(command, options["stdout"], options["stderr"], options["cwd"], environment)
+
+    def run(self, command: Sequence[str], timeout: float = 60.0, **variables: str) -> subprocess.CompletedProcess[str]:
+        """As `subprocess.run` of `python -m ...` or `python -c ...` in our root, with these variables besides, its output captured."""
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            code = self._fork(command, output, errors, ROOT, {**os.environ, **variables}).wait(timeout)
+            for file in (output, errors):
+                file.seek(0)
+            return subprocess.CompletedProcess(list(command), code, output.read(), errors.read())
+
+    def _fork(
+        self, command: Sequence[str], output: IO[Any], errors: IO[Any], directory: Path, environment: Mapping[str, str]
+    ) -> Forked:
         if self._socket is None:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 start = [sys.executable, "-m", "tests.zygote", str(theirs.fileno())]
                 start_process(start, cwd=ROOT, env=self._environment, pass_fds=[theirs.fileno()])
         told, telling = os.pipe()
-        asked = json.dumps([command[2], command[3:], str(options["cwd"]), dict(environment)])
-        socket.send_fds(
-            self._socket, [asked.encode()], [options["stdout"].fileno(), options["stderr"].fileno(), telling]
-        )
+        asked = json.dumps([*command[1:3], command[3:], str(directory), dict(environment)])
+        socket.send_fds(self._socket, [asked.encode()], [output.fileno(), errors.fileno(), telling])
         os.close(telling)
         return Forked(command, told)
 
@@ -143,14 +156,17 @@ def main(listening: socket.socket) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
     end_with_parent()
-    module, arguments, directory, environment = json.loads(asked)
+    kind, what, arguments, directory, environment = json.loads(asked)
     keep(*descriptors)
     listening.detach()
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv[:] = [kind, *arguments]
+    if kind == "-c":
+        exec(what, {"__name__": "__main__"})
+    else:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -56,11 +56,7 @@ def columns(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def written(
-    directory: Path,
-    seed: int = 0,
-    version: str = "v1",
-    leave_out: Iterable[str] = (),
-    actions: Sequence[str] = ACTIONS,
+    directory: Path, seed: int = 0, version: str = "v1", leave_out: Iterable[str] = (), actions: Sequence[str] = ACTIONS
 ) -> tuple[Path, Path]:
     """The directories of a retrieval checkpoint and a corpus."""
     checkpoint, corpus = directory / f"towers-{version}", directory / f"corpus-{version}"

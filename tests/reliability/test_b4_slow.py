@@ -16,16 +16,7 @@ from app.settings import Connections
 from loadtest.generate.payload import rank_request
 from loadtest.soak.fake_engine import FakeEngine
 from tests.app.bounds import bounded
-from tests.reliability.live import (
-    Live,
-    closed,
-    connect,
-    live,
-    one_reply,
-    read_all,
-    statuses,
-    wait_until,
-)
+from tests.reliability.live import Live, closed, connect, live, one_reply, read_all, statuses, wait_until
 
 FOR_EVER = {"header_seconds": 600.0, "body_seconds": 600.0, "keep_alive_seconds": 600.0}
 LIMITS = {"header_seconds": 0.4, "body_seconds": 0.8, "keep_alive_seconds": 1.0}

@@ -228,10 +228,7 @@ async def test_requests_end_on_the_model_that_they_began_with() -> None:
         await gate.reached()
         after = await RemoteReloads(one).reload()
         assert after.manifest.version == "v2"
-        assert [front.model.manifest.version for front in found.fronts] == [
-            "v2",
-            "v2",
-        ]  # both, when the reply is there
+        assert [front.model.manifest.version for front in found.fronts] == ["v2", "v2"]  # both, when the reply is there
         gate.opened.set()
         assert right((await sent).scores, 5, version=1)
         assert right((await begin(other, 6)[1]).scores, 6, version=2)

@@ -154,10 +154,7 @@ def test_settings_that_only_a_front_finds_unusable_end_the_whole_with_2(tmp_path
 
 def test_a_port_that_is_taken_ends_the_whole_with_3() -> None:
     """Also where the other one would share it, as another supervisor does."""
-    with (
-        socket.create_server((HOST, 0), reuse_port=True) as taken,
-        started(port=taken.getsockname()[1]) as server,
-    ):
+    with socket.create_server((HOST, 0), reuse_port=True) as taken, started(port=taken.getsockname()[1]) as server:
         assert server.process.wait(30) == 3
         assert event(server, "cannot_listen")["reason"] == "Address already in use"
 

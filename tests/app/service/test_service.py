@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -49,6 +48,7 @@ from tests.app.fakes import (
 )
 from tests.app.request.test_cost import HOSTILE
 from tests.app.serving import VOCABULARY, value_of
+from tests.zygote import zygote
 
 pytestmark = pytest.mark.anyio
 
@@ -225,18 +225,14 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(("seconds", "code"), [(20.0, EXIT_ENGINE_LOST), (0.0, 0)])
 async def test_a_process_whose_event_loop_hangs_ends_and_says_so(seconds: float, code: int) -> None:
-    command = [sys.executable, "-c", HANGS.format(seconds)]
-    ended = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = await asyncio.to_thread(zygote.run, [sys.executable, "-c", HANGS.format(seconds)])
     assert ended.returncode == code, ended.stderr
     assert ("The event loop has hung" in ended.stdout + ended.stderr) == (code != 0)
 
 
 async def test_a_heavy_key_does_not_close_the_door_to_a_light_one() -> None:
     gate = Gate()
-    groups = {
-        "queue": Queue(max_wait_seconds=0.5, max_share_per_key=1.0),
-        "batching": Batching(max_candidates=10),
-    }
+    groups = {"queue": Queue(max_wait_seconds=0.5, max_share_per_key=1.0), "batching": Batching(max_candidates=10)}
     async with running(FakeEngine(before=gate), **groups) as service:
         service.admission.forward_time.observe(10, 0.15)
         jobs = [asyncio.ensure_future(rank(service, user, 10, key="heavy")) for user in range(1, 5)]
