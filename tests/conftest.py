@@ -93,6 +93,13 @@ def threads_of_torch() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def tracebacks_are_plain() -> None:
+    """In logs that nobody has configured: to write the values of variables takes seconds where one of them holds a model."""
+    if structlog := sys.modules.get("structlog"):
+        structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
+
+
 @pytest.fixture(autouse=True, scope="module")
 def servers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Of a process that has imported torch, except in modules that say `STARTED_ANEW = True`: those start them as operators do."""

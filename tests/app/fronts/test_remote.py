@@ -444,7 +444,6 @@ async def test_a_front_that_stops_waits_for_an_engine_process_that_hangs_for_so_
     async with linked(FakeEngine()) as found:
         [front] = found.fronts
         link = front.uplink.link
-        assert link is not None
         with monkeypatch.context() as patch:
             patch.setattr(link, "close", lambda: None)
             assert await front.stop(1.0)

@@ -32,6 +32,7 @@ from model.native.engine import NativeEngine
 from model.retrieval.inputs import Filters, Query
 from model.synthetic import random_request
 from tests.app import retrieving
+from tests.app.bounds import overrun
 from tests.app.fakes import (
     FakeEngine,
     Gate,
@@ -169,13 +170,8 @@ async def test_refusals_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPa
         gate.opened.set()
         await first
         service.check_open("light")
+        overrun(monkeypatch)
         monkeypatch.setattr(LoopLag, "refuses", lambda lag, unanswered: unanswered > 0)
-        monkeypatch.setattr(
-            LoopLag,
-            "overrun",
-            property(lambda _: True, lambda lag, value: vars(lag).update(overrun=value)),
-            raising=False,
-        )
         service.check_open()
         ticket = service.admit(service.model, candidates=1, history=0, deadline=None)
         with pytest.raises(Overloaded, match="faster than they can be answered") as caught:
@@ -359,7 +355,6 @@ async def test_a_native_engine_that_has_computed_goes_at_once() -> None:
     try:
         async with running_on(load) as service:
             worker = service.versions.current
-            assert worker is not None
             assert isinstance(worker.model.engine, NativeEngine)
             old, model = weakref.ref(worker.model.engine), service.model
             del worker
