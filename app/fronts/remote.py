@@ -219,8 +219,8 @@ class RemoteService:
     def shrink(self, ticket: Ticket, candidates: int) -> None:
         """Nothing: the engine process hears how many candidates there are when they are sent."""
 
-    def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
-        """Send it; `done` is called once, later, unless the ticket is released before."""
+    def rank(self, ticket: Ticket, context: Context | str, candidates: Candidates, done: Done) -> None:
+        """Send it. `done` is called once, later, unless the ticket is released before; it is told of a handle that is unknown."""
         assert isinstance(ticket, Place)
         if ticket.used:
             raise ValueError("this ticket was used before")
@@ -235,6 +235,10 @@ class RemoteService:
             "rank", ticket.deadline, done,
             number, ticket.deadline, ticket.key, ticket.again, ticket.waits, context, candidates,
         )  # fmt: skip
+
+    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+        """As `interface.Service.context`."""
+        return cast(Context, await self.uplink.ask("context", self._check_served(model), handle, key))
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float

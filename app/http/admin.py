@@ -142,7 +142,7 @@ def create_admin_app(settings: Admin, reloads: Reloads, service: Service) -> App
             raise ReloadRefused("The checkpoint that serves lies no longer below the configured root.") from None
 
     async def posts(body: bytes) -> bytes:
-        wanted = read_change(body)
+        wanted = read_change(body, service.retrieval.served.corpus.ids)
         changed = await service.retrieval.change(wanted)
         return _changed(changed, upserted=len(wanted.upsert.post_ids), deleted=changed.deleted)
 

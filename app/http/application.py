@@ -21,7 +21,7 @@ from app.http import operations
 from app.http.asgi import Guest, PagesEndpoint
 from app.http.call import Endpoint
 from app.http.explain import ExplainEndpoint
-from app.http.headers import INFER, RANK
+from app.http.headers import CONTEXT, INFER, RANK
 from app.http.observe import Recorder
 from app.http.open_inference import MODEL, VERSION, open_inference
 from app.http.openapi import PREFERRED, RANK_MODEL, describe_app
@@ -107,7 +107,16 @@ def create_app(settings: Settings, service: Service) -> Application:
     routers += [] if settings.probes.port is not None else [operations.metrics(service)]
     tracer = create_tracer(settings.tracing)
     routers += [open_inference(service), pages(service, settings)]
-    paths = ["/rank", "/rank/batch", RANK_MODEL, "/retrieve", "/recommend", f"{MODEL}/infer", f"{VERSION}/infer"]
+    paths = [
+        "/context",
+        "/rank",
+        "/rank/batch",
+        RANK_MODEL,
+        "/retrieve",
+        "/recommend",
+        f"{MODEL}/infer",
+        f"{VERSION}/infer",
+    ]
     paths += ["/explain"] if settings.explores else []
     fastapi = create_pages(routers, paths)
     fastapi.openapi = lambda: describe_app(fastapi, _action_names(service), explores=settings.explores)  # type: ignore[method-assign]
@@ -120,6 +129,7 @@ def create_app(settings: Settings, service: Service) -> Application:
     recorder = _recorder(fastapi, routers, service, settings, tracer)
     ranking = Ranking(service, settings)
     endpoints: dict[str, Endpoint] = {
+        "/context": RankEndpoint(ranking, recorder, "/context", CONTEXT),
         "/rank": RankEndpoint(ranking, recorder),
         "/retrieve": PostsEndpoint(ranking, recorder, settings, "/retrieve", RetrieveCall),
         "/recommend": PostsEndpoint(ranking, recorder, settings, "/recommend", RecommendCall),

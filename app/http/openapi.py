@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from msgspec import Struct
-from msgspec.json import schema_components
 
 from app.errors import CorpusNotLoaded, NotFound, ServiceError, general
 from app.http.open_inference import MODEL, VERSION, path_parameters
@@ -16,6 +15,7 @@ from app.http.problems import MEDIA_TYPE
 from app.request.replies import (
     SCHEMAS,
     BatchReply,
+    ContextReply,
     ExplainReply,
     Failed,
     Health,
@@ -26,7 +26,16 @@ from app.request.replies import (
     RecommendReply,
     RetrieveReply,
 )
-from app.request.schema import ExplainRequest, InferRequest, RankBatch, RankRequest, RecommendRequest, RetrieveRequest
+from app.request.schema import (
+    ContextRequest,
+    ExplainRequest,
+    InferRequest,
+    RankBatch,
+    RankRequest,
+    RecommendRequest,
+    RetrieveRequest,
+    published,
+)
 
 REF = f"{SCHEMAS}/{{name}}"
 Refs = Mapping[type[Struct], dict[str, Any]]
@@ -49,6 +58,7 @@ HEADERS_IN = {
 HEADERS_OUT = {
     "X-Request-ID": "The call's name.",
     "X-Model-Version": "Version of the checkpoint.",
+    "X-Context": "The handle of the context in the cache, where one was ranked for.",
     "X-Context-Cache": "`hit` when the user's context came whole from the cache, else `miss`.",
     "Server-Timing": "Milliseconds of parse, queue, forward and serialize.",
 }
@@ -59,9 +69,10 @@ def describe_app(app: FastAPI, action_names: Sequence[str], *, explores: bool) -
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     models: list[type[Struct]] = [
         RankRequest, RankBatch, RankReply, BatchReply, InferRequest, InferReply, RetrieveRequest, RetrieveReply,
-        RecommendRequest, RecommendReply, Problem, Failed, *DESCRIBED.values(), *((ExplainRequest, ExplainReply) if explores else ()),
+        RecommendRequest, RecommendReply, ContextRequest, ContextReply, Problem, Failed, *DESCRIBED.values(),
+        *((ExplainRequest, ExplainReply) if explores else ()),
     ]  # fmt: skip
-    refs, definitions = schema_components(models, ref_template=REF)
+    refs, definitions = published(models, REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
     ref = dict(zip(models, refs, strict=True))
     examples = example_requests(action_names)
@@ -79,6 +90,10 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
     """`result`: one of those of a batch."""
     batch = {"requests": [example["value"] for example in examples.values()]}
     body = _body(ref[RankRequest], examples)
+    contexts = {
+        name: {**example, "value": {key: example["value"][key] for key in ("user_id", "history")}}
+        for name, example in examples.items()
+    }
     return {
         "/rank": _operation(
             "Rank one user's candidates",
@@ -107,6 +122,16 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
                 {"two requests": {"value": batch}},
             ),
             {"anyOf": [ref[BatchReply], {"type": "array", "items": result}]},
+            [NotFound],
+            [NAMED],
+        ),
+        "/context": _operation(
+            "Compute a user's context ahead",
+            "What a ranking computes of user and history, kept in the cache that rankings use. The reply's `context` is a handle: requests "
+            "of the same API key may send it in place of `user_id` and `history`. It names what is in a cache: where that is gone, they "
+            "get 412 `context_unknown`, and are to be sent whole.",
+            _body(ref[ContextRequest], contexts),
+            ref[ContextReply],
             [NotFound],
             [NAMED],
         ),

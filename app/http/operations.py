@@ -104,6 +104,7 @@ def describe(service: Service, settings: Settings, corpus: Changed | None) -> di
         "model": {"name": manifest.name, "version": manifest.version},
         "checkpoint": {"digest": manifest.digest},
         "architecture": manifest.config.to_dict(),
+        "ids": manifest.ids,
         "actions": list(manifest.action_names),
         "continuous": [{"name": output.name, "unit": output.unit} for output in manifest.continuous],
         "weights": manifest.score_weights,

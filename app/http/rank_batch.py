@@ -148,7 +148,7 @@ class Run:
             job = await self._window.admit(admit, again=again)
         except ServiceError as error:
             return _failed(error)
-        return self._window.begin(self._finish(job, parsed), len(job.candidates), 1 + len(job.context))
+        return self._window.begin(self._finish(job, parsed), len(job.candidates), job.context_tokens)
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

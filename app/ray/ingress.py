@@ -27,7 +27,7 @@ from app.telemetry.metrics import CONTENT_TYPE, Metrics
 
 ROUTING_KEY = b"x-routing-key"
 TIMEOUT = b"x-request-timeout-ms"
-ENDPOINTS = ("/rank", "/rank/batch", "/retrieve", "/recommend", "/explain", "/metrics")
+ENDPOINTS = ("/context", "/rank", "/rank/batch", "/retrieve", "/recommend", "/explain", "/metrics")
 ROUTES = (*ENDPOINTS, RANK_MODEL, f"{MODEL}/infer", f"{VERSION}/infer")  # in log lines
 GRACE_SECONDS = 0.25  # the replica's own 504 says more than ours
 RETRY_AFTER_LOST_SECONDS = 1.0

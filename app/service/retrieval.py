@@ -21,6 +21,7 @@ from app.engine.worker import RETRY_AFTER_SECONDS, Worker
 from app.errors import ChangedByFeed, CorpusBehind, CorpusNotLoaded, EngineDown, Overloaded, ServiceError
 from app.interface import Changed, FoundDone, ReloadInProgress, ServedRetrieval, Ticket
 from app.loop_lag import Clock
+from app.service.contexts import Contexts
 from app.service.feed import MILESTONE, FeedReader
 from app.settings import Batching, Settings
 from app.telemetry.metrics import Metrics
@@ -37,6 +38,9 @@ log = structlog.get_logger("app.service.retrieval")
 
 class RetrievalService:
     """`load` is None where nothing is to be served. All methods belong to the event loop."""
+
+    contexts: Contexts
+    """Where those are found that a query names by a handle."""
 
     def __init__(self, load: RetrievalLoader | None, settings: Settings, metrics: Metrics, clock: Clock) -> None:
         self.settings = settings
@@ -308,6 +312,8 @@ class RetrievalService:
             raise CorpusNotLoaded("The corpus of this request was replaced.", retry_after_seconds=0.0)
         if query.at_least and not worker.model.engine.mark.reaches(query.at_least):
             raise CorpusBehind(retry_after_seconds=1.0)
+        if query.handle:
+            query = self.contexts.query(query, served.manifest, key)
         excluded = len(query.filters.exclude)
         job = SearchJob(
             candidates=1,

@@ -26,6 +26,7 @@ from app.errors import Draining, EngineDown, NotReady, ServiceError
 from app.interface import Changed, Done, Health, Second, ServedModel, Ticket
 from app.load import Load
 from app.loop_lag import Clock, LoopClock, Work
+from app.service.contexts import Contexts
 from app.service.lifecycle import Lifecycle, State
 from app.service.plain_path import PLAIN_THREAD, PlainPath
 from app.service.retrieval import RetrievalService
@@ -68,6 +69,8 @@ class RankingService:
         self.plain_path = PlainPath()
         self.versions: Versions[RankJob] = Versions(settings.batching, self, clock, settings.reload.timeout_seconds)
         self.second_checkpoint = SecondCheckpoint(second, settings, self.versions, metrics, clock, self)
+        self.contexts = Contexts(metrics, self.versions, self.second_checkpoint.versions)
+        self.retrieval.contexts = self.contexts
         self.admission = Admission(settings.queue, settings.batching, clock, self.second_checkpoint.running)
         self.load = Load(clock, lambda: metrics.busy_seconds, self.admission.behind_seconds)
         watched = self.versions, self.retrieval.versions, self.second_checkpoint
@@ -260,14 +263,21 @@ class RankingService:
             raise ValueError("this ticket was used before, or is for fewer candidates")
         self.admission.shrink(ticket, candidates)
 
-    def rank(self, ticket: Ticket, context: Context, candidates: Candidates, done: Done) -> None:
-        """Have them scored. `done` is called once, later, unless the ticket is released before."""
+    def rank(self, ticket: Ticket, context: Context | str, candidates: Candidates, done: Done) -> None:
+        """As `interface.Service.rank`."""
         assert isinstance(ticket, RankJob)
         if not ticket.reserved or ticket.done is not None:
             raise ValueError("this ticket was used before")
+        if isinstance(context, str):
+            context = self.contexts.of(ticket.worker, context, ticket.key)
+            self.admission.has_context(ticket, 1 + len(context))
         ticket.context, ticket.items = context, candidates
         ticket.done = self.second_checkpoint.watched(ticket, done) if self._has_second else done
         ticket.worker.submit(ticket)
+
+    async def context(self, model: ServedModel, handle: str, key: str | None) -> Context:
+        """As `interface.Service.context`."""
+        return self.contexts.of(self._worker(model), handle, key)
 
     async def attention(
         self, model: ServedModel, context: Context, candidates: Candidates, deadline: float

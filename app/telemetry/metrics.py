@@ -139,6 +139,7 @@ class Metrics:
         self.cancelled = counter("cancelled", "Requests whose client disconnected.", "stage")
         self.candidates_scored = counter("candidates_scored", "Candidates that came out of a forward.")
         self.history_truncated = counter("history_truncated", "Requests whose history was longer than the window.")
+        self.context_handles = counter("context_handles", "Contexts that requests named by a handle.", "result")
         self.reloads = counter("reloads", "Attempts to change the checkpoint.", "result")
         self.feed_entries = counter("feed_entries", "Changes that came by the feed.", "result")
         self.compactions = counter("compactions", "Attempts to write the corpus anew with its changes.", "result")
@@ -153,6 +154,7 @@ class Metrics:
         for metric, values in (
             (self.rejected, REJECTIONS), (self.cancelled, CANCEL_STAGES), (self.reloads, RELOAD_RESULTS),
             (self.user_vectors, VECTOR_SOURCES), (self.compactions, RELOAD_RESULTS), (self.feed_entries, ("made", "unreadable")),
+            (self.context_handles, ("found", "unknown")),
         ):  # fmt: skip
             for value in values:
                 metric.labels(value)  # a series that is there from the start can be alerted on
@@ -186,7 +188,8 @@ class Metrics:
         self.record_waits(report)
         self.batch_requests.observe(rows)
         self.batch_candidates.observe(candidates)
-        self.batch_padding_ratio.observe(1 - candidates / (rows * max(report.candidates)))
+        slots = rows * max(report.candidates)
+        self.batch_padding_ratio.observe((slots - candidates) / max(1, slots))
 
     def record_waits(self, report: BatchReport) -> None:
         """How long the jobs of a forward have waited for it."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from app.engine.loading import LoadedModel, Loader, Steps
+from model.cache import ContextCache
 from model.config import HashSpec, ModelConfig
 from model.engine import CacheStats, EngineInfo, Item, Outcome
 from model.inputs import Candidates, Context, Scores
@@ -34,6 +35,7 @@ class FakeEngine:
         self.forwards: list[list[int]] = []  # users of each forward that finished
         self.chunks: list[list[int]] = []  # candidates of each item
         self.closed = threading.Event()
+        self.named: ContextCache[None] = ContextCache(2**20, prefixes=False)
 
     def warm_up(self) -> None: ...
 
@@ -41,7 +43,15 @@ class FakeEngine:
         self.before(items)
         self.forwards.append([item.context.user_id for item in items])
         self.chunks.append([len(item.candidates) for item in items])
-        return [Outcome(expected(item.context, item.candidates, self.version), "state", "miss") for item in items]
+        return [
+            Outcome(
+                expected(item.context, item.candidates, self.version), "state", "miss", self.named.name(item, CONFIG)
+            )
+            for item in items
+        ]
+
+    def context_of(self, handle: str, caller: str) -> Context | None:
+        return self.named.context_of(handle, caller, CONFIG)
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(misses=sum(map(len, self.forwards)))

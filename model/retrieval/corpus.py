@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,13 +11,15 @@ from numpy.typing import NDArray
 from model.inputs import Ids
 
 ROWS_PER_STEP = 65536  # how many vectors are looked at at once
+TEXT_END = b"\xff"  # fills up a text in a row of bytes; UTF-8 never has it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
     """`post_ids, author_ids`: uint64 `[n]`. `vectors`: float32 `[n, D]`, unit rows or zero. `created_at`: int64 `[n]`, Unix
     seconds, 0 where unknown, or None. `topics`: int32 `[n]`, an index into `topic_names` or -1, or None.
-    `encoder` is the digest of the checkpoint that made the vectors.
+    `encoder` is the digest of the checkpoint that made the vectors. `texts`: uint8 `[n, 2, W]`, where ids are texts: those of post and
+    author as UTF-8, each followed by `TEXT_END`; else None.
 
     `hidden`, bool `[n]`, are the rows that no search returns: zero vectors, and every post but the first of an id.
     """
@@ -30,6 +33,7 @@ class Corpus:
     created_at: NDArray[np.int64] | None = None
     topics: NDArray[np.int32] | None = None
     topic_names: tuple[str, ...] = ()
+    texts: NDArray[np.uint8] | None = None
     hidden: NDArray[np.bool_] = field(init=False)
     duplicates: int = field(init=False)
     by_id: NDArray[np.int64] = field(init=False)
@@ -60,6 +64,24 @@ class Corpus:
         rows = self.by_id[np.minimum(places, len(self) - 1)]
         found: NDArray[np.int64] = rows[self.post_ids[rows] == post_ids]
         return found
+
+    def texts_of(self, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
+        """The ids of post and author as texts; none where ids are integers."""
+        return [] if self.texts is None else unpacked(self.texts[rows])
+
+
+def packed(texts: Sequence[tuple[str, str]], width: int = 0) -> NDArray[np.uint8]:
+    """Texts as in `Corpus.texts`; W is `width`, or as much as these texts need where that is more."""
+    data = [text.encode() for pair in texts for text in pair]
+    width = max(width, 1 + max(map(len, data), default=0))
+    return np.frombuffer(b"".join(text.ljust(width, TEXT_END) for text in data), np.uint8).reshape(-1, 2, width)
+
+
+def unpacked(texts: NDArray[np.uint8]) -> list[tuple[str, str]]:
+    """What `packed` was given; bytes that are no UTF-8 become U+FFFD."""
+    data = np.ascontiguousarray(texts).reshape(-1, texts.shape[2]).view(f"S{texts.shape[2]}")[:, 0].tolist()
+    each = iter([text.rstrip(TEXT_END).decode("utf-8", "replace") for text in data])
+    return list(zip(each, each, strict=True))
 
 
 def worst_norm(vectors: NDArray[np.float32]) -> tuple[int, float]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.inputs import Ids
-from model.retrieval.corpus import Corpus
+from model.retrieval.corpus import Corpus, packed
 from model.retrieval.inputs import Filters, NewPosts
 from model.retrieval.search import WORD_ROWS, Bits, Index, bits_of, mask_of
 
@@ -77,7 +77,8 @@ def segment_of(like: Corpus, posts: NewPosts, index: Index) -> Segment:
     names = tuple(dict.fromkeys(topic for topic in posts.topics if topic is not None))
     topics = np.array([-1 if topic is None else names.index(topic) for topic in posts.topics], np.int32)
     columns = posts.post_ids, posts.author_ids, posts.vectors, posts.created_at
-    return Segment(Corpus(like.name, like.version, like.encoder, *columns, topics, names), index)
+    texts = packed(posts.texts) if posts.texts else None
+    return Segment(Corpus(like.name, like.version, like.encoder, *columns, topics, names, texts), index)
 
 
 def without(bits: Bits, corpus: Corpus, post_ids: Ids) -> Bits:

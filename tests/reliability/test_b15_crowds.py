@@ -22,7 +22,7 @@ from tests.reliability.live import Live, live
 pytestmark = pytest.mark.timeout(240)
 WINDOW_SECONDS = 0.2
 MOST_SECONDS = 0.0012  # of the event loop, for one request of any path that does not rank; 0.6 ms are the most seen
-RANKING = ("/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
+RANKING = ("/context", "/rank", "/rank/{name}", "/rank/batch", "/explain", "/retrieve", "/recommend")
 
 
 def unwalked(routes: Collection[str]) -> set[str]:

@@ -268,7 +268,7 @@ class ChangeLog:
 
     def _decoded(self, payload: bytes) -> Change:
         try:
-            change = decoded(payload, self._manifest.width, self.mark)
+            change = decoded(payload, self._manifest.width, self.mark, self._manifest.ids)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise self._refusal("holds a record that is no change") from error
         self.mark = change.mark

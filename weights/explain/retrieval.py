@@ -24,8 +24,9 @@ BINS = 100
 @dataclass(frozen=True, slots=True)
 class RetrievalFigures:
     """`posts` float32 `[d, 2]` and `user` `[2]`: two principal components of the corpus; of a large one every n-th post is drawn. `topics`
-    int32 `[d]`, -1 for none, of `topic_names`. `explained`: the share of variance in both. `best`, `best_cosines` `[k]`: post ids, best
-    first, without those of the history; `near` `[k, 2]` their places. `counts` over `edges`: all cosines. `final_ranks` `[k]`: of the
+    int32 `[d]`, -1 for none, of `topic_names`. `explained`: the share of variance in both. `best`, `best_cosines` `[k]`: post ids as
+    callers write them, best first, without those of the history; `near` `[k, 2]` their
+    places. `counts` over `edges`: all cosines. `final_ranks` `[k]`: of the
     same posts by the ranker's score, from 1.
     """
 
@@ -34,7 +35,7 @@ class RetrievalFigures:
     topics: Array
     topic_names: tuple[str, ...]
     explained: float
-    best: Array
+    best: list[str]
     best_cosines: Array
     near: Array
     counts: Array
@@ -67,7 +68,7 @@ def retrieval_of(towers: Towers, corpus: Corpus, ranker: Ranker, request: Reques
         topics=(nothing if corpus.topics is None else corpus.topics)[drawn],
         topic_names=corpus.topic_names,
         explained=float(values[-2:].sum() / values.sum()),
-        best=corpus.post_ids[rows],
+        best=[post for post, _ in corpus.texts_of(rows)] or corpus.post_ids[rows].astype(str).tolist(),
         best_cosines=cosines[order],
         near=(corpus.vectors[rows] - centre) @ plane,
         counts=counts,

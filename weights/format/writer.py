@@ -18,6 +18,7 @@ from weights.errors import CheckpointError
 from weights.format.layout import expected_shapes, file_of, is_table
 from weights.format.manifest import MANIFEST_NAME, ContinuousOutput, FileEntry, Manifest, TensorEntry
 from weights.format.tensorfile import write_tensors
+from weights.text_ids import IdKind
 
 TableDtype = Literal["float32", "bfloat16"]
 
@@ -31,6 +32,7 @@ class Labels:
     continuous: tuple[ContinuousOutput, ...] = ()
     score_weights: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
+    ids: IdKind = "uint64"
 
 
 def write_checkpoint(
@@ -141,6 +143,7 @@ def _manifest(
         score_weights=dict(labels.score_weights),
         files=files,
         tensors=tensors,
+        ids=labels.ids,
     )
 
 

@@ -23,6 +23,7 @@ from weights.format.reader import Progress
 from weights.format.tensorfile import is_finite
 from weights.format.writer import Labels, TableDtype, write_checkpoint
 from weights.published.npz import NpzFile
+from weights.text_ids import IdKind
 
 CONFIG_FILE, PARAMS_FILE, TABLES_FILE = "config.json", "model_params.npz", "embedding_tables.npz"
 _MAX_CONFIG_BYTES = 2**20
@@ -246,6 +247,7 @@ def labels_for(
     version: str = "",
     action_names: Sequence[str] | None = None,
     score_weights: Mapping[str, float] | None = None,
+    ids: IdKind = "uint64",
 ) -> Labels:
     """Labels of a published checkpoint: what is given, else what is known of the release. Raises CheckpointError."""
     names = tuple(action_names or released_action_names(config.actions))
@@ -253,7 +255,7 @@ def labels_for(
     if isinstance(config, RetrievalConfig):
         weights = {}  # nothing is weighed: a score is a cosine
     outputs = continuous_outputs(config.continuous_actions, RELEASED_DWELL_INDEX)
-    return Labels(name, names, outputs, weights, version)
+    return Labels(name, names, outputs, weights, version, ids)
 
 
 def import_published(

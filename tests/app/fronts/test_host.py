@@ -96,7 +96,7 @@ NONSENSE = {
     "a slot of 2^62": (HELLO, asked(slot=2**62)),
     "a negative slot": (HELLO, asked(slot=-1)),
     "a negative user": (HELLO, asked(user=-1)),
-    "no candidates": (HELLO, asked(count=0)),
+    "a handle and no candidates": (HELLO, asked(context="0" * 32, count=0)),
     "a deadline that is no number": (HELLO, asked(deadline=float("nan"))),
     "a negative deadline": (HELLO, asked(deadline=-1.0)),
     "a negative number": (HELLO, asked(id=-1)),

@@ -501,3 +501,67 @@ async def test_a_batch_is_not_refused_because_of_its_own_requests() -> None:
         messages = await ask(app, [chunk(body, False)], path="/rank/batch")
         results = json.loads(messages[1]["body"])["results"]
         assert [result.get("error") for result in results] == [None] * 12
+
+
+async def test_a_front_that_ends_tells_nothing_of_what_it_still_held() -> None:
+    """At the end of a process Python would otherwise call each `finalize` that is left, on links that are closed."""
+    async with linked(FakeEngine()) as found:
+        [front] = found.fronts
+        held = set(front._serving.values())
+        told = [each for each in weakref.finalize._registry if each.alive and each.peek()[0] in held]  # type: ignore[attr-defined]
+        assert len(told) == len(held) > 0
+        assert not any(each.atexit for each in told)
+
+
+async def test_after_a_lost_link_there_is_one_again_and_no_more() -> None:
+    async with linked(FakeEngine()) as found:
+        [front] = found.fronts
+        for _ in range(2):
+            found.cut()
+            await until(lambda: front.uplink.link is None)
+            await found.mend()
+            await until(lambda: front.health().ready)
+            first = front.uplink.link
+            await asyncio.sleep(5 * uplink.CONNECT_SECONDS)
+            assert front.uplink.link is first
+            assert len(found.host._links) == 1
+
+
+@pytest.mark.parametrize("name", ["attention", "corpus", "exposition"])
+async def test_every_question_with_a_deadline_ends_where_the_engine_process_says_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uplink, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "SCRAPE_SECONDS", 0.05)
+    async with linked(FakeEngine()) as found:
+        [front] = found.fronts
+        found.host._take[wire.METHODS[name].question] = lambda front, asked: None
+        ask = {
+            "attention": lambda: front.attention(front.model, *request(1), front.clock() + 0.05),
+            "corpus": front.corpus,
+            "exposition": front.exposition,
+        }[name]
+        with pytest.raises((DeadlineExceeded, EngineDown)):
+            await asyncio.wait_for(ask(), 10.0)
+        assert not front.uplink.asked
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_the_engine_process_looks_whether_it_is_open_to_this_key_but_not_for_who_waits(waits: bool) -> None:
+    async with linked(FakeEngine()) as found:
+        [front], asked = found.fronts, list[object]()
+
+        def closed(key: str | None = None) -> None:
+            asked.append(key)
+            raise Overloaded("planted", retry_after_seconds=3.0)
+
+        found.service.check_open = closed  # type: ignore[method-assign]
+        sent = begin(front, 1, key="feed", waits=waits)[1]
+        if waits:
+            assert right((await sent).scores, 1)
+            assert asked == []
+        else:
+            with pytest.raises(Overloaded, match="planted") as refused:
+                await sent
+            assert refused.value.retry_after_seconds == 3.0
+            assert asked == ["feed"]

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
+from app.exits import EXIT_FAILED
 from app.fronts import supervisor
 from app.fronts.role import Role
 from app.fronts.supervisor import ENGINE_SECONDS, Supervisor
-from app.settings import Settings
+from app.settings import Drain, Settings
 from loadtest.machine import ROOT
 from loadtest.servers.launch import HOST, Server, free_port, process, ranking_server
 from loadtest.soak.fronts import process_of
@@ -339,3 +341,35 @@ def test_a_port_of_a_moment_ago_is_free_and_one_that_listens_is_not() -> None:
             accepted.close()
             assert caller.recv(1) == b""
     assert supervisor._free("127.0.0.1", port) == port
+
+
+def test_sockets_are_handed_on_for_what_fronts_share_and_not_for_grpc() -> None:
+    """Each front listens for gRPC by itself; a second listener there would take connections that nobody accepts."""
+    ports = [free_port() for _ in range(2)]
+    whole = Supervisor(Settings(fronts=2, port=ports[0], grpc={"port": ports[1]}), [], [])  # type: ignore[arg-type]
+    assert whole._listen()
+    try:
+        held = [[each.getsockname()[1] for each in sockets] for sockets in whole._listening.values()]
+        assert held == [[port for _, port in whole.settings.addresses()]] * 2
+        assert ports[1] not in held[0]
+    finally:
+        for sockets in whole._listening.values():
+            for listening in sockets:
+                listening.close()
+
+
+async def test_a_front_that_does_not_end_is_killed_and_the_whole_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PATIENCE_SECONDS", 0.2)
+    stubborn = ["sh", "-c", "trap '' TERM USR1; read number; while :; do sleep 0.05; done"]
+    settings = Settings(fronts=1, port=0, drain=Drain(delay_seconds=0, timeout_seconds=0.05))
+    whole = Supervisor(settings, ["sleep", "1000"], stubborn)
+    ending = asyncio.ensure_future(whole.run())
+    await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
+    await asyncio.sleep(0.3)  # until it has its trap
+    began = [process.pid for process in whole._started]
+    with structlog.testing.capture_logs() as lines:
+        whole._end(0)
+        assert await asyncio.wait_for(ending, 20) == EXIT_FAILED
+    assert {"event": "drain_timeout", "processes": 1, "log_level": "error"} in lines
+    assert {"event": "stopped", "exit_code": EXIT_FAILED, "log_level": "info"} in lines
+    assert not any(map(alive, began))

@@ -55,15 +55,17 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Ray and Ray Serve on this machine, without an application."""
-    from ray import serve
-
-    port = free_port()
     os.environ |= {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",  # as docs/scaling.md says; both are read when Ray Serve is imported
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": "120",  # on a busy machine the usual 30 are short
         "RAY_agent_register_timeout_ms": "120000",
     }
+    from ray import serve
+
+    port = free_port()
     ray.init("local", num_cpus=8, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": HOST, "port": port, "request_timeout_s": 65})

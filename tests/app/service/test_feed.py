@@ -184,7 +184,7 @@ async def test_two_processes_on_one_directory_make_each_change_once(tmp_path: Pa
 async def test_posts_change_by_the_feed_alone(tmp_path: Path, redis: RedisServer) -> None:
     async with replica(redis, tmp_path / "a") as service:
         with pytest.raises(ChangedByFeed):
-            await service.change(read_change(json.dumps(upsert(1)).encode()))
+            await service.change(read_change(json.dumps(upsert(1)).encode(), "uint64"))
 
 
 async def test_a_caller_sees_its_own_write_or_is_told(tmp_path: Path, redis: RedisServer) -> None:

@@ -54,7 +54,7 @@ def change(encoder: Encoder, delete: list[int], new: list[int]) -> Change:
 
 def marked(log: ChangeLog, change: Change) -> Change:
     """As the one that comes next."""
-    return replace(change, mark=mark_after(log.mark, change.delete, change.posts))
+    return replace(change, mark=mark_after(log.mark, change))
 
 
 def engine_of(directory: Path, encoder: Encoder) -> tuple[RetrievalEngine, ChangeLog]:

@@ -55,7 +55,7 @@ def test_one_change_more_less_or_elsewhere_has_another_digest(
     def digest(changes: list[PostChange]) -> str:
         mark = START
         for one in changes:
-            mark = mark_after(mark, one.delete, one.upsert)
+            mark = mark_after(mark, one)
         assert mark.sequence == len(changes)
         return mark.digest
 
@@ -77,7 +77,7 @@ def test_a_record_holds_its_mark_and_one_of_before_gets_it() -> None:
     old = json.loads(head)
     del old["mark"]
     again = decoded(json.dumps(old).encode() + b"\n" + vectors, 3, START)
-    assert again.mark == mark_after(START, one.delete, posts)
+    assert again.mark == mark_after(START, one)
     assert again.posts.vectors.tobytes() == posts.vectors.tobytes()
     assert len(no_posts(3)) == 0
 

@@ -38,7 +38,7 @@ class ChangedRequest:
 
     request_id: int
     kendall: float
-    best: tuple[int, int]
+    best: tuple[str, str]
     body: dict[str, Any]
 
 
@@ -139,36 +139,31 @@ def _actions(logs: list[Log], found: list[NDArray[np.float32]]) -> dict[str, Act
 
 def _changed(examples: Examples, index: int, tau: float, scores: tuple[Floats, Floats]) -> ChangedRequest:
     log, rows = examples.log, examples.rows(index)
-    best = tuple(int(log.post_id[rows[int(np.argmax(each))]]) for each in scores)
+    best = log.ids("post_id", rows[[int(np.argmax(each)) for each in scores]])
     return ChangedRequest(int(log.request_id[rows[0]]), tau, (best[0], best[1]), request_body(examples, index))
 
 
 def request_body(examples: Examples, index: int) -> dict[str, Any]:
     """A request of the log as a body of `/rank`: lists of objects, ids as text."""
-    log, context = examples.log, examples.context(index)
-    events = zip(
-        context.post_ids, context.author_ids, context.actions, context.surfaces, context.dwell_seconds, strict=True
-    )
+    log, seen, shown = examples.log, examples.events, examples.rows(index)
+    events = np.arange(examples.oldest[index], examples.last[index])
     return {
-        "user_id": str(context.user_id),
+        "user_id": log.ids("user_id", shown[:1])[0],
         "history": [
-            {
-                "post_id": str(post),
-                "author_id": str(author),
-                "actions": {log.action_names[place]: 1 for place in np.flatnonzero(actions)},
-                "product_surface": int(surface),
-                "dwell_time": float(dwell),
-            }
-            for post, author, actions, surface, dwell in events
+            _post(post, author, seen.product_surface[row])
+            | {"actions": {log.action_names[place]: 1 for place in np.flatnonzero(seen.actions[row])}}
+            | {"dwell_time": float(seen.dwell_seconds[row])}
+            for post, author, row in zip(
+                seen.ids("post_id", events), seen.ids("author_id", events), events, strict=True
+            )
         ],
         "candidates": [
-            {
-                "post_id": str(log.post_id[row]),
-                "author_id": str(log.author_id[row]),
-                "product_surface": int(log.product_surface[row]),
-                "created_at": int(log.created_at[row]),
-            }
-            for row in examples.rows(index)
+            _post(post, author, log.product_surface[row]) | {"created_at": int(log.created_at[row])}
+            for post, author, row in zip(log.ids("post_id", shown), log.ids("author_id", shown), shown, strict=True)
         ],
         "impression_ts": int(examples.times[index]),
     }
+
+
+def _post(post: str, author: str, surface: np.int64) -> dict[str, Any]:
+    return {"post_id": post, "author_id": author, "product_surface": int(surface)}

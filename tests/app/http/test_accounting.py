@@ -1,0 +1,117 @@
+"""What one request leaves behind on each path that ranks: its log line, its counters, its stages in header, reply and metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+from starlette.testclient import TestClient
+
+from app.service.service import RankingService
+from app.settings import Auth, Settings
+from tests.app import retrieving
+from tests.app.serving import good, served
+
+KEY = "feed-key"
+EVENT = {"post_id": 17, "author_id": 5, "actions": ["favorite"]}
+LONG = [EVENT] * 20  # of which the fake ranker reads 16 and the towers 8
+POSTS = {"user_id": "7", "history": [EVENT] * 3, "k": 5, "request_id": "page-7"}
+RANKED, FOUND = ["parse", "queue", "forward"], ["parse", "queue", "encode", "search"]
+
+# path: the request, the same beyond the window, stages of the reply, what the log line says, replies in the distributions
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any], int]] = {
+    "/rank": (good(), good(history=LONG), RANKED, {"candidates": 3, "history": 3}, 1),
+    "/rank/batch": (
+        {"requests": [good(), good(history=[])]},
+        {"requests": [good(history=LONG)]},
+        RANKED,
+        {"candidates": 6, "history": 3, "requests": 2},
+        2,
+    ),
+    "/explain": (
+        good(explain=[90]),
+        good(explain=[90], history=LONG),
+        [*RANKED, "attention"],
+        {"candidates": 3, "history": 3, "requests": 6},
+        0,
+    ),
+    "/retrieve": (POSTS, POSTS | {"history": LONG}, FOUND, {"candidates": 5, "history": 3}, 0),
+    "/recommend": (POSTS, POSTS | {"history": LONG}, [*FOUND, "forward"], {"candidates": 5, "history": 3}, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, RankingService]]:
+    auth = Auth(keys={"feed": hashlib.sha256(KEY.encode()).hexdigest()})  # type: ignore[dict-item]
+    with served(
+        settings=Settings(auth=auth), retrieval=retrieving.loader(tmp_path_factory.mktemp("retrieval"))
+    ) as both:
+        both[0].headers["x-api-key"] = KEY
+        yield both
+
+
+def samples(client: TestClient) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line and line[0] != "#"]
+    return {name: float(value) for name, value in lines}
+
+
+def asked(client: TestClient, path: str, body: dict[str, Any]) -> tuple[Any, dict[str, float], dict[str, Any]]:
+    """The reply, what each sample grew by, and the log line."""
+    before = samples(client)
+    with structlog.testing.capture_logs() as lines:
+        reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    [line] = [line for line in lines if line["event"] == "request"]
+    return reply, {name: value - before.get(name, 0.0) for name, value in samples(client).items()}, line
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_request_is_named_counted_and_timed(running: tuple[TestClient, RankingService], path: str) -> None:
+    client, service = running
+    body, _, stages, said, replies = CALLS[path]
+    reply, grown, line = asked(client, path, body)
+    for name, value in {"route": path, "method": "POST", "status": 200, "key": "feed", "version": "v1", **said}.items():
+        assert line[name] == value, name
+    assert line["request_id"] == reply.headers["x-request-id"] == "page-7"
+    assert line["cache"] == reply.headers["x-context-cache"] in ("hit", "miss")
+    assert "code" not in line
+    timed = {name: float(ms) for name, ms in re.findall(r"(\w+);dur=([\d.]+)", reply.headers["server-timing"])}
+    assert timed.keys() == line["stages_ms"].keys() == {*stages, "serialize"}
+    assert all(0 <= ms <= line["duration_ms"] for ms in timed.values())
+    assert timed["parse"] > 0 < timed["serialize"]
+    told = reply.json()["timings_ms"] if path != "/rank/batch" else reply.json()["results"][0]["timings_ms"]
+    assert list(told) == stages
+    labels = f'{{code="200",method="POST",route="{path}"}}'
+    assert grown[f"ranker_http_requests_total{labels}"] == 1
+    assert grown[f'ranker_http_request_duration_seconds_count{{method="POST",route="{path}"}}'] == 1
+    for stage in {"parse", "serialize", "attention"} & {*stages, "serialize"}:
+        assert grown[f'ranker_stage_duration_seconds_count{{stage="{stage}"}}'] == 1
+        seconds = grown[f'ranker_stage_duration_seconds_sum{{stage="{stage}"}}']
+        assert seconds == pytest.approx(line["stages_ms"][stage] / 1e3, abs=1e-6), stage
+    for action in ("favorite", "reply", "report"):
+        name = f'ranker_reply_probability_count{{action="{action}"}}'
+        assert grown.get(name, 0) == replies, name
+    assert grown["ranker_history_truncated_total"] == 0
+    assert service.admission.requests == service.admission.candidates == 0
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_history_beyond_the_window_is_counted_once(running: tuple[TestClient, RankingService], path: str) -> None:
+    reply, grown, line = asked(running[0], path, CALLS[path][1])
+    assert grown["ranker_history_truncated_total"] == 1
+    assert line["history"] == len(LONG)
+    content = reply.json()["results"][0] if path == "/rank/batch" else reply.json()
+    assert content["history_dropped"] == len(LONG) - content["history_used"] > 0
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_name_in_a_header_comes_before_one_in_the_body(running: tuple[TestClient, RankingService], path: str) -> None:
+    client = running[0]
+    with structlog.testing.capture_logs() as lines:
+        reply = client.post(path, json=CALLS[path][0], headers={"x-request-id": "mine"})
+    assert reply.headers["x-request-id"] == "mine"
+    assert [line["request_id"] for line in lines if line["event"] == "request"] == ["mine"]
