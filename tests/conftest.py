@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,14 @@ def servers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "start_process", zygote.start)
         yield
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is freed now is freed by the last reference; the garbage collector looks at old objects once in a long while."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
 import weakref
@@ -23,7 +22,7 @@ from app.ports import build_server
 from app.settings import Batching, Queue
 from app.telemetry.metrics import Metrics
 from loadtest.soak.fake_engine import FakeEngine, loaded
-from tests.app.fakes import Gate, loader, request, right, run, until
+from tests.app.fakes import Gate, loader, request, right, until
 from tests.app.fronts.linked import begin, linked
 from tests.app.serving import ask, chunk, good, port_of, value_of
 
@@ -79,29 +78,23 @@ async def test_a_released_place_is_not_computed_and_leaves_nothing() -> None:
         assert 'ranker_cancelled_total{stage="queue"} 1.0' in service.metrics.render().decode()
 
 
-def test_a_released_place_keeps_nothing_of_its_caller() -> None:
+@pytest.mark.usefixtures("no_collector")
+async def test_a_released_place_keeps_nothing_of_its_caller() -> None:
     class Caller:
         def done(self, result: object) -> None: ...
 
-    async def main() -> None:
-        gate = Gate()
-        async with linked(FakeEngine(before=gate)) as found:
-            [front], caller = found.fronts, Caller()
-            place = front.admit(front.model, candidates=4, history=2, deadline=None)
-            front.rank(place, *request(1), caller.done)
-            await gate.reached()
-            there = weakref.ref(caller)
-            del caller
-            assert there() is not None
-            place.release()
-            assert there() is None, "without a circle, for the collector to find"
-            gate.opened.set()
-
-    gc.disable()
-    try:
-        run(main())
-    finally:
-        gc.enable()
+    gate = Gate()
+    async with linked(FakeEngine(before=gate)) as found:
+        [front], caller = found.fronts, Caller()
+        place = front.admit(front.model, candidates=4, history=2, deadline=None)
+        front.rank(place, *request(1), caller.done)
+        await gate.reached()
+        there = weakref.ref(caller)
+        del caller
+        assert there() is not None
+        place.release()
+        assert there() is None, "without a circle, for the collector to find"
+        gate.opened.set()
 
 
 async def test_a_deadline_in_the_queue_is_kept_by_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,27 +274,21 @@ async def test_a_front_that_goes_keeps_no_model() -> None:
         prepared.release()
 
 
-def test_an_idle_connection_keeps_no_model_that_was_replaced() -> None:
-    async def main() -> None:
-        old = FakeEngine(1)
-        async with linked(old, load=loader(FakeEngine(2), "v2")) as found:
-            reloads = RemoteReloads(found.fronts[0])
-            server = build_server(found.settings.model_copy(update={"port": 0}), found.fronts[0], reloads)
-            await server.startup(None)
-            explain = good() | {"explain": [good()["candidates"][0]["post_id"]]}
-            bodies = {"/rank": good(), "/rank/batch": {"requests": [good()]}, "/explain": explain}
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
-                gc.disable()
-                for path, body in bodies.items():
-                    assert (await client.post(path, json=body)).status_code == 200
-                await reloads.reload()
-                await until(old.closed.is_set)
-            await server.shutdown()
-
-    try:
-        run(main())
-    finally:
-        gc.enable()
+@pytest.mark.usefixtures("no_collector")
+async def test_an_idle_connection_keeps_no_model_that_was_replaced() -> None:
+    old = FakeEngine(1)
+    async with linked(old, load=loader(FakeEngine(2), "v2")) as found:
+        reloads = RemoteReloads(found.fronts[0])
+        server = build_server(found.settings.model_copy(update={"port": 0}), found.fronts[0], reloads)
+        await server.startup(None)
+        explain = good() | {"explain": [good()["candidates"][0]["post_id"]]}
+        bodies = {"/rank": good(), "/rank/batch": {"requests": [good()]}, "/explain": explain}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}") as client:
+            for path, body in bodies.items():
+                assert (await client.post(path, json=body)).status_code == 200
+            await reloads.reload()
+            await until(old.closed.is_set)
+        await server.shutdown()
 
 
 async def test_a_lost_link_answers_at_once_and_comes_back() -> None:

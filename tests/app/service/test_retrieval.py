@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
 import weakref
@@ -133,23 +132,15 @@ async def test_those_who_wait_share_the_next_scan(load: RetrievalLoader, monkeyp
             assert shared.posts.post_ids.tobytes() == by_itself.posts.post_ids.tobytes()
 
 
-def test_what_is_replaced_goes_at_once(load: RetrievalLoader) -> None:
-    """The garbage collector looks at old objects once in a long while."""
-
-    async def scenario() -> None:
-        wrapped, engines = watched(load)
-        async with running(wrapped, FakeClock()) as service:
-            await search(service, 1)
-            old = weakref.ref(engines.pop())
-            await service.swap(wrapped)
-            await search(service, 2)
-            await until(lambda: old() is None)
-
-    gc.disable()
-    try:
-        asyncio.run(scenario())
-    finally:
-        gc.enable()
+@pytest.mark.usefixtures("no_collector")
+async def test_what_is_replaced_goes_at_once(load: RetrievalLoader) -> None:
+    wrapped, engines = watched(load)
+    async with running(wrapped, FakeClock()) as service:
+        await search(service, 1)
+        old = weakref.ref(engines.pop())
+        await service.swap(wrapped)
+        await search(service, 2)
+        await until(lambda: old() is None)
 
 
 async def test_a_batch_that_raises_is_split(load: RetrievalLoader) -> None:

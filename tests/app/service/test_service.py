@@ -331,43 +331,38 @@ async def test_a_swap_finishes_the_old_requests_on_the_old_model_and_frees_it() 
         assert service.versions.cache_stats().misses == 5  # totals of the old one are kept
 
 
+@pytest.mark.usefixtures("no_collector")
 async def test_a_model_that_is_replaced_goes_at_once() -> None:
-    """Its tables may be most of the memory, and the garbage collector looks at old objects once in a long while."""
-    gc.disable()
-    try:
-        async with running(FakeEngine(1)) as service:
-            engine = FakeEngine(2)
-            old = weakref.ref(engine)
-            await service.swap(loader(engine, "v2"))
-            del engine
-            assert right(await rank(service, 1), 1, version=2)
-            assert old() is not None
-            await service.swap(loader(FakeEngine(3), "v3"))
-            await until(lambda: old() is None)
-    finally:
-        gc.enable()
+    """Its tables may be most of the memory."""
+    async with running(FakeEngine(1)) as service:
+        engine = FakeEngine(2)
+        old = weakref.ref(engine)
+        await service.swap(loader(engine, "v2"))
+        del engine
+        assert right(await rank(service, 1), 1, version=2)
+        assert old() is not None
+        await service.swap(loader(FakeEngine(3), "v3"))
+        await until(lambda: old() is None)
 
 
+@pytest.mark.usefixtures("no_collector")
 async def test_a_native_engine_that_has_computed_goes_at_once() -> None:
     settings = Settings(checkpoint=ROOT / "weights/demo", device="cpu", backend="native")
     load = checkpoint_loader(settings.checkpoint, settings)
-    gc.disable()
-    try:
-        async with running_on(load) as service:
-            worker = service.versions.current
-            assert isinstance(worker.model.engine, NativeEngine)
-            old, model = weakref.ref(worker.model.engine), service.model
-            del worker
-            context, candidates = random_request(model.manifest.config, 5, 64)
-            ticket = service.admit(model, candidates=64, history=5, deadline=None)
-            assert (await ranked(service, ticket, context, candidates)).scores.is_finite()
-            del model, ticket
-            await service.swap(load)
-            await until(lambda: old() is None)
-    finally:
-        gc.enable()
+    async with running_on(load) as service:
+        worker = service.versions.current
+        assert isinstance(worker.model.engine, NativeEngine)
+        old, model = weakref.ref(worker.model.engine), service.model
+        del worker
+        context, candidates = random_request(model.manifest.config, 5, 64)
+        ticket = service.admit(model, candidates=64, history=5, deadline=None)
+        assert (await ranked(service, ticket, context, candidates)).scores.is_finite()
+        del model, ticket
+        await service.swap(load)
+        await until(lambda: old() is None)
 
 
+@pytest.mark.usefixtures("no_collector")
 async def test_what_a_failed_load_has_made_goes_at_once() -> None:
     made: list[weakref.ref[FakeEngine]] = []
 
@@ -380,14 +375,10 @@ async def test_what_a_failed_load_has_made_goes_at_once() -> None:
         except MemoryError as error:
             raise EngineError("self-test failed") from error
 
-    gc.disable()
-    try:
-        async with running(FakeEngine()) as service:
-            with suppress(EngineError):
-                await service.swap(load)
-            await until(lambda: made[0]() is None)
-    finally:
-        gc.enable()
+    async with running(FakeEngine()) as service:
+        with suppress(EngineError):
+            await service.swap(load)
+        await until(lambda: made[0]() is None)
 
 
 async def test_a_failed_swap_leaves_the_old_model_serving() -> None:
