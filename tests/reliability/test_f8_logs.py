@@ -6,6 +6,7 @@ import fcntl
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -50,13 +51,13 @@ class Pipe:
 
 
 @contextmanager
-def faulty(fault: str, *flags: str, command: tuple[str, ...] = (), **settings: object) -> Iterator[Server]:
+def faulty(fault: str, *flags: str, **settings: object) -> Iterator[Server]:
     """A server whose standard error has this fault from when it is ready; for a load that is refused, from the start."""
     refused = any("refused" in flag for flag in flags)
     pipe = Pipe()
     log: IO[bytes] = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb") if fault == "no space" else pipe.log
     with ranking_server(
-        *command, *FAULTY, *flags, log=log, ready_path="/livez" if refused else "/readyz", **(LINES | settings)
+        *FAULTY, *flags, log=log, ready_path="/livez" if refused else "/readyz", **(LINES | settings)
     ) as server:
         if fault == "dead":
             pipe.close()
@@ -116,7 +117,8 @@ def test_a_start_that_fails_exits_as_documented_without_space(command: list[str]
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_listener_without_descriptors_accepts_again(fault: str) -> None:
     """`accept_failed` is logged once a second, in the event loop."""
-    with faulty(fault, command=("prlimit", "--nofile=40:40")) as server:
+    with faulty(fault) as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (40, 40))
         with connect(server.port) as sock:
             for user in range(1, 20):
                 rank(sock, user)  # fills the pipe
