@@ -33,7 +33,8 @@ from app.service.retrieval import RetrievalService
 from app.service.second import SecondCheckpoint
 from app.service.watchdog import Watchdog
 from app.settings import Settings
-from app.telemetry.metrics import Metrics, Snapshot
+from app.telemetry.exposition import Snapshot
+from app.telemetry.metrics import Metrics
 from model.inputs import Candidates, Context
 
 RETRY_AFTER_START_SECONDS, RETRY_AFTER_DOWN_SECONDS = 2.0, 5.0  # while loading, nobody knows better
