@@ -44,13 +44,6 @@ PREFERRED = ("favorite", "dwell", "reply", "repost")
 ID_FIELDS = ("user_id", "post_id", "author_id", "exclude", "explain")
 RANK_MODEL = "/rank/{name}"
 TIMEOUT = "X-Request-Timeout-Ms"
-NAMED = {
-    "name": "X-Model-Version",
-    "in": "header",
-    "required": False,
-    "schema": {"type": "string"},
-    "description": "Version of the checkpoint that shall answer, of those that the process holds; 404 for any other.",
-}
 HEADERS_IN = {
     "X-Request-ID": "A name for this call, echoed; made when it is missing or may not go into a header.",
     TIMEOUT: "How long the caller waits, in whole milliseconds; then 504. `x-envoy-expected-rq-timeout-ms` is read too.",
@@ -63,6 +56,17 @@ HEADERS_OUT = {
     "X-Context-Cache": "`hit` when the user's context came whole from the cache, else `miss`.",
     "Server-Timing": "Milliseconds of parse, queue, forward and serialize.",
 }
+
+
+def _header(name: str, text: str) -> dict[str, Any]:
+    schema = {"type": "string"} | ({"pattern": "^[1-9][0-9]{0,11}$"} if name == TIMEOUT else {})
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": text}
+
+
+NAMED = _header(
+    "X-Model-Version",
+    "Version of the checkpoint that shall answer, of those that the process holds; 404 for any other.",
+)
 
 
 def describe_app(
@@ -106,8 +110,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
             "The tensors of the Open Inference Protocol are taken as well, as `application/octet-stream`; any body may be gzip.",
             body,
             ref[RankReply],
-            [NotFound],
-            [NAMED],
         ),
         RANK_MODEL: _operation(
             "Rank one user's candidates with one model",
@@ -115,7 +117,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
             "for as `batch@version`.",
             body,
             ref[RankReply],
-            [NotFound],
             path_parameters(RANK_MODEL),
         ),
         "/rank/batch": _operation(
@@ -127,8 +128,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
                 {"two requests": {"value": batch}},
             ),
             {"anyOf": [ref[BatchReply], {"type": "array", "items": result}]},
-            [NotFound],
-            [NAMED],
         ),
         "/context": _operation(
             "Compute a user's context ahead",
@@ -137,8 +136,6 @@ def _rankings(ref: Refs, examples: dict[str, dict[str, Any]], result: dict[str, 
             "get 412 `context_unknown`, and are to be sent whole.",
             _body(ref[ContextRequest], contexts),
             ref[ContextReply],
-            [NotFound],
-            [NAMED],
         ),
     }
 
@@ -151,7 +148,6 @@ def _tensors(ref: Refs) -> dict[str, Any]:
             "that say so. The same tensors are taken by `/rank` as `application/octet-stream`, and over gRPC.",
             _body(ref[InferRequest], {"tensors": {"value": example_tensors()}}),
             ref[InferReply],
-            [NotFound],
             path_parameters(path),
         )
         for path in (f"{MODEL}/infer", f"{VERSION}/infer")
@@ -166,15 +162,15 @@ def _posts(ref: Refs, action_names: Sequence[str]) -> dict[str, Any]:
             "The best posts of the corpus by the cosine of two vectors, exactly: filters come first, equal scores go by row.",
             _body(ref[RetrieveRequest], posts),
             ref[RetrieveReply],
-            [CorpusNotLoaded, NotFound],
+            (),
+            [CorpusNotLoaded],
         ),
         "/recommend": _operation(
             "Retrieve posts and rank them",
             "What /rank says of what /retrieve returns, within one deadline.",
             _body(ref[RecommendRequest], scores),
             ref[RecommendReply],
-            [CorpusNotLoaded, NotFound],
-            [NAMED],
+            more_failures=[CorpusNotLoaded],
         ),
     }
 
@@ -184,16 +180,14 @@ def _explanations(ref: Refs, examples: dict[str, dict[str, Any]]) -> dict[str, A
         name: {"summary": example["summary"], "value": example["value"] | {"explain": [90]}}
         for name, example in examples.items()
     }
-    operation = _operation(
+    explained = _operation(
         "Explain why candidates stand where they stand",
         "What each event, the user and all of it together change in the scores, as /rank says it of the request without them; and what "
         "the model attends to, in float32 by the plain definition. Attention is not an explanation, so both stand side by side.",
         _body(ref[ExplainRequest], asked),
         ref[ExplainReply],
-        [NotFound],
-        [NAMED],
     )
-    return {"/explain": operation}
+    return {"/explain": explained}
 
 
 def example_requests(action_names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -277,24 +271,15 @@ def _operation(
     description: str,
     body: dict[str, Any],
     reply: dict[str, Any],
+    more_parameters: Sequence[dict[str, Any]] = (NAMED,),
     more_failures: Sequence[type[ServiceError]] = (),
-    more_parameters: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    inward = [
-        {
-            "name": name,
-            "in": "header",
-            "required": False,
-            "schema": {"type": "string"} | ({"pattern": "^[1-9][0-9]{0,11}$"} if name == TIMEOUT else {}),
-            "description": text,
-        }
-        for name, text in HEADERS_IN.items()
-    ]
+    inward = [_header(name, text) for name, text in HEADERS_IN.items()]
     outward = {name: {"schema": {"type": "string"}, "description": text} for name, text in HEADERS_OUT.items()}
     answers: dict[str, Any] = {
         "200": {"description": "The ranking.", "content": {"application/json": {"schema": reply}}, "headers": outward}
     }
-    failures = (*general(), *more_failures)
+    failures: list[type[ServiceError]] = [*general(), NotFound, *more_failures]
     for status in sorted({failure.status for failure in failures}):
         kinds = [failure for failure in failures if failure.status == status]
         text = " ".join(f"`{kind.code}`: {(kind.__doc__ or '').splitlines()[0]}" for kind in kinds)
