@@ -365,9 +365,12 @@ def test_a_front_that_does_not_end_is_killed_and_the_whole_says_so(monkeypatch: 
         settings = Settings(fronts=1, port=0, drain=Drain(delay_seconds=0, timeout_seconds=0.05))
         whole = Supervisor(settings, ["sleep", "1000"], stubborn)
         ending = asyncio.ensure_future(whole.run())
-        await until(lambda: None not in (whole._engine, whole._fronts.get(1)))
+        await until(lambda: None not in (whole._engine, whole._spare, whole._fronts.get(1)))
         await asyncio.sleep(0.3)  # until it has its trap
-        began = [process.pid for process in whole._started]
+        assert whole._engine is not None
+        assert whole._spare is not None
+        began = [process.pid for process in (whole._engine, whole._fronts[1], whole._spare.process)]
+        assert all(map(alive, began))
         with structlog.testing.capture_logs() as lines:
             whole._end(0)
             assert await asyncio.wait_for(ending, 20) == EXIT_FAILED
