@@ -10,6 +10,8 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -379,3 +381,12 @@ def test_a_front_that_does_not_end_is_killed_and_the_whole_says_so(monkeypatch: 
         assert not any(map(alive, began))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_process_whose_supervisor_is_gone_by_now_ends_at_once(is_there: bool) -> None:
+    """It would be told by nobody any more."""
+    role = Role("", os.getpid() if is_there else os.getppid())
+    command = [sys.executable, "-c", "from app.fronts.role import Role; Role.inherited(); print('begun')"]
+    done = subprocess.run(command, env=role.environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == ((0, "begun\n") if is_there else (1, "")), done.stderr

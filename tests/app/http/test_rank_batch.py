@@ -256,8 +256,11 @@ def test_what_an_engine_process_refuses_beside_the_rest_of_its_batch_is_tried_ag
 
     monkeypatch.setattr(rank_batch, "ranked", ranked)
     with served() as (client, service):
+        admit, again = service.admit, list[bool]()
+        monkeypatch.setattr(service, "admit", lambda *a, **b: (again.append(b["again"]), admit(*a, **b))[1])
         reply = client.post("/rank/batch", json={"requests": [good(user_id=user) for user in users]})
         codes = [result.get("error", {}).get("code") for result in reply.json()["results"]]
         assert codes == (["overloaded"] if alone else [None] * 3)
         assert sorted(tried) == sorted(users + ([] if alone else [1]))
+        assert again == [False] * len(users) + ([] if alone else [True]), "it is not asked for a second time"
         assert service.admission.requests == 0
